@@ -1,0 +1,48 @@
+"""Guard against a user's own file that takes the place of one of our sibling packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+__all__ = ["require_neighbour"]
+
+
+def require_neighbour(name: str) -> None:
+    """Make sure that ``import name`` finds our package and not a file beside the script.
+
+    Args:
+        name: ``"loggers"`` or ``"checkpoint_io"``.
+
+    Raises:
+        ImportError: another module of this name is found first; it says which and what to do.
+
+    Example:
+        >>> from accel_callbacks._neighbours import require_neighbour
+        >>> require_neighbour("loggers")
+    """
+    ours = Path(__file__).resolve().parent.parent / name
+    found = _origin(name)
+    if found is not None and found.resolve().parent == ours:
+        return
+    where = "nothing" if found is None else str(found)
+    raise ImportError(
+        f"accel_callbacks needs its own package {name!r}, but `import {name}` finds {where}. "
+        f"Rename that file or folder (or remove the package that brought it), or start the "
+        f"script from another folder; ours is in {ours.parent}."
+    )
+
+
+def _origin(name: str) -> Path | None:
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        file = getattr(loaded, "__file__", None)
+        return Path(file) if file else None
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return None
+    if spec.origin is None:  # a folder without __init__.py
+        locations = list(spec.submodule_search_locations or ())
+        return Path(locations[0]) if locations else None
+    return Path(spec.origin)

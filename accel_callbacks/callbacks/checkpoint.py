@@ -1,0 +1,216 @@
+"""Save the whole training state at intervals, keep the newest and the best, find the newest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_callbacks import collectives
+from accel_callbacks._neighbours import require_neighbour
+from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.monitor import Monitor
+
+if TYPE_CHECKING:
+    from accel_callbacks.run import TrainingRun
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint(Callback):
+    """Saves checkpoints into a folder on any store, and lets a run resume from the newest.
+
+    Checkpoints are named ``step-<global step>``. Step intervals are counted in optimizer steps
+    and saved at the end of the loop's body; epoch intervals at the end of the epoch, after its
+    validation. The finished run is saved too. Older checkpoints are removed only after a new one
+    is durable, and only those that this run wrote.
+
+    Args:
+        dirpath: folder or fsspec URL; ``<project_dir>/checkpoints`` where ``None``.
+        every_n_steps: save every so many optimizer steps.
+        every_n_epochs: save every so many epochs; 1 if no other interval is given.
+        keep_last: newest checkpoints to keep, 3 by default; ``None`` keeps all.
+        monitor: a logged metric: at the end of an epoch in which it improved a checkpoint is saved,
+            and the ``keep_best`` best are kept besides the newest.
+        mode: ``"min"`` (default) or ``"max"``.
+        keep_best: best checkpoints to keep, 1 by default.
+        max_shard_size: largest tensor file, such as ``"5GB"``.
+        storage_options: for the filesystem behind the URL.
+
+    Attributes:
+        last_path: the newest checkpoint written by this process, or ``None``.
+        best_path: the best one by ``monitor``, or ``None``.
+
+    Raises:
+        ValueError: an interval or a number to keep is below 1.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.callbacks import Checkpoint
+        >>> saver = Checkpoint(tempfile.mkdtemp(), every_n_epochs=1)
+        >>> accel = Accelerator(cpu=True, callbacks=[saver])
+        >>> data = accel.prepare(torch.utils.data.DataLoader(range(4)))
+        >>> with accel.run("demo") as run:
+        ...     for epoch in run.epochs(2):
+        ...         for batch in data:
+        ...             pass
+        >>> saver.last_path.endswith("step-00000000")
+        True
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        keep_last: int | None = 3,
+        monitor: str | None = None,
+        mode: str = "min",
+        keep_best: int = 1,
+        max_shard_size: int | str = "5GB",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = {
+            "every_n_steps": every_n_steps,
+            "every_n_epochs": every_n_epochs,
+            "keep_last": keep_last,
+            "keep_best": keep_best,
+        }
+        for name, value in given.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        self.dirpath = os.fspath(dirpath) if dirpath is not None else None
+        self.every_n_steps = every_n_steps
+        no_interval = every_n_steps is None and every_n_epochs is None and monitor is None
+        self.every_n_epochs = 1 if no_interval else every_n_epochs
+        self.keep_last = keep_last
+        self.monitor = Monitor(monitor, mode) if monitor is not None else None
+        self.keep_best = keep_best
+        self.max_shard_size = max_shard_size
+        self.storage_options = storage_options
+        self.last_path: str | None = None
+        self.best_path: str | None = None
+        self._root = ""
+        self._saved_step = -1
+        self._saved_at: tuple[int, int, bool] | None = None
+        self._fresh_score: float | None = None
+        self._best_score: float | None = None
+
+    @property
+    def state_key(self) -> str:
+        """``Checkpoint``, with the folder where one was given."""
+        return "Checkpoint" if self.dirpath is None else f"Checkpoint:{self.dirpath}"
+
+    def resume_root(self, run: TrainingRun) -> tuple[str, Mapping[str, Any] | None]:
+        """Where ``accel.run`` looks for something to resume from."""
+        return self._folder_url(run), self.storage_options
+
+    def _folder_url(self, run: TrainingRun) -> str:
+        return self.dirpath or run.accelerator._in_project("checkpoints")
+
+    # --- when ---------------------------------------------------------------------------------
+
+    def on_log(self, run: TrainingRun, model: Any, metrics: Mapping[str, Any], step: int) -> None:
+        """Note the monitored value; it scores the next checkpoint and no later one."""
+        if self.monitor is not None:
+            value = self.monitor.read(metrics)
+            self._fresh_score = self._fresh_score if value is None else value
+
+    def on_train_batch_end(
+        self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if a step interval is over."""
+        step, every = run.global_step, self.every_n_steps
+        if every and step > 0 and step % every == 0 and step != self._saved_step:
+            self._save(run)
+
+    def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
+        """Save if an epoch interval is over, or the metric improved."""
+        due = self.every_n_epochs is not None and run.epochs_done % self.every_n_epochs == 0
+        if self.monitor is not None and not due:
+            # Processes may have logged different values; the main one's counts.
+            due = collectives.broadcast_object(self._improved())
+        if due:
+            self._save(run)
+
+    def on_train_end(self, run: TrainingRun, model: Any) -> None:
+        """Save the finished run, unless its last state is saved."""
+        if self._saved_at != self._place(run):
+            self._save(run)
+
+    def _improved(self) -> bool:
+        assert self.monitor is not None
+        score = self._fresh_score
+        return score is not None and self.monitor.is_better(score, than=self._best_score)
+
+    def _place(self, run: TrainingRun) -> tuple[int, int, bool]:
+        return run.global_step, run.epochs_done, run.epoch_open
+
+    # --- what ---------------------------------------------------------------------------------
+
+    def _save(self, run: TrainingRun) -> None:
+        require_neighbour("checkpoint_io")
+        from checkpoint_io import CheckpointFolder
+
+        root = self._folder_url(run)
+        folder = CheckpointFolder(root, storage_options=self.storage_options)
+        path = folder.path(run.global_step)
+        metadata: dict[str, Any] = {}
+        if self._fresh_score is not None and self.monitor is not None:
+            metadata["score"] = {"monitor": self.monitor.name, "value": self._fresh_score}
+            if self._improved():
+                self._best_score, self.best_path = self._fresh_score, path
+        # What the checkpoint says of this callback must hold after it was saved.
+        self._fresh_score = None
+        self._saved_step, self._saved_at, self.last_path = run.global_step, self._place(run), path
+        generation = folder.next_generation() if run.is_global_zero else None
+        run.accelerator.save_state(
+            path,
+            generation=collectives.broadcast_object(generation),
+            metadata=metadata,
+            storage_options=self.storage_options,
+            max_shard_size=self.max_shard_size,
+        )
+        if run.is_global_zero and self.keep_last is not None:
+            self._prune(folder, run)
+
+    def _prune(self, folder: Any, run: TrainingRun) -> None:
+        """Remove what is neither among the newest nor among the best of this run."""
+        own = [e for e in folder.list() if e.manifest.metadata.get("run_id") == run.run_id]
+        assert self.keep_last is not None
+        keep = {entry.path for entry in own[-self.keep_last :]}
+        if self.monitor is not None:
+            sign = 1 if self.monitor.mode == "min" else -1
+            scored = [e for e in own if self._score(e) is not None]
+            scored.sort(key=lambda entry: sign * (self._score(entry) or 0.0))
+            keep |= {entry.path for entry in scored[: self.keep_best]}
+        folder.prune(keep, run_id=run.run_id)
+
+    def _score(self, entry: Any) -> float | None:
+        score = entry.manifest.metadata.get("score")
+        if self.monitor is None or not score or score["monitor"] != self.monitor.name:
+            return None
+        return float(score["value"])
+
+    # --- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was saved last, and the best score."""
+        return {
+            "saved_step": self._saved_step,
+            "saved_at": self._saved_at,
+            "fresh_score": self._fresh_score,
+            "best_score": self._best_score,
+            "best_path": self.best_path,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore in place."""
+        self._saved_step = state_dict["saved_step"]
+        saved_at = state_dict["saved_at"]
+        self._saved_at = None if saved_at is None else tuple(saved_at)
+        self._fresh_score = state_dict["fresh_score"]
+        self._best_score = state_dict["best_score"]
+        self.best_path = state_dict["best_path"]

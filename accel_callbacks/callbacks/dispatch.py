@@ -1,0 +1,111 @@
+"""Dispatch: for each hook, the methods that somebody overrode, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS, Callback
+from accel_callbacks.errors import nearest
+
+__all__ = ["Dispatcher"]
+
+Hook = Callable[..., Any]
+
+
+class Dispatcher:
+    """Holds the callbacks and a tuple of bound methods for each hook.
+
+    Any object with methods of the right names is a callback; :class:`Callback` is not needed.
+
+    Args:
+        callbacks: in the order in which they are called; exit hooks run in reverse.
+
+    Raises:
+        TypeError: a method begins with ``on_`` but is no hook.
+        ValueError: two callbacks have one ``state_key``.
+
+    Example:
+        >>> from accel_callbacks.callbacks.dispatch import Dispatcher
+        >>> class Hello:
+        ...     def on_train_start(self, run, model):
+        ...         print("hello")
+        >>> dispatcher = Dispatcher([Hello()])
+        >>> for hook in dispatcher["on_train_start"]:
+        ...     hook(None, None)
+        hello
+        >>> dispatcher["on_train_end"]
+        ()
+    """
+
+    def __init__(self, callbacks: Iterable[Any] = ()) -> None:
+        self.callbacks: list[Any] = []
+        self._table: dict[str, tuple[Hook, ...]] = {}
+        self._unclaimed: dict[str, Any] = {}
+        self.can_vote = False
+        self.add(*callbacks)
+
+    def add(self, *callbacks: Any) -> None:
+        """Register more callbacks, after those that are there."""
+        for callback in callbacks:
+            _check(callback)
+        self.callbacks += callbacks
+        keys = [_key(callback) for callback in self.callbacks]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(
+                    f"two callbacks save their state under {key!r}: give one of them another "
+                    "`state_key`."
+                )
+        self.can_vote = any(getattr(c, "can_vote", False) for c in self.callbacks)
+        for hook in HOOKS:
+            order = reversed(self.callbacks) if hook in EXIT_HOOKS else self.callbacks
+            self._table[hook] = tuple(getattr(c, hook) for c in order if _overrides(c, hook))
+
+    def __getitem__(self, hook: str) -> tuple[Hook, ...]:
+        return self._table[hook]
+
+    def fire(self, hook: str, *args: Any) -> None:
+        """Call every method of this hook in order."""
+        for method in self._table[hook]:
+            method(*args)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each callback by name, and what was loaded for callbacks not here."""
+        states = dict(self._unclaimed)
+        for callback in self.callbacks:
+            state = callback.state_dict() if hasattr(callback, "state_dict") else {}
+            if state:
+                states[_key(callback)] = state
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restore each callback in place; states of absent ones are kept for the next save."""
+        self._unclaimed = dict(states)
+        for callback in self.callbacks:
+            key = _key(callback)
+            if key in self._unclaimed:
+                callback.load_state_dict(self._unclaimed.pop(key))
+
+
+def _key(callback: Any) -> str:
+    return str(
+        getattr(callback, "state_key", None) or f"{type(callback).__qualname__}@{id(callback)}"
+    )
+
+
+def _overrides(callback: Any, hook: str) -> bool:
+    if hook in getattr(callback, "__dict__", {}):
+        return True
+    own = getattr(type(callback), hook, None)
+    return own is not None and own is not getattr(Callback, hook, None)
+
+
+def _check(callback: Any) -> None:
+    if isinstance(callback, type):
+        raise TypeError(f"{callback.__name__} is a class: pass an instance, {callback.__name__}().")
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in HOOKS:
+            raise TypeError(
+                f"{type(callback).__qualname__}.{name} is no hook.{nearest(name, HOOKS)}"
+            )

@@ -1,0 +1,236 @@
+"""The whole training state: captured into a tree, and put back in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks._neighbours import require_neighbour
+from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.naming import (
+    named_optimizer_state,
+    parameter_names,
+    positional_optimizer_state,
+)
+from accel_callbacks.rng import capture_rng, restore_rng
+
+if TYPE_CHECKING:
+    from accel_callbacks.accelerator import Accelerator
+    from checkpoint_io import Checkpoint
+
+__all__ = ["capture", "read", "read_latest", "restore", "write"]
+
+
+def _numbered(items: Sequence[Any]) -> dict[str, Any]:
+    return {str(index): item for index, item in enumerate(items)}
+
+
+def capture(accel: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what all processes share, what belongs to this process), as trees of plain values.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.checkpointing import capture
+        >>> shared, local = capture(Accelerator(cpu=True))
+        >>> shared["run"]["global_step"], sorted(local["rng"])[:1]
+        (0, ['numpy'])
+    """
+    loop, strategy = accel.loop, accel.strategy
+    names = parameter_names(accel.bare_models)
+    shared: dict[str, Any] = {
+        "models": _numbered([strategy.model_state_dict(model) for model in accel.models]),
+        "optimizers": _numbered(
+            [
+                named_optimizer_state(o.optimizer, names) | {"steps_taken": o.steps_taken}
+                for o in accel.optimizers
+            ]
+        ),
+        "schedulers": _numbered([scheduler.state_dict() for scheduler in accel.schedulers]),
+        "loaders": _numbered([loader.state_dict() for loader in accel.loaders]),
+        "precision": accel.precision.state_dict(),
+        "run": loop.run.state_dict(),
+        "callbacks": loop.dispatch.state_dict(),
+        "trackers": accel.tracking.state_dict(),
+    }
+    local: dict[str, Any] = {"rng": capture_rng(accel.device)}
+    if loop.window.is_open:
+        local["window"] = _open_window(accel)
+    return shared, local
+
+
+def _open_window(accel: Accelerator) -> dict[str, Any]:
+    """A save inside of a gradient window keeps the gradients gathered so far."""
+    gradients = {
+        f"{index}.{name}": parameter.grad
+        for index, model in enumerate(accel.bare_models)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    window = accel.loop.window
+    return {"position": window.position, "divisor": window.divisor, "gradients": gradients}
+
+
+def write(accel: Accelerator, url: str, *, generation: int | None, **options: Any) -> None:
+    """Save the state to ``url`` with all processes; returns when it is durable.
+
+    Raises:
+        checkpoint_io.CheckpointError: any process failed to write; nothing was committed.
+    """
+    require_neighbour("checkpoint_io")
+    import checkpoint_io
+
+    run = accel.loop.run
+    shared, local = capture(accel)
+    accel.loop.fire("on_save_checkpoint", shared)
+    metadata = {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
+    checkpoint_io.save(
+        url,
+        shared,
+        local_state=local,
+        metadata={**metadata, **options.pop("metadata", {})},
+        group=checkpoint_io.TorchGroup() if collectives.world_size() > 1 else None,
+        generation=generation,
+        **options,
+    )
+    accel.loop.fire("on_checkpoint_saved", url)
+
+
+def read(url: str, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Read and verify a checkpoint on every process; an error on one is an error on all."""
+    require_neighbour("checkpoint_io")
+    import checkpoint_io
+
+    error: BaseException | None = None
+    try:
+        return checkpoint_io.load(url, rank=collectives.rank(), storage_options=storage_options)
+    except Exception as problem:
+        error = problem
+        raise
+    finally:
+        collectives.share_failure(error, f"reading {url}")
+
+
+def read_latest(
+    root: str, storage_options: Mapping[str, Any] | None = None
+) -> tuple[str, Checkpoint] | None:
+    """The newest checkpoint under ``root`` that every process can read whole, if there is one."""
+    require_neighbour("checkpoint_io")
+    import checkpoint_io
+
+    found: list[str] = []
+    if collectives.rank() == 0:
+        folder = checkpoint_io.CheckpointFolder(root, storage_options=storage_options)
+        found = [entry.path for entry in reversed(folder.list())]
+    for url in collectives.broadcast_object(found):
+        try:
+            return url, read(url, storage_options)
+        except Exception as error:
+            warnings.warn(f"{url} is left out, an older one is tried: {error}", stacklevel=2)
+    return None
+
+
+def restore(accel: Accelerator, checkpoint: Checkpoint, url: str, *, strict: bool = False) -> None:
+    """Put a verified checkpoint into the prepared objects; checked before anything changes.
+
+    Args:
+        accel: the Accelerator with the objects prepared.
+        checkpoint: from :func:`read`.
+        url: where it came from, for messages and ``run.resumed_from``.
+        strict: raise where the resume cannot be exact, instead of warning.
+
+    Raises:
+        ResumeError: it does not fit the prepared objects (nothing was changed), or is not exact
+            and ``strict`` was asked for.
+    """
+    state: dict[str, Any] = checkpoint.state
+    _check_fit(accel, state)
+    local = _check_exact(accel, checkpoint, strict)
+    accel.loop.fire("on_load_checkpoint", state)
+    names = parameter_names(accel.bare_models)
+    optimizer_states = [
+        positional_optimizer_state(state["optimizers"][str(i)], optimizer.optimizer, names)
+        for i, optimizer in enumerate(accel.optimizers)
+    ]
+    for index, model in enumerate(accel.models):
+        accel.strategy.load_model_state_dict(model, state["models"][str(index)])
+    for optimizer, saved in zip(accel.optimizers, optimizer_states, strict=True):
+        optimizer.steps_taken = saved.pop("steps_taken")
+        optimizer.load_state_dict(saved)
+    for index, scheduler in enumerate(accel.schedulers):
+        scheduler.load_state_dict(_same_types(scheduler, state["schedulers"][str(index)]))
+    accel.precision.load_state_dict(state["precision"])
+    run = accel.loop.run
+    run.load_state_dict(state["run"])
+    run.resumed_from = url
+    for index, loader in enumerate(accel.loaders):
+        loader.load_state_dict(state["loaders"][str(index)])
+        # Inside an epoch that `run.epochs` counts, a loader read to its end stays at its end.
+        if run.epoch_open and loader.finished and loader.trained:
+            loader.skip_next_pass()
+    accel.loop.dispatch.load_state_dict(state["callbacks"])
+    accel.tracking.load_state_dict(state["trackers"])
+    if local is not None:
+        _restore_window(accel, local.get("window"))
+        restore_rng(local["rng"], accel.device)
+
+
+def _check_fit(accel: Accelerator, state: Mapping[str, Any]) -> None:
+    for kind in ("models", "optimizers", "schedulers", "loaders"):
+        saved, here = len(state[kind]), len(getattr(accel, kind))
+        if saved != here:
+            raise ResumeError(
+                f"the checkpoint holds {saved} {kind}, but {here} were prepared: prepare the "
+                "same objects as the run that saved it, before loading."
+            )
+    for index, model in enumerate(accel.bare_models):
+        saved_tensors, current = state["models"][str(index)], model.state_dict()
+        for name in saved_tensors.keys() ^ current.keys():
+            place = "checkpoint" if name in saved_tensors else "model"
+            other = current if name in saved_tensors else saved_tensors
+            raise ResumeError(f"{name!r} is only in the {place}.{nearest(name, other)}")
+        for name, tensor in current.items():
+            if isinstance(tensor, torch.Tensor) and tensor.shape != saved_tensors[name].shape:
+                raise ResumeError(
+                    f"{name!r} has shape {tuple(tensor.shape)} in the model and "
+                    f"{tuple(saved_tensors[name].shape)} in the checkpoint."
+                )
+
+
+def _check_exact(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> dict[str, Any] | None:
+    """This process's own part, or None where it belongs to another number of processes."""
+    saved, here = checkpoint.manifest.world_size, accel.num_processes
+    if saved == here:
+        return checkpoint.local_state
+    text = (
+        f"the checkpoint was saved by {saved} processes and is loaded by {here}: the order of "
+        "samples goes on exactly, but random generators start anew"
+    )
+    if strict:
+        raise ResumeError(text + "; pass strict=False to accept that.")
+    warnings.warn(text + ".", stacklevel=3)
+    return None
+
+
+def _restore_window(accel: Accelerator, saved: Mapping[str, Any] | None) -> None:
+    accel.loop.window.close()
+    if saved is None:
+        return
+    for index, model in enumerate(accel.bare_models):
+        for name, parameter in model.named_parameters():
+            gradient = saved["gradients"].get(f"{index}.{name}")
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+    window = accel.loop.window
+    window.position, window.divisor = saved["position"], saved["divisor"]
+
+
+def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Counters (MultiStepLR's milestones) travel as plain dicts and come back as counters."""
+    return {
+        key: Counter(value) if isinstance(getattr(scheduler, key, None), Counter) else value
+        for key, value in state.items()
+    }

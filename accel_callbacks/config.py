@@ -1,0 +1,126 @@
+"""The configuration of an Accelerator, resolved once, knowing where each value came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_callbacks.errors import nearest
+
+__all__ = ["AcceleratorConfig", "ProjectConfiguration", "resolve_config"]
+
+PRECISIONS = ("no", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class ProjectConfiguration:
+    """Where a run keeps its files.
+
+    Args:
+        project_dir: folder (or fsspec URL) of the run; ``None`` for the current folder.
+        logging_dir: folder of the trackers' files; the project folder where ``None``.
+
+    Example:
+        >>> from accel_callbacks import ProjectConfiguration
+        >>> ProjectConfiguration("runs/digits").log_folder
+        'runs/digits'
+    """
+
+    project_dir: str | os.PathLike[str] | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+
+    @property
+    def root(self) -> str:
+        """The project folder as a string."""
+        return os.fspath(self.project_dir) if self.project_dir is not None else "."
+
+    @property
+    def log_folder(self) -> str:
+        """The folder that trackers write to."""
+        return os.fspath(self.logging_dir) if self.logging_dir is not None else self.root
+
+
+@dataclass(frozen=True)
+class AcceleratorConfig:
+    """The resolved options of an Accelerator.
+
+    Args:
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        gradient_accumulation_steps: micro-batches of one optimizer step.
+        cpu: compute on the CPU even where an accelerator is there.
+        origins: for each option, where its value came from.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig
+        >>> print(AcceleratorConfig(mixed_precision="bf16").describe())
+        mixed_precision=bf16 (default)
+        gradient_accumulation_steps=1 (default)
+        cpu=False (default)
+    """
+
+    mixed_precision: str = "no"
+    gradient_accumulation_steps: int = 1
+    cpu: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """One line an option: its value, and where it came from."""
+        names = ("mixed_precision", "gradient_accumulation_steps", "cpu")
+        rows = [f"{n}={getattr(self, n)} ({self.origins.get(n, 'default')})" for n in names]
+        return "\n".join(rows)
+
+
+def _boolean(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in known:
+        raise ValueError(f"{text!r} is neither true nor false")
+    return known[text.lower()]
+
+
+# The launcher hands its options to the processes it starts under these names.
+_FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "mixed_precision": ("ACCEL_MIXED_PRECISION", str),
+    "gradient_accumulation_steps": ("ACCEL_GRADIENT_ACCUMULATION_STEPS", int),
+    "cpu": ("ACCEL_CPU", _boolean),
+}
+
+
+def resolve_config(
+    explicit: Mapping[str, Any], environment: Mapping[str, str]
+) -> AcceleratorConfig:
+    """Merge explicit arguments, the environment and the defaults, in this precedence.
+
+    Args:
+        explicit: options as given to the constructor; ``None`` counts as not given.
+        environment: usually ``os.environ``.
+
+    Raises:
+        ValueError: a value of the wrong kind, with its origin and what is allowed.
+
+    Example:
+        >>> from accel_callbacks.config import resolve_config
+        >>> config = resolve_config({"cpu": None}, {"ACCEL_CPU": "1"})
+        >>> config.cpu, config.origins["cpu"]
+        (True, 'environment variable ACCEL_CPU')
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for option, (variable, convert) in _FROM_ENVIRONMENT.items():
+        if explicit.get(option) is not None:
+            values[option], origins[option] = explicit[option], "argument"
+        elif variable in environment:
+            origins[option] = f"environment variable {variable}"
+            try:
+                values[option] = convert(environment[variable])
+            except ValueError as error:
+                raise ValueError(f"{variable}={environment[variable]!r}: {error}") from None
+    config = AcceleratorConfig(**values, origins=origins)
+    if config.mixed_precision not in PRECISIONS:
+        raise ValueError(
+            f"mixed_precision={config.mixed_precision!r} "
+            f"({origins.get('mixed_precision', 'default')}) is unknown; use one of {PRECISIONS}."
+            + nearest(str(config.mixed_precision), PRECISIONS)
+        )
+    return config

@@ -1,0 +1,330 @@
+"""The prepared loader: sharded, resumable at any sample, and aware of its own padding."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from accel_callbacks.data.iterable import CollateShare, IterableShards
+from accel_callbacks.data.order import epoch_order, mix_seed
+from accel_callbacks.data.plan import BatchPlan, Plan, SamplePlan, Share
+from accel_callbacks.state import Topology
+
+__all__ = ["DataLoaderShard", "prepare_loader"]
+
+
+class LoopEvents(Protocol):
+    """Who is told about iteration: it adds the hooks around the batches."""
+
+    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
+        """Iterate ``loader.batches()``, with everything that belongs around it."""
+
+
+class DataLoaderShard(DataLoader[Any]):
+    """A torch DataLoader that reads this process's share, in an order it can return to.
+
+    Made by ``Accelerator.prepare``. Each ``for`` over it is one epoch; the order is a function
+    of the seed and the epoch, and the position is a count of global samples, so that a resume
+    continues at the exact sample, on the same or another number of processes.
+
+    Attributes:
+        epoch: index of the current pass, -1 before the first.
+        position: samples of this epoch delivered so far, over all processes.
+        real: samples of the current global batch, each counted once.
+        padded: samples of the current global batch as read, repetitions included.
+        left: batches left in the epoch with the current one, ``None`` if unknown.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator, DataLoaderShard
+        >>> loader = torch.utils.data.DataLoader(range(5), batch_size=2)
+        >>> prepared = Accelerator(cpu=True).prepare(loader)
+        >>> isinstance(prepared, DataLoaderShard), [batch.tolist() for batch in prepared]
+        (True, [[0, 1], [2, 3], [4]])
+    """
+
+    def __init__(
+        self,
+        source: ShareSource | StreamSource,
+        *,
+        events: LoopEvents,
+        move: Callable[[Any], Any] | None,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(**source.loader_options(), **options)
+        self._source = source
+        self._events = events
+        self._move = move
+        self.seed = seed
+        self.epoch = -1
+        self.position = 0
+        self.finished = False
+        self.real = self.padded = 0
+        self.left: int | None = None
+        self.on_last = False
+        self.batch_index = 0
+        self.trained = False  # the last pass was a training pass
+        self._continue = False
+        self._skip_pass = False
+        self._next_epoch: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._events.iterate(self)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this process."""
+        return self._source.steps()
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a full global batch, ``None`` where batches vary."""
+        return self._source.total_batch_size
+
+    def batches(self) -> Iterator[Any]:
+        """The batches of the next epoch, or the rest of the one that was resumed, on the device."""
+        if self._skip_pass:
+            self._skip_pass = False
+            return
+        self._begin()
+        self.left = self._source.remaining()
+        size = self.total_batch_size
+        self.batch_index = self.position // size if size else 0
+        assert isinstance(self.generator, torch.Generator)
+        self.generator.manual_seed(mix_seed(self.seed, self.epoch, self.position))
+        move = self._move
+        for item in self._source.deliver(super().__iter__(), self):
+            yield item if move is None else move(item)
+            self.batch_index += 1
+            if self.left is not None:
+                self.left -= 1
+        self.finished = True
+
+    def _begin(self) -> None:
+        if not self._continue:
+            self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
+            self.position = 0
+        self._continue, self._next_epoch, self.finished = False, None, False
+        self._source.begin(self.seed, self.epoch, self.position)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use this epoch's order in the next pass; without it, passes count up from 0."""
+        if epoch != self.epoch:
+            self._continue = False
+        self._next_epoch = epoch
+
+    def skip_next_pass(self) -> None:
+        """Deliver nothing in the next pass: the resumed run had read this epoch to its end."""
+        self._skip_pass = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, epoch, and how many global samples of it were delivered."""
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "finished": self.finished,
+            "trained": self.trained,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken, with the next ``for``."""
+        self.seed = state["seed"]
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self.finished = state["finished"]
+        self.trained = state["trained"]
+        # An evaluation is not continued, it is run again.
+        self._continue = self.epoch >= 0 and self.trained and not self.finished
+
+
+class ShareSource:
+    """The batches of a map-style dataset, through a plan over the sampler's order."""
+
+    def __init__(self, loader: DataLoader[Any], plan: Plan, sampler: Any, batched: bool) -> None:
+        self._loader = loader
+        self._plan = plan
+        self._sampler = sampler
+        self._batched = batched
+        self._shares: deque[Share] = deque()
+        self._order: Any = ()
+        self._position = 0
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a full global batch."""
+        plan = self._plan
+        return plan.batch_size * plan.world_size if isinstance(plan, SamplePlan) else None
+
+    def loader_options(self) -> dict[str, Any]:
+        """The arguments that make a torch loader read from this source."""
+        options: dict[str, Any] = {"dataset": self._loader.dataset}
+        if self._batched:
+            return options | {"batch_sampler": self, "collate_fn": self._loader.collate_fn}
+        sampler = options | {"sampler": self, "batch_size": None}
+        return sampler | {"collate_fn": self._loader.collate_fn}
+
+    def steps(self) -> int:
+        """Batches of a whole epoch."""
+        return self._plan.steps(len(self._sampler))
+
+    def remaining(self) -> int | None:
+        """Batches left in the epoch that was begun."""
+        return self._plan.remaining(self._order, self._position)
+
+    def begin(self, seed: int, epoch: int, position: int) -> None:
+        """Get the order of this epoch ready."""
+        self._order = epoch_order(self._sampler, seed, epoch)
+        self._position = position
+        self._shares.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        for share in self._plan.shares(self._order, self._position):
+            self._shares.append(share)
+            yield share.indices if self._batched else share.indices[0]
+
+    def __len__(self) -> int:
+        return self.steps()
+
+    def deliver(self, items: Iterator[Any], loader: DataLoaderShard) -> Iterator[Any]:
+        """Pass the batches on, keeping the loader's counts."""
+        for item in items:
+            # Batches arrive in the order in which their indices were drawn, workers or not.
+            share = self._shares.popleft()
+            loader.real, loader.padded = share.real, share.padded
+            loader.position += share.real
+            loader.on_last = loader.left == 1
+            yield item
+
+
+class StreamSource:
+    """The batches of an iterable dataset; one is read ahead, to know which is the last."""
+
+    def __init__(self, loader: DataLoader[Any], shards: IterableShards) -> None:
+        self._loader = loader
+        self._shards = shards
+        self._position = 0
+        self._warned = False
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a full global batch."""
+        return self._shards.batch_size * self._shards.world_size
+
+    def loader_options(self) -> dict[str, Any]:
+        """The arguments that make a torch loader read from this source."""
+        collate = CollateShare(self._loader.collate_fn)
+        return {"dataset": self._shards, "batch_size": None, "collate_fn": collate}
+
+    def steps(self) -> int:
+        """Batches of a whole epoch; TypeError where the dataset has no length."""
+        total = len(self._shards.dataset)  # type: ignore[arg-type]
+        size = self._shards.batch_size * self._shards.world_size
+        return total // size if self._shards.drop_last else -(-total // size)
+
+    def remaining(self) -> int | None:
+        """A stream may end earlier than its length says, so the end is found by reading ahead."""
+        return None
+
+    def begin(self, seed: int, epoch: int, position: int) -> None:
+        """Tell the dataset the epoch, and note how much to skip."""
+        self._shards.set_epoch(epoch)
+        self._position = position
+        if position and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"resuming an iterable dataset reads and drops its first {position} samples; "
+                "a map-style dataset resumes at once.",
+                stacklevel=2,
+            )
+
+    def deliver(self, items: Iterator[Any], loader: DataLoaderShard) -> Iterator[Any]:
+        """Pass the batches on one behind, skipping those before the resumed position."""
+        skipped = 0
+        ahead: tuple[Any, int] | None = None
+        for item in items:
+            if skipped < self._position:
+                skipped += item[1]
+                continue
+            if ahead is not None:
+                yield self._count(ahead, loader, last=False)
+            ahead = item
+        if ahead is not None:
+            yield self._count(ahead, loader, last=True)
+
+    def _count(self, item: tuple[Any, int], loader: DataLoaderShard, *, last: bool) -> Any:
+        batch, real = item
+        world = self._shards.world_size
+        loader.real, loader.padded = real, -(-real // world) * world
+        loader.position += real
+        loader.on_last = last
+        return batch
+
+
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    *,
+    topology: Topology,
+    events: LoopEvents,
+    move: Callable[[Any], Any] | None,
+    seed: int,
+) -> DataLoaderShard:
+    """Rebuild a torch DataLoader as a :class:`DataLoaderShard` for this process.
+
+    Raises:
+        ValueError: the loader shards already, or cannot be sharded.
+    """
+    options = {name: getattr(loader, name) for name in _KEPT}
+    options["generator"] = torch.Generator()  # so that the program's own generator is left alone
+    rank, world = topology.rank, topology.world_size
+    own = getattr(loader, "generator", None)
+    if isinstance(own, torch.Generator):
+        seed = mix_seed(seed, own.initial_seed())
+    source = _source_of(loader, rank, world)
+    return DataLoaderShard(source, events=events, move=move, seed=seed, **options)
+
+
+def _source_of(loader: DataLoader[Any], rank: int, world: int) -> ShareSource | StreamSource:
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            "the loader has a DistributedSampler, and prepare() shards too: drop the sampler "
+            "and pass shuffle=True instead."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.batch_size is None:
+            raise ValueError(
+                "an iterable dataset with batch_size=None cannot be sharded: let it yield "
+                "samples and give the loader a batch_size."
+            )
+        shards = IterableShards(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            rank=rank,
+            world_size=world,
+        )
+        return StreamSource(loader, shards)
+    if loader.batch_sampler is None:  # batch_size=None: each index is a batch of its own
+        return ShareSource(loader, SamplePlan(1, False, rank, world), sampler, batched=False)
+    if type(loader.batch_sampler) is BatchSampler:
+        assert loader.batch_size is not None
+        plan = SamplePlan(loader.batch_size, loader.drop_last, rank, world)
+        return ShareSource(loader, plan, sampler, batched=True)
+    return ShareSource(loader, BatchPlan(rank, world), loader.batch_sampler, batched=True)

@@ -1,0 +1,65 @@
+"""What an Accelerator is made of; the facade's mixins see it through this class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel_callbacks.accumulation import GradientWindow
+from accel_callbacks.config import AcceleratorConfig, ProjectConfiguration
+from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.loop import Loop
+from accel_callbacks.optimizer import AcceleratedOptimizer
+from accel_callbacks.precision import Precision
+from accel_callbacks.process import ProcessControl
+from accel_callbacks.run import TrainingRun
+from accel_callbacks.scheduler import AcceleratedScheduler
+from accel_callbacks.state import Topology
+from accel_callbacks.strategies import Strategy
+from accel_callbacks.tracking import Tracking
+
+__all__ = ["Parts"]
+
+
+class Parts(ProcessControl):
+    """The parts that the facade holds; set once by ``Accelerator.__init__``."""
+
+    config: AcceleratorConfig
+    project_configuration: ProjectConfiguration
+    topology: Topology
+    strategy: Strategy
+    precision: Precision
+    window: GradientWindow
+    loop: Loop
+    tracking: Tracking
+    models: list[torch.nn.Module]
+    optimizers: list[AcceleratedOptimizer]
+    schedulers: list[AcceleratedScheduler]
+    loaders: list[DataLoaderShard]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process computes on."""
+        return self.topology.device
+
+    @property
+    def current_run(self) -> TrainingRun:
+        """The run that hooks are called with; there always is one."""
+        return self.loop.run
+
+    @property
+    def bare_models(self) -> list[torch.nn.Module]:
+        """The prepared models as the user built them."""
+        return [self.strategy.unwrap(model) for model in self.models]
+
+    def _notice(self, text: str) -> None:
+        """One line for the user, on the main process, beside the output of the script."""
+        import sys
+
+        if self.is_main_process:
+            print(f"[accel] {text}", file=sys.stderr, flush=True)
+
+    def _in_project(self, *names: Any) -> str:
+        """A path (or URL) inside the project's folder."""
+        return "/".join([self.project_configuration.root.rstrip("/") or "/", *map(str, names)])

@@ -1,0 +1,242 @@
+"""Runs, evaluation and logging, as methods."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from accel_callbacks import checkpointing, collectives
+from accel_callbacks.contexts import Evaluate
+from accel_callbacks.facade.parts import Parts
+from accel_callbacks.run import TrainingRun
+from accel_callbacks.state import destroy_topology
+
+if TYPE_CHECKING:
+    from accel_callbacks.accelerator import Accelerator
+    from loggers import Tracker
+
+__all__ = ["RunningMethods"]
+
+
+class RunningMethods(Parts):
+    """What surrounds the loop."""
+
+    def run(
+        self,
+        name: str = "run",
+        config: Mapping[str, Any] | None = None,
+        *,
+        resume: bool | str = True,
+    ) -> AbstractContextManager[TrainingRun]:
+        """Context manager around the whole loop: resume, stop, and a tidy end.
+
+        Entering it fires ``setup``, restores the newest valid checkpoint that a callback knows
+        of, starts the trackers, and fires ``on_fit_start``. Leaving it fires the end hooks (or
+        ``on_exception``), and closes the trackers with the right status. Enter it after
+        ``prepare``.
+
+        Args:
+            name: of the run (or project), for trackers and messages.
+            config: hyperparameters; given to the trackers.
+            resume: ``True`` to resume where a ``Checkpoint`` callback finds something, ``False``
+                to start afresh, or the path of a checkpoint.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> with Accelerator(cpu=True).run("demo", config={"lr": 0.1}) as run:
+            ...     run.name
+            'demo'
+        """
+        return _RunContext(cast("Accelerator", self), name, dict(config or {}), resume)
+
+    def evaluate(self, *models: torch.nn.Module) -> Evaluate:
+        """Context manager around an evaluation loop, inside of training or not.
+
+        Models are in eval mode and gradients are off inside; afterwards every module is in the
+        mode that it was in. Loaders iterated inside count as validation.
+
+        Args:
+            *models: prepared models; all of them if none.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True)
+            >>> model = accel.prepare(torch.nn.Linear(1, 1))
+            >>> with accel.evaluate(model):
+            ...     model(torch.ones(1, 1)).requires_grad
+            False
+        """
+        return Evaluate(self.loop, models or tuple(self.models))
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers in use on this process."""
+        return self.tracking.trackers
+
+    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
+        """Start the trackers of a loop that does without :meth:`run`.
+
+        Args:
+            project_name: of the run, for the trackers.
+            config: hyperparameters.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> Accelerator(cpu=True).init_trackers("digits", {"lr": 0.1})
+        """
+        self.loop.run.name = project_name
+        self.loop.run.config = dict(config or {})
+        self._open_trackers()
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name; one that does nothing where this process does not log.
+
+        Args:
+            name: such as ``"tensorboard"``.
+            unwrap: the tool's own object instead, such as its ``SummaryWriter``.
+
+        Raises:
+            ValueError: no tracker of this name was asked for.
+            RuntimeError: the trackers are not started.
+
+        Example:
+            >>> import tempfile
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True, log_with="jsonl", project_dir=tempfile.mkdtemp())
+            >>> accel.init_trackers("digits")
+            >>> accel.get_tracker("jsonl").name
+            'jsonl'
+            >>> accel.end_training()
+        """
+        tracker = self.tracking.get(name)
+        return tracker.raw if unwrap else tracker
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Give values to the callbacks and the trackers; does not wait for the device.
+
+        Args:
+            values: numbers, zero-dimensional tensors or strings, by name; nested dicts are
+                flattened with ``/``.
+            step: optimizer steps so far; ``run.global_step`` where ``None``.
+
+        Raises:
+            TypeError: a value is none of these.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True)
+            >>> accel.log({"train/loss": 0.5})
+            >>> accel.current_run.callback_metrics
+            {'train/loss': 0.5}
+        """
+        run = self.loop.run
+        plain = {
+            key: value.detach() if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        }
+        step = run.global_step if step is None else step
+        if not self.tracking.is_open:
+            self._open_trackers()
+        self.tracking.log(plain, step)
+        run.callback_metrics.update(plain)
+        self.loop.fire("on_log", plain, step)
+
+    def _open_trackers(self) -> None:
+        self.tracking.open(self.loop.run)
+        if self.tracking.is_open:
+            atexit.register(_close_at_exit, weakref.ref(self.tracking))
+
+    def end_training(self) -> None:
+        """End a loop that does without :meth:`run`, close the trackers, leave the group.
+
+        All processes must call it. The process group is left only if this library joined it.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> Accelerator(cpu=True).end_training()
+        """
+        self.loop.end_fit()
+        self.tracking.close("success")
+        self.wait_for_everyone()
+        destroy_topology()
+
+
+def _close_at_exit(tracking: weakref.ref[Any]) -> None:
+    held = tracking()
+    if held is not None:
+        # The interpreter notes an error that nobody caught before it runs exit handlers.
+        held.close("failed" if hasattr(sys, "last_value") else "success")
+
+
+class _RunContext(AbstractContextManager[TrainingRun]):
+    """The context of :meth:`RunningMethods.run`."""
+
+    def __init__(
+        self, accel: Accelerator, name: str, config: dict[str, Any], resume: bool | str
+    ) -> None:
+        self._accel = accel
+        self._name = name
+        self._config = config
+        self._resume = resume
+
+    def __enter__(self) -> TrainingRun:
+        accel = self._accel
+        accel.loop.end_fit()  # of a plain loop that came before
+        accel.tracking.close("success")
+        run = TrainingRun(accel, self._name)
+        run.run_id = collectives.broadcast_object(run.run_id)
+        run.config = self._config
+        accel.loop.run = run
+        accel.loop.begin_fit(self._restore)
+        return run
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        accel = self._accel
+        status = "success"
+        if error is not None:
+            status = "failed" if isinstance(error, Exception) else "interrupted"
+        try:
+            accel.loop.end_fit(error)
+        except BaseException:
+            status = "failed"
+            raise
+        finally:
+            accel.tracking.close(status)
+        reason = accel.loop.run.stop_reason
+        if error is None and reason is not None:
+            accel._notice(f"stopped at step {accel.loop.run.global_step}: {reason}")
+
+    def _restore(self) -> None:
+        accel = self._accel
+        if self._resume is True:
+            self._restore_newest()
+        elif self._resume is not False:
+            self._report(accel.load_state(self._resume))
+        accel._open_trackers()
+
+    def _restore_newest(self) -> None:
+        """From the first callback that knows a valid checkpoint."""
+        accel = self._accel
+        for callback in accel.callbacks:
+            resume_root = getattr(callback, "resume_root", None)
+            if not callable(resume_root):
+                continue
+            root, storage_options = resume_root(accel.loop.run)
+            found = checkpointing.read_latest(root, storage_options)
+            if found is not None:
+                url, checkpoint = found
+                checkpointing.restore(accel, checkpoint, url)
+                self._report(url)
+                return
+
+    def _report(self, url: str) -> None:
+        run = self._accel.loop.run
+        place = f"step {run.global_step}, epoch {run.current_epoch}"
+        self._accel._notice(f"resumed from {url} ({place}); resume=False starts afresh")

@@ -1,0 +1,76 @@
+"""Optimizer state under the names of parameters instead of their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel_callbacks.errors import ResumeError, nearest
+
+__all__ = ["named_optimizer_state", "parameter_names", "positional_optimizer_state"]
+
+
+def parameter_names(models: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """``id(parameter) -> "<model index>.<name>"`` for all parameters of the models.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.naming import parameter_names
+        >>> sorted(parameter_names([torch.nn.Linear(1, 1)]).values())
+        ['0.bias', '0.weight']
+    """
+    names: dict[int, str] = {}
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{index}.{name}")
+    return names
+
+
+def _ordered_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Names in the order of torch's positions; a parameter of no model is named by position."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [names.get(id(p), f"parameter.{i}") for i, p in enumerate(parameters)]
+
+
+def named_optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with names for positions."""
+    ordered = _ordered_names(optimizer, names)
+    state = optimizer.state_dict()
+    return {
+        **state,
+        "state": {ordered[i]: value for i, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [ordered[i] for i in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def positional_optimizer_state(
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """The inverse of :func:`named_optimizer_state` for this optimizer's own order.
+
+    Raises:
+        ResumeError: the optimizer holds other parameters than the saved one.
+    """
+    position = {name: i for i, name in enumerate(_ordered_names(optimizer, names))}
+    saved = {name for group in state["param_groups"] for name in group["params"]}
+    if saved != set(position):
+        lost = sorted(saved - set(position)) or sorted(set(position) - saved)
+        raise ResumeError(
+            f"the optimizer holds other parameters than the checkpoint's: {lost[0]!r} is in "
+            f"only one of them.{nearest(lost[0], position if lost[0] in saved else saved)}"
+        )
+    return {
+        **state,
+        "state": {position[name]: value for name, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [position[name] for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }

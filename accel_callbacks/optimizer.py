@@ -1,0 +1,133 @@
+"""The prepared optimizer: steps at the end of a gradient window, and tells the callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel_callbacks.loop import Loop
+from accel_callbacks.precision import Precision
+
+__all__ = ["AcceleratedOptimizer"]
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer; ``step`` and ``zero_grad`` do nothing inside of a gradient window.
+
+    Made by ``Accelerator.prepare``. It shares ``state`` and ``param_groups`` with the optimizer
+    inside, and is accepted wherever torch wants an ``Optimizer``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> model = torch.nn.Linear(1, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = Accelerator(cpu=True).prepare(sgd)
+        >>> isinstance(optimizer, torch.optim.Optimizer), optimizer.optimizer is sgd
+        (True, True)
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop, precision: Precision) -> None:
+        # Not Optimizer.__init__: the state lives in the optimizer inside.
+        self.optimizer = optimizer
+        self._loop = loop
+        self._precision = precision
+        self._settled_window = -1
+        self.step_was_skipped = False
+        self.steps_taken = 0
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the optimizer inside."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the optimizer inside."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer inside."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer inside."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the optimizer inside."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def settle_gradients(self) -> None:
+        """Bring gradients to their true size, once a step: loss scale, and a short window."""
+        loop = self._loop
+        self._precision.unscale(self.optimizer)
+        correction = loop.window.correction
+        if correction != 1.0 and self._settled_window != loop.window.index:
+            self._settled_window = loop.window.index
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(correction)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step, if this is the end of a gradient window; takes what the optimizer takes."""
+        loop = self._loop
+        if not loop.window.sync:
+            return None
+        hooks = loop.dispatch["on_before_optimizer_step"]
+        if hooks or loop.window.correction != 1.0:
+            self.settle_gradients()
+        for hook in hooks:
+            hook(loop.run, loop.model, self)
+        stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
+        self.step_was_skipped = not stepped
+        loop.worked = True
+        if stepped:
+            self.steps_taken += 1
+            run = loop.run
+            run.global_step = max(run.global_step, self.steps_taken)
+            for hook in loop.dispatch["on_after_optimizer_step"]:
+                hook(run, loop.model, self)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, if this is the end of a gradient window."""
+        loop = self._loop
+        if loop.window.sync:
+            for hook in loop.dispatch["on_before_zero_grad"]:
+                hook(loop.run, loop.model, self)
+            self.optimizer.zero_grad(set_to_none)
+
+    def train(self) -> None:
+        """Training mode of schedule-free optimizers."""
+        self._call_if_there("train")
+
+    def eval(self) -> None:
+        """Evaluation mode of schedule-free optimizers."""
+        self._call_if_there("eval")
+
+    def _call_if_there(self, name: str) -> None:
+        method = getattr(self.optimizer, name, None)
+        if callable(method):
+            method()

@@ -1,0 +1,77 @@
+"""float16: needs a loss scaler, which skips steps whose gradients overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accel_callbacks.precision.autocast import Autocast
+
+__all__ = ["FP16"]
+
+
+class FP16(Autocast):
+    """Autocast to float16, with dynamic loss scaling shared by all optimizers.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.precision import FP16
+        >>> FP16(torch.device("cpu")).scale(torch.tensor(1.0)).item()
+        65536.0
+    """
+
+    name = "fp16"
+    dtype = torch.float16
+    scales_loss = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.scaler = torch.amp.GradScaler(device.type)
+        self._unscaled: set[int] = set()
+        self._stepped = False
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the current scale."""
+        self._update()
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, at most once a step."""
+        if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+        """Step unless a gradient is infinite or not a number."""
+        if not _has_gradients(optimizer):  # the scaler refuses a step without any
+            return True, optimizer.step(*args, **kwargs)
+        self.unscale(optimizer)
+        self._unscaled.discard(id(optimizer))
+        found = self.scaler._found_inf_per_device(optimizer)
+        overflow = any(float(flag) > 0 for flag in found.values())
+        result = self.scaler.step(optimizer, *args, **kwargs)
+        self._stepped = True
+        return not overflow, result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and growth counter."""
+        self._update()
+        return dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore scale and growth counter."""
+        self.scaler.load_state_dict(dict(state))
+
+    def _update(self) -> None:
+        # Put off until the next backward: an update forgets which optimizers were unscaled,
+        # and a second optimizer may still have to step with the same gradients.
+        if self._stepped:
+            self.scaler.update()
+            self._unscaled.clear()
+            self._stepped = False
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

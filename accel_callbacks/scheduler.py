@@ -1,0 +1,61 @@
+"""The prepared scheduler: one step for each optimizer step, on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accel_callbacks.loop import Loop
+from accel_callbacks.optimizer import AcceleratedOptimizer
+
+__all__ = ["AcceleratedScheduler"]
+
+
+class AcceleratedScheduler:
+    """Wraps a learning-rate scheduler; ``step`` counts real optimizer steps only.
+
+    Inside of a gradient window, and after an fp16 step that was skipped, ``step`` does nothing.
+    It takes what the scheduler takes, so a ``ReduceLROnPlateau`` gets its metric.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        >>> accel = Accelerator(cpu=True)
+        >>> model, optimizer, scheduler = accel.prepare(model, optimizer, scheduler)
+        >>> optimizer.step()
+        ... scheduler.step()
+        >>> scheduler.get_last_lr()
+        [0.5]
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer], loop: Loop
+    ) -> None:
+        self.scheduler = scheduler
+        self._optimizers = tuple(optimizers)
+        self._loop = loop
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler, if the optimizer stepped."""
+        if not self._loop.window.sync:
+            return
+        for optimizer in self._optimizers:
+            if optimizer.step_was_skipped:
+                return
+        self.scheduler.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the scheduler inside."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the scheduler inside."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

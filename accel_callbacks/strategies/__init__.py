@@ -1,0 +1,29 @@
+"""Strategies: one file each, one line here."""
+
+from __future__ import annotations
+
+from accel_callbacks.state import DistributedType, Topology
+from accel_callbacks.strategies.base import Strategy
+from accel_callbacks.strategies.ddp import DDP
+from accel_callbacks.strategies.single import SingleDevice
+
+__all__ = ["DDP", "SingleDevice", "Strategy", "create_strategy"]
+
+_REGISTRY: dict[DistributedType, type[Strategy]] = {
+    DistributedType.NO: SingleDevice,
+    DistributedType.MULTI_CPU: DDP,
+    DistributedType.MULTI_GPU: DDP,
+}
+
+
+def create_strategy(topology: Topology) -> Strategy:
+    """The strategy for this topology.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Topology
+        >>> from accel_callbacks.strategies import create_strategy
+        >>> create_strategy(Topology(torch.device("cpu"), world_size=2)).name
+        'ddp'
+    """
+    return _REGISTRY[topology.distributed_type](topology)

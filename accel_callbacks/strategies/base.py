@@ -1,0 +1,70 @@
+"""The interface of a strategy: all that differs between one device and many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from accel_callbacks.state import Topology
+
+__all__ = ["Strategy"]
+
+
+class Strategy(ABC):
+    """Wraps models and runs backward for one way of spreading the work.
+
+    Args:
+        topology: where this process stands.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Topology
+        >>> from accel_callbacks.strategies import create_strategy
+        >>> create_strategy(Topology(torch.device("cpu"))).name
+        'single'
+    """
+
+    name: str
+    #: False where there is nothing to synchronise, so that no_sync can be left out.
+    has_gradient_sync = False
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+
+    @abstractmethod
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Make a model ready for training on this topology; it is on the device already."""
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model as the user built it."""
+        return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass."""
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Context in which backward leaves gradients on this process."""
+        return nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm and return it."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """The full state of a wrapped model, under the names of the unwrapped one."""
+        return self.unwrap(model).state_dict()
+
+    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
+        """Load what :meth:`model_state_dict` gave."""
+        self.unwrap(model).load_state_dict(state)

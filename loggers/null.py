@@ -1,0 +1,90 @@
+"""A tracker that accepts everything and does nothing, for processes that do not log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from loggers.base import RunInfo, Scalar, Status, Tracker
+
+
+class _Nothing:
+    """Harmless stand-in for a tool's object: attributes, calls, items and ``with`` all work."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith(
+            "__"
+        ):  # copy, pickle and friends must see that there is no such protocol
+            raise AttributeError(name)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __getitem__(self, key: Any) -> _Nothing:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "<nothing: this process does not track>"
+
+
+class NullTracker(Tracker):
+    """Accepts every call, those of any tracker's own methods included, and does nothing.
+
+    `TrackerHub.get` returns it on processes that do not log, so that code which talks to a tool
+    directly needs no ``if``. Its `raw` is just as harmless, and false in a condition.
+
+    Args:
+        name: the name it answers to, default "null".
+
+    >>> tracker = NullTracker()
+    >>> tracker.log({"loss": 0.5}, step=1)
+    >>> tracker.raw.add_histogram("weights", [1.0, 2.0])
+    <nothing: this process does not track>
+    """
+
+    name = "null"
+    main_process_only = False
+
+    def __init__(self, name: str = "null") -> None:
+        self.name = name
+
+    def start(self, run: RunInfo) -> None:
+        """Do nothing."""
+
+    def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
+        """Do nothing."""
+
+    def finish(self, status: Status = "success") -> None:
+        """Do nothing."""
+
+    @property
+    def raw(self) -> Any:
+        """An object whose every attribute and call is harmless."""
+        return _Nothing()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()

@@ -1,0 +1,120 @@
+"""Names of trackers: the built-in ones, registered ones, and those other packages declare."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+from typing import Any
+
+from loggers.base import Tracker
+from loggers.jsonl import JSONLTracker
+from loggers.tensorboard import TensorBoardTracker
+from loggers.wandb import WandBTracker
+
+ENTRY_POINT_GROUP = "accel_callbacks.trackers"
+
+TrackerSpec = str | Tracker | type[Tracker]
+"""How a tracker is named: by a registered name, an instance or a class."""
+
+_classes: dict[str, type[Tracker]] = {
+    cls.name: cls for cls in (JSONLTracker, TensorBoardTracker, WandBTracker)
+}
+
+
+def register_tracker(name: str, cls: type[Tracker]) -> None:
+    """Make ``cls`` known under ``name`` in this process.
+
+    Packages that want to be found without an import declare an entry point in the group
+    ``accel_callbacks.trackers`` instead.
+
+    Args:
+        name: what users write in ``log_with``.
+        cls: a subclass of `Tracker`.
+
+    Raises:
+        TypeError: ``cls`` is not a subclass of `Tracker`.
+        ValueError: another class already has this name.
+
+    >>> from loggers import NullTracker
+    >>> register_tracker("nothing", NullTracker)
+    >>> create("nothing").name
+    'nothing'
+    """
+    _check_class(cls, f"register_tracker({name!r}, ...)")
+    known = _classes.setdefault(name, cls)
+    if known is not cls:
+        raise ValueError(
+            f"a tracker named {name!r} is already registered ({known.__module__}."
+            f"{known.__qualname__}): choose another name"
+        )
+
+
+def available_trackers() -> list[str]:
+    """Return every name that `create` accepts, sorted, entry points of other packages included.
+
+    >>> {"jsonl", "tensorboard", "wandb"} <= set(available_trackers())
+    True
+    """
+    declared = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return sorted({*_classes, *(entry.name for entry in declared)})
+
+
+def create(spec: TrackerSpec, **kwargs: Any) -> Tracker:
+    """Return the tracker that ``spec`` names.
+
+    Args:
+        spec: a name, a `Tracker` class, or an instance (returned as it is).
+        **kwargs: options for the constructor.
+
+    Raises:
+        ValueError: the name is unknown; the message has the nearest name and all of them.
+        TypeError: ``spec`` is something else, or options came with an instance.
+        ImportError: the package that declares the name cannot be imported.
+
+    >>> create("jsonl", filename="history.jsonl").name
+    'jsonl'
+    """
+    if isinstance(spec, Tracker):
+        if kwargs:
+            options = ", ".join(kwargs)
+            raise TypeError(f"options ({options}) cannot be given to a tracker that already exists")
+        return spec
+    if isinstance(spec, str):
+        tracker = _lookup(spec)(**kwargs)
+        tracker.name = spec  # what the user wrote is what get() and state_dict() go by
+        return tracker
+    _check_class(spec, "log_with")
+    return spec(**kwargs)
+
+
+def _check_class(cls: object, where: str) -> type[Tracker]:
+    """Return ``cls``, or raise TypeError unless it is a tracker class."""
+    if isinstance(cls, type) and issubclass(cls, Tracker):
+        return cls
+    raise TypeError(f"{where} needs a name, a loggers.Tracker or a subclass, got {cls!r}")
+
+
+def _lookup(name: str) -> type[Tracker]:
+    """Find a class by name; the scan of installed packages is only done for unknown names."""
+    if name in _classes:
+        return _classes[name]
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
+        cls = _check_class(_load(entry), f"entry point {entry.name} = {entry.value}")
+        _classes[name] = cls
+        return cls
+    names = available_trackers()
+    nearest = difflib.get_close_matches(name.lower(), names, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"unknown tracker {name!r}.{hint} Available: {', '.join(names)}")
+
+
+def _load(entry: importlib.metadata.EntryPoint) -> Any:
+    """Import what an entry point names."""
+    try:
+        return entry.load()
+    except Exception as error:
+        package = entry.dist.name if entry.dist else "an installed package"
+        raise ImportError(
+            f"tracker {entry.name!r} is declared by {package} as {entry.value}, which cannot be "
+            f"imported: {error}. Update or remove that package"
+        ) from error

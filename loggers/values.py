@@ -1,0 +1,148 @@
+"""From what users pass to ``log`` to flat ``{"a/b": number or str}``, without a device sync."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+Numbers = dict[str, Any]
+"""Flat values; 0-d tensors of an accelerator stay tensors until `to_host`."""
+
+
+def flatten(values: Mapping[str, Any], on_none: Callable[[str], None]) -> Numbers:
+    """Return ``values`` flat and normalised; keys whose value is None go to ``on_none``.
+
+    Raises:
+        TypeError: a key is not a str, or a value is no number, 0-d tensor, str, dict or None.
+        ValueError: two spellings of one key, such as ``{"a/b": 1, "a": {"b": 2}}``.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"log expects a dict of values, got {_kind(values)}")
+    flat: Numbers = {}
+    _flatten_into(flat, values, "", on_none)
+    return flat
+
+
+def _flatten_into(
+    flat: Numbers, values: Mapping[str, Any], prefix: str, on_none: Callable[[str], None]
+) -> None:
+    """Add one level of ``values`` to ``flat`` under ``prefix``."""
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise TypeError(f"log keys are str, got {_kind(key)} {key!r} under {prefix!r}")
+        name = prefix + key
+        if isinstance(value, Mapping):
+            _flatten_into(flat, value, f"{name}/", on_none)
+        elif value is None:
+            on_none(name)
+        elif name in flat:
+            raise ValueError(f"log got {name!r} twice, once nested and once with a slash")
+        else:
+            flat[name] = _leaf(name, value)
+
+
+def _leaf(name: str, value: Any) -> Any:
+    """Return one value as float, int or str, or as a snapshot of a tensor on an accelerator."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, numbers.Integral):  # bool, int, numpy integers
+        return int(value)
+    if isinstance(value, numbers.Real):  # float, numpy floats, fractions
+        return float(value)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _tensor_leaf(name, value)
+    if _is_numpy(value) and value.ndim == 0:
+        return _number(name, value.item())
+    raise TypeError(
+        f"log cannot record {name!r}: {_kind(value)}. It takes numbers, 0-d arrays and tensors, "
+        "str, None and dicts of these; reduce anything else first, for example with .mean()"
+    )
+
+
+def _tensor_leaf(name: str, tensor: Any) -> Any:
+    """Snapshot a 0-d tensor, because the loop may change it in place after ``log`` returns."""
+    if tensor.ndim != 0 or tensor.is_complex():
+        raise TypeError(
+            f"log cannot record {name!r}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)}. "
+            "Reduce it to one real number first, for example with .mean()"
+        )
+    if hasattr(tensor, "full_tensor"):  # reading a DTensor is a collective, and not all ranks log
+        raise TypeError(f"log cannot record {name!r}: a DTensor. Log .full_tensor() of it")
+    if tensor.device.type == "meta":
+        raise TypeError(f"log cannot record {name!r}: a tensor on the meta device has no value")
+    if tensor.device.type == "cpu":  # cheaper than a clone, and there is nothing to wait for
+        return _number(name, tensor.item())
+    return tensor.detach().clone()
+
+
+def _number(name: str, value: Any) -> Any:
+    """Check what ``.item()`` gave: numpy has 0-d arrays of objects and of complex numbers."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"log cannot record {name!r}: {_kind(value)} is not a real number")
+
+
+def _is_numpy(value: Any) -> bool:
+    """Say whether ``value`` is a numpy array or scalar, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+def _kind(value: Any) -> str:
+    """Name a value's type for an error, with the shape where it has one."""
+    shape = getattr(value, "shape", None)
+    name = type(value).__name__
+    return name if shape is None else f"{name} of shape {tuple(shape)}"
+
+
+def to_host(rows: Iterable[Numbers]) -> list[Exception]:
+    """Replace the tensors in ``rows`` by numbers, with one copy per device; idempotent.
+
+    Values of a device that cannot be read (it failed, say) are dropped; its error is returned.
+    """
+    by_device: dict[Any, list[tuple[Numbers, str, Any]]] = {}
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, torch.Tensor):
+                by_device.setdefault(value.device, []).append((row, name, value))
+    errors = []
+    for entries in by_device.values():
+        try:
+            read = copy_to_host([tensor for _, _, tensor in entries])
+        except Exception as error:
+            errors.append(error)
+            for row, name, _ in entries:
+                del row[name]
+        else:
+            for (row, name, _), number in zip(entries, read, strict=True):
+                row[name] = number
+    return errors
+
+
+def copy_to_host(tensors: list[Any]) -> list[float | int]:
+    """Read 0-d tensors of one device with a single copy; integers are exact up to 2**53."""
+    torch = sys.modules["torch"]
+    by_dtype: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    stacks = [torch.stack([tensors[i] for i in group]) for group in by_dtype.values()]
+    try:
+        wide = torch.cat([stack.to(torch.float64) for stack in stacks])
+    except (TypeError, RuntimeError):  # some devices (Apple's) have no float64
+        wide = torch.cat([stack.to(torch.float32) for stack in stacks])
+    result: list[float | int] = [0] * len(tensors)
+    order = [index for group in by_dtype.values() for index in group]
+    for index, number in zip(order, wide.tolist(), strict=True):
+        is_float = tensors[index].dtype.is_floating_point
+        result[index] = number if is_float else int(number)
+    return result
