@@ -136,6 +136,9 @@ class Loop:
         """Count epochs; see ``TrainingRun.epochs``."""
         run = self.run
         run.max_epochs = total
+        if run.epochs_done >= total:
+            run.accelerator._notice(f"nothing left to do: {run.epochs_done} epochs are done")
+            return
         self.begin_training()
         self._epochs_counted = True
         try:

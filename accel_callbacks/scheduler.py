@@ -26,7 +26,7 @@ class AcceleratedScheduler:
         >>> accel = Accelerator(cpu=True)
         >>> model, optimizer, scheduler = accel.prepare(model, optimizer, scheduler)
         >>> optimizer.step()
-        ... scheduler.step()
+        >>> scheduler.step()
         >>> scheduler.get_last_lr()
         [0.5]
     """

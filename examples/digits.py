@@ -120,7 +120,11 @@ def main() -> None:
             accuracy = torch.cat(hits).float().mean().item()
             accel.log({"val/loss": torch.cat(losses).mean(), "val/accuracy": accuracy})
     accel.save_model(model, f"{args.project_dir}/model")
-    report(args, run.callback_metrics["val/accuracy"], args.checkpoints or f"{args.project_dir}/checkpoints")
+    report(
+        args,
+        run.callback_metrics["val/accuracy"],
+        args.checkpoints or f"{args.project_dir}/checkpoints",
+    )
     accel.end_training()
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from accel_callbacks.data.iterable import CollateShare, IterableShards
-from accel_callbacks.data.order import epoch_order, mix_seed
-from accel_callbacks.data.plan import BatchPlan, Plan, SamplePlan, Share
+from accel_callbacks.data.iterable import IterableShards
+from accel_callbacks.data.order import mix_seed
+from accel_callbacks.data.plan import BatchPlan, SamplePlan
+from accel_callbacks.data.sources import ShareSource, Source, StreamSource
 from accel_callbacks.state import Topology
 
 __all__ = ["DataLoaderShard", "prepare_loader"]
@@ -50,7 +49,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def __init__(
         self,
-        source: ShareSource | StreamSource,
+        source: Source,
         *,
         events: LoopEvents,
         move: Callable[[Any], Any] | None,
@@ -143,129 +142,6 @@ class DataLoaderShard(DataLoader[Any]):
         self._continue = self.epoch >= 0 and self.trained and not self.finished
 
 
-class ShareSource:
-    """The batches of a map-style dataset, through a plan over the sampler's order."""
-
-    def __init__(self, loader: DataLoader[Any], plan: Plan, sampler: Any, batched: bool) -> None:
-        self._loader = loader
-        self._plan = plan
-        self._sampler = sampler
-        self._batched = batched
-        self._shares: deque[Share] = deque()
-        self._order: Any = ()
-        self._position = 0
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Samples of a full global batch."""
-        plan = self._plan
-        return plan.batch_size * plan.world_size if isinstance(plan, SamplePlan) else None
-
-    def loader_options(self) -> dict[str, Any]:
-        """The arguments that make a torch loader read from this source."""
-        options: dict[str, Any] = {"dataset": self._loader.dataset}
-        if self._batched:
-            return options | {"batch_sampler": self, "collate_fn": self._loader.collate_fn}
-        sampler = options | {"sampler": self, "batch_size": None}
-        return sampler | {"collate_fn": self._loader.collate_fn}
-
-    def steps(self) -> int:
-        """Batches of a whole epoch."""
-        return self._plan.steps(len(self._sampler))
-
-    def remaining(self) -> int | None:
-        """Batches left in the epoch that was begun."""
-        return self._plan.remaining(self._order, self._position)
-
-    def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Get the order of this epoch ready."""
-        self._order = epoch_order(self._sampler, seed, epoch)
-        self._position = position
-        self._shares.clear()
-
-    def __iter__(self) -> Iterator[Any]:
-        for share in self._plan.shares(self._order, self._position):
-            self._shares.append(share)
-            yield share.indices if self._batched else share.indices[0]
-
-    def __len__(self) -> int:
-        return self.steps()
-
-    def deliver(self, items: Iterator[Any], loader: DataLoaderShard) -> Iterator[Any]:
-        """Pass the batches on, keeping the loader's counts."""
-        for item in items:
-            # Batches arrive in the order in which their indices were drawn, workers or not.
-            share = self._shares.popleft()
-            loader.real, loader.padded = share.real, share.padded
-            loader.position += share.real
-            loader.on_last = loader.left == 1
-            yield item
-
-
-class StreamSource:
-    """The batches of an iterable dataset; one is read ahead, to know which is the last."""
-
-    def __init__(self, loader: DataLoader[Any], shards: IterableShards) -> None:
-        self._loader = loader
-        self._shards = shards
-        self._position = 0
-        self._warned = False
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Samples of a full global batch."""
-        return self._shards.batch_size * self._shards.world_size
-
-    def loader_options(self) -> dict[str, Any]:
-        """The arguments that make a torch loader read from this source."""
-        collate = CollateShare(self._loader.collate_fn)
-        return {"dataset": self._shards, "batch_size": None, "collate_fn": collate}
-
-    def steps(self) -> int:
-        """Batches of a whole epoch; TypeError where the dataset has no length."""
-        total = len(self._shards.dataset)  # type: ignore[arg-type]
-        size = self._shards.batch_size * self._shards.world_size
-        return total // size if self._shards.drop_last else -(-total // size)
-
-    def remaining(self) -> int | None:
-        """A stream may end earlier than its length says, so the end is found by reading ahead."""
-        return None
-
-    def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Tell the dataset the epoch, and note how much to skip."""
-        self._shards.set_epoch(epoch)
-        self._position = position
-        if position and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"resuming an iterable dataset reads and drops its first {position} samples; "
-                "a map-style dataset resumes at once.",
-                stacklevel=2,
-            )
-
-    def deliver(self, items: Iterator[Any], loader: DataLoaderShard) -> Iterator[Any]:
-        """Pass the batches on one behind, skipping those before the resumed position."""
-        skipped = 0
-        ahead: tuple[Any, int] | None = None
-        for item in items:
-            if skipped < self._position:
-                skipped += item[1]
-                continue
-            if ahead is not None:
-                yield self._count(ahead, loader, last=False)
-            ahead = item
-        if ahead is not None:
-            yield self._count(ahead, loader, last=True)
-
-    def _count(self, item: tuple[Any, int], loader: DataLoaderShard, *, last: bool) -> Any:
-        batch, real = item
-        world = self._shards.world_size
-        loader.real, loader.padded = real, -(-real // world) * world
-        loader.position += real
-        loader.on_last = last
-        return batch
-
-
 _KEPT = (
     "num_workers",
     "pin_memory",
@@ -300,7 +176,7 @@ def prepare_loader(
     return DataLoaderShard(source, events=events, move=move, seed=seed, **options)
 
 
-def _source_of(loader: DataLoader[Any], rank: int, world: int) -> ShareSource | StreamSource:
+def _source_of(loader: DataLoader[Any], rank: int, world: int) -> Source:
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler):
         raise ValueError(

@@ -58,14 +58,14 @@ class GatherMethods(Parts):
             parts = collectives.gather_object(input_data)
             joined = list(chain(*parts)) if isinstance(input_data, list) else parts
             return joined[:real] if len(joined) == padded else joined
-        gathered = collectives.gather(input_data)
-        if real == padded:
-            return gathered
+        each = padded // self.num_processes
 
-        def drop(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:real] if tensor.shape[0] == padded else tensor
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            per_sample = tensor.dim() > 0 and tensor.shape[0] == each
+            gathered = collectives.gather(tensor)
+            return gathered[:real] if per_sample else gathered
 
-        return collectives.map_tensors(gathered, drop)
+        return collectives.map_tensors(input_data, gather)
 
     def reduce(
         self,

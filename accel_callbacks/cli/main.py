@@ -1,0 +1,80 @@
+"""The entry point of ``accel``: find the subcommand, import it, run it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+from accel_callbacks import __version__
+from accel_callbacks.cli.options import CommandError, CommandParser, suggestion
+from accel_callbacks.cli.registry import COMMANDS
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``accel`` command and return its exit code.
+
+    Args:
+        argv: the words after ``accel``; default: those of this process (``sys.argv[1:]``).
+
+    Returns:
+        0 on success, 2 when the command line is wrong, otherwise the code of the subcommand
+        (for ``accel launch``: that of the failed process, or 128 + n for signal n).
+        Nothing is raised for a wrong command line: the message goes to standard error.
+
+    Example:
+        >>> from accel_callbacks.cli.main import main
+        >>> words = ["--num_processes", "2", "--num_cpu_threads_per_process", "1"]
+        >>> main(["launch", "--dry_run", *words, "-m", "timeit", "pass"])
+        export OMP_NUM_THREADS=1
+        torchrun --nnodes 1 --nproc-per-node 2 ... --module timeit pass
+        0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not words or words[0].startswith("-"):
+            return _top_level(words)
+        return _subcommand(words[0], words[1:])
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except CommandError as error:
+        print(f"accel {words[0]}: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _top_level(words: Sequence[str]) -> int:
+    """Answer ``accel``, ``accel --help`` and ``accel --version``."""
+    parser = CommandParser(
+        prog="accel",
+        usage="accel [-h] [--version] COMMAND ...",
+        description="Tools around plain PyTorch training loops.",
+    )
+    parser.option("--version", action="version", version=f"accel-callbacks {__version__}")
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["commands:", *lines, "", "accel COMMAND --help says more."])
+    parser.parse(words)
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _subcommand(name: str, words: Sequence[str]) -> int:
+    """Import the module of one subcommand, parse its words and run it."""
+    command = COMMANDS.get(name)
+    if command is None:
+        hint = suggestion(name, COMMANDS)
+        print(
+            f"accel: error: unknown command {name!r}{hint}; commands: {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    module = command.load()
+    parser = CommandParser(prog=f"accel {name}", description=f"{command.help.capitalize()}.")
+    module.configure(parser)
+    return module.run(parser.parse(words))

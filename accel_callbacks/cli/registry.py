@@ -1,0 +1,39 @@
+"""Which subcommands ``accel`` has: a name, a help line, and the module that holds it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from accel_callbacks.cli.options import CommandParser
+
+
+class CommandModule(Protocol):
+    """What the module of a subcommand offers; importing it must not import torch."""
+
+    def configure(self, parser: CommandParser) -> None:
+        """Add the options of the subcommand."""
+
+    def run(self, args: Namespace) -> int:
+        """Do the work and return the exit code."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: where it is, and its line in ``accel --help``."""
+
+    module: str
+    help: str
+
+    def load(self) -> CommandModule:
+        """Import the module; only the subcommand that was asked for pays for its imports."""
+        return cast(CommandModule, import_module(self.module))
+
+
+COMMANDS: Mapping[str, Command] = {
+    "env": Command("accel_callbacks.cli.env", "print versions and devices, to paste in a report"),
+    "launch": Command("accel_callbacks.cli.launch", "start a script on one or more processes"),
+}

@@ -1,0 +1,86 @@
+"""The errors of this package: each says what is wrong and what to do next."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointWarning",
+    "CorruptCheckpointError",
+    "ManifestVersionError",
+    "UnsupportedStateError",
+]
+
+
+class CheckpointError(Exception):
+    """Base of every error that this package raises about a checkpoint.
+
+    Example:
+        >>> from checkpoint_io import CheckpointError, CorruptCheckpointError
+        >>> issubclass(CorruptCheckpointError, CheckpointError)
+        True
+    """
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is there, but its bytes are not the ones that were saved.
+
+    The message names the file and, where one is known, the tensors in the damaged part. Load an
+    older checkpoint (`CheckpointFolder.load_latest` does so by itself) or copy the file again.
+
+    Example:
+        >>> from checkpoint_io import CorruptCheckpointError
+        >>> raise CorruptCheckpointError("tensors-....safetensors: part 0 differs")
+        Traceback (most recent call last):
+        ...
+        checkpoint_io.errors.CorruptCheckpointError: tensors-....safetensors: part 0 differs
+    """
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint (no `manifest.json`) at that place.
+
+    Example:
+        >>> from checkpoint_io import CheckpointNotFoundError, load
+        >>> try:
+        ...     load("memory://doc-errors/nothing-here")
+        ... except CheckpointNotFoundError as error:
+        ...     print("not found")
+        not found
+    """
+
+
+class UnsupportedStateError(CheckpointError, TypeError):
+    """The state holds an object that is neither a tensor nor in the closed set of JSON types.
+
+    Raised at save time, before anything is committed; names the type and its path in the state.
+
+    Example:
+        >>> from checkpoint_io import UnsupportedStateError, save
+        >>> try:
+        ...     save("memory://doc-errors/bad", {"when": object()})
+        ... except UnsupportedStateError as error:
+        ...     print("state['when']" in str(error))
+        True
+    """
+
+
+class ManifestVersionError(CheckpointError):
+    """The checkpoint was written in a newer format version than this package knows.
+
+    Example:
+        >>> from checkpoint_io import CheckpointError, ManifestVersionError
+        >>> issubclass(ManifestVersionError, CheckpointError)
+        True
+    """
+
+
+class CheckpointWarning(UserWarning):
+    """Something was skipped or could not be cleaned up; no checkpoint was harmed.
+
+    Example:
+        >>> import warnings
+        >>> from checkpoint_io import CheckpointWarning
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", CheckpointWarning)  # here a skip is fatal
+    """

@@ -1,0 +1,49 @@
+"""File names inside a checkpoint: how they are built and which ones we recognise as ours."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+MANIFEST = "manifest.json"
+
+_TENSORS = re.compile(r"tensors-([0-9a-f]{8,64})-r[0-9]{5,9}-[0-9]{5,9}\.safetensors", re.ASCII)
+_OBJECTS = re.compile(r"objects-([0-9a-f]{8,64})-(?:r[0-9]{5,9}|shared)\.json", re.ASCII)
+_TEMPORARY = re.compile(r"manifest-([0-9a-f]{8,64})\.tmp", re.ASCII)
+
+
+def new_save_id() -> str:
+    """Draw the random id of one save: 16 hex digits."""
+    return secrets.token_hex(8)
+
+
+def tensors_name(save_id: str, rank: int, number: int) -> str:
+    """Name the `number`-th (from 1) tensor file that `rank` writes."""
+    return f"tensors-{save_id}-r{rank:05d}-{number:05d}.safetensors"
+
+
+def objects_name(save_id: str, rank: int | None) -> str:
+    """Name the JSON file of one rank's own state, or of the shared state for None."""
+    return (
+        f"objects-{save_id}-shared.json" if rank is None else f"objects-{save_id}-r{rank:05d}.json"
+    )
+
+
+def temporary_name(save_id: str) -> str:
+    """Name the file that becomes the manifest by an atomic rename."""
+    return f"manifest-{save_id}.tmp"
+
+
+def kind_of(name: str) -> str | None:
+    """Say what a manifest may call this file ("tensors" or "objects"), None if not our name."""
+    if _TENSORS.fullmatch(name):
+        return "tensors"
+    return "objects" if _OBJECTS.fullmatch(name) else None
+
+
+def save_id_of(name: str) -> str | None:
+    """Return the id of the save that wrote this file, None for a name that is not ours."""
+    for pattern in (_TENSORS, _OBJECTS, _TEMPORARY):
+        if match := pattern.fullmatch(name):
+            return match.group(1)
+    return None

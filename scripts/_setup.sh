@@ -1,0 +1,101 @@
+# Shared by the scripts beside it: source it. Makes and fills .venv in the repository.
+# ACCEL_TORCH  what to install as torch, for example ACCEL_TORCH="torch==2.13.0"
+# PYTHON       the interpreter to make the environment with
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf '== %s\n' "$*"; }
+
+fail() {
+    printf 'error: %s\n' "$1" >&2
+    [ $# -lt 2 ] || printf '  what to do: %s\n' "$2" >&2
+    exit 1
+}
+
+# step TITLE WHAT_TO_DO command...: one line of progress, the time it took, advice on failure
+step() {
+    local title="$1" advice="$2" begin=$SECONDS
+    shift 2
+    say "$title"
+    "$@" || fail "failed: $title" "$advice"
+    say "$title: done in $((SECONDS - begin)) s"
+}
+
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+}
+
+# Prints the first interpreter that is new enough.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+        if is_new_enough "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# A bare torch on Linux brings gigabytes of CUDA libraries along; without a GPU that is a waste.
+torch_requirement() {
+    local version
+    version="$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    if [ -n "${ACCEL_TORCH:-}" ]; then
+        printf '%s\n' "$ACCEL_TORCH"
+    elif [ "$version" = 3.11 ] && ! nvidia-smi -L >/dev/null 2>&1; then
+        printf 'torch==2.13.0\n'
+    else
+        printf 'torch\n'
+    fi
+}
+
+# Makes a virtual environment at $1; one that does not run any more is replaced.
+make_venv() {
+    local python
+    if is_new_enough "$1/bin/python" && "$1/bin/python" -m pip --version >/dev/null 2>&1; then
+        return
+    fi
+    python="$(find_python)" || fail "no Python 3.10 or newer found (tried ${PYTHON:-python3, python3.10 to python3.13})" \
+        "install one, or name it: PYTHON=/path/to/python3 $0"
+    step "make the environment $1 with $("$python" --version)" \
+        "on Debian and Ubuntu, install the package python3-venv; then run this again" \
+        "$python" -m venv --clear "$1"
+}
+
+# Changes when an installed environment no longer fits: requirements, place, interpreter, torch.
+fingerprint() {
+    "$VENV/bin/python" - "$ROOT" "${ACCEL_TORCH:-}" <<'PYTHON'
+import hashlib
+import pathlib
+import sys
+
+root = pathlib.Path(sys.argv[1])
+digest = hashlib.sha256("\0".join([sys.version, *sys.argv[1:]]).encode())
+for name in ("setup.cfg", "pyproject.toml"):
+    digest.update((root / name).read_bytes())
+print(digest.hexdigest())
+PYTHON
+}
+
+# set_up EXTRA: .venv with torch, the project (editable) and the packages of one extra.
+set_up() {
+    local extra="$1" stamp="$VENV/accel-setup-$1" mark torch
+    make_venv "$VENV"
+    mark="$(fingerprint)" || fail "cannot read setup.cfg" "run this script from a complete clone"
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$mark" ]; then
+        say "environment .venv is ready for [$extra]"
+        return
+    fi
+    torch="$(torch_requirement "$VENV/bin/python")"
+    step "install $torch (the large one)" \
+        'check the network and the free disk space; another build: ACCEL_TORCH="torch==VERSION"' \
+        "$VENV/bin/python" -m pip install -qq "$torch"
+    step "install the project with [$extra]" \
+        "check the network, then run this again; rm -rf .venv starts afresh" \
+        "$VENV/bin/python" -m pip install -qq -e "$ROOT[$extra]"
+    # Last, so that an interrupted set-up is not taken for a finished one.
+    printf '%s\n' "$mark" >"$stamp.part" && mv "$stamp.part" "$stamp"
+}

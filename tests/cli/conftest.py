@@ -1,0 +1,64 @@
+"""Run the real command in its own process group, so that no test leaves a process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+Start = Callable[..., "subprocess.Popen[str]"]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start ``accel`` with the given words in tmp_path; killed at the end if still there."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str, **extra: str) -> subprocess.Popen[str]:
+        keep = ("ACCEL_", "OMP_NUM_THREADS", "TORCH", "PET_", "MASTER_", "RANK", "WORLD_SIZE")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(keep)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "accel_callbacks.cli", *words],
+            cwd=tmp_path,
+            env={**env, **extra},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def accel(start: Start) -> Run:
+    """Run ``accel`` to its end."""
+
+    def run(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        process = start(*words, **extra)
+        out, err = process.communicate(timeout=90)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    return run
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

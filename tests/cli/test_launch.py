@@ -1,0 +1,211 @@
+"""The launcher with real processes: results, exit codes, failures, signals, restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Start = Callable[..., "subprocess.Popen[str]"]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+pytestmark = pytest.mark.distributed
+
+ALL_REDUCE = """
+import os, sys, datetime
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+value = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(value)
+names = ["ACCEL_CPU", "ACCEL_MIXED_PRECISION", "OMP_NUM_THREADS"]
+shown = [os.environ.get(name) for name in names]
+with open(f"out{dist.get_rank()}", "w") as out:
+    print(value.item(), dist.get_world_size(), *shown, sys.argv[1:], file=out)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+FAILING = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+if rank == 1:
+    raise SystemExit(int(sys.argv[1])) if len(sys.argv) > 1 else ValueError("boom on one")
+time.sleep(30)
+"""
+
+RESTARTING = """
+import os, signal, datetime
+import torch, torch.distributed as dist
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+if attempt == 0 and dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+value = torch.ones(1)
+dist.all_reduce(value)
+with open(f"out{dist.get_rank()}", "w") as out:
+    print(attempt, value.item(), file=out)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+SLEEPING = """
+import os, time
+path = "pid" + os.environ["RANK"]
+with open(path + ".part", "w") as out:
+    out.write(str(os.getpid()))
+os.replace(path + ".part", path)
+time.sleep(120)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], str]:
+    def write_script(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write_script
+
+
+def test_two_processes_meet(accel: Run, write: Callable[[str, str], str], tmp_path: Path) -> None:
+    script = write("reduce.py", ALL_REDUCE)
+    words = ["--cpu", "--num-processes", "2", "--mixed_precision", "bf16", script]
+    done = accel(
+        "launch", *words, "--num_processes", "7", "--", "$$ ${local_rank}", OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        text = (tmp_path / f"out{rank}").read_text()
+        assert text == "3.0 2 1 bf16 1 ['--num_processes', '7', '--', '$$ ${local_rank}']\n"
+
+
+def test_module_on_a_fixed_port(
+    accel: Run, write: Callable[[str, str], str], tmp_path: Path, free_port: int
+) -> None:
+    write("reduce.py", ALL_REDUCE)
+    port = ["--main_process_port", str(free_port)]
+    done = accel("launch", "--num_processes", "2", *port, "-m", "reduce", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out1").read_text().startswith("3.0 2 None None 1")
+
+
+def test_two_machines(
+    start: Start, write: Callable[[str, str], str], tmp_path: Path, free_port: int
+) -> None:
+    script = write("reduce.py", ALL_REDUCE)
+    meet = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port)]
+    words = ["launch", "--num_machines", "2", "--num_processes", "2", *meet, "--machine_rank"]
+    machines = [start(*words, str(rank), script, OMP_NUM_THREADS="1") for rank in range(2)]
+    for machine in machines:
+        _, err = machine.communicate(timeout=60)
+        assert machine.returncode == 0, err
+    assert [(tmp_path / f"out{rank}").read_text()[:5] for rank in range(2)] == ["3.0 2"] * 2
+
+
+def test_taken_port_is_told_without_a_traceback(
+    accel: Run, write: Callable[[str, str], str], free_port: int
+) -> None:
+    script = write("reduce.py", ALL_REDUCE)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        done = accel("launch", "--main_process_port", str(free_port), script)
+    assert done.returncode == 1
+    assert "accel launch: error: the processes did not find each other" in done.stderr
+
+
+def test_program_that_is_not_python(accel: Run, tmp_path: Path) -> None:
+    done = accel("launch", "--no_python", "sh", "-c", "echo $LOCAL_RANK $WORLD_SIZE; exit 5")
+    assert done.stdout == "0 1\n"
+    assert done.returncode == 5
+
+
+def test_failing_rank_is_named_and_its_code_is_ours(
+    accel: Run, write: Callable[[str, str], str]
+) -> None:
+    done = accel("launch", "--num_processes", "2", write("fails.py", FAILING), "23")
+    assert done.returncode == 23
+    assert "fails.py failed: rank 1 exited with code 23" in done.stderr
+
+
+def test_traceback_of_the_failing_rank_is_kept(
+    accel: Run, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    logs = ["--log_dir", "logs", "--tee", "3"]
+    done = accel("launch", "--num_processes", "2", *logs, write("fails.py", FAILING))
+    assert done.returncode == 1
+    assert "boom on one" in done.stderr
+    (named,) = [line for line in done.stderr.splitlines() if "its output: " in line]
+    assert "boom on one" in (tmp_path / named.split("its output: ")[1]).read_text()
+
+
+def test_a_killed_rank_gives_128_plus_the_signal(accel: Run) -> None:
+    done = accel("launch", "--no_python", "sh", "-c", "kill -9 $$")
+    assert done.returncode == 137
+    assert "rank 0 was killed by SIGKILL" in done.stderr
+
+
+def test_missing_script(accel: Run) -> None:
+    done = accel("launch", "--num_processes", "2", "absent.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("accel launch: error: 'absent.py' is not a file")
+    assert "Traceback" not in done.stderr
+
+
+def test_restart_after_a_kill(accel: Run, write: Callable[[str, str], str], tmp_path: Path) -> None:
+    script = write("restarts.py", RESTARTING)
+    words = ["--num_processes", "2", "--max_restarts", "1", script]
+    done = accel("launch", *words, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["1 2.0\n"] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_leaves_no_child(
+    start: Start, write: Callable[[str, str], str], tmp_path: Path, number: signal.Signals
+) -> None:
+    launcher = start("launch", "--num_processes", "2", write("sleeps.py", SLEEPING))
+    pids = [_read_pid(tmp_path / f"pid{rank}", launcher) for rank in range(2)]
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + number
+    assert f"stopped by {number.name}" in err
+    assert not [pid for pid in pids if _alive(pid)]
+
+
+def test_in_process_launch_leaves_the_environment(
+    write: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    # In its own interpreter: torch's launcher installs signal handlers for good.
+    code = (
+        "import os, sys; from accel_callbacks.cli.main import main; before = dict(os.environ)\n"
+        "assert main(['launch', '--cpu', '--no_python', 'true']) == 0\n"
+        "assert dict(os.environ) == before, set(os.environ) - set(before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def _read_pid(path: Path, launcher: subprocess.Popen[str]) -> int:
+    """Wait for a rank to write its process id."""
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert launcher.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return int(path.read_text())
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

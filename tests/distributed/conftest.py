@@ -1,0 +1,92 @@
+"""A pool of real processes over gloo, started once for each test module."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Pool:
+    """Runs a function on all processes at once."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        self.size = size
+        address = str(folder / "pool.sock")
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        with Listener(address, authkey=b"pool") as listener:
+            self.processes = [
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), address],
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+                for rank in range(size)
+            ]
+            accepted = [listener.accept() for _ in range(size)]
+        ranked = {connection.recv(): connection for connection in accepted}
+        self.connections = [ranked[rank] for rank in range(size)]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
+        """For each rank ("ok", result) or (name of the exception, its text)."""
+        for connection in self.connections:
+            connection.send((function.__code__.co_filename, function.__name__, args))
+        results = []
+        for rank, connection in enumerate(self.connections):
+            assert connection.poll(60), f"rank {rank} hangs in {function.__name__}"
+            results.append(connection.recv())
+        return results
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results in rank order; fails with the traceback of a rank that failed."""
+        outcomes = self.outcomes(function, *args)
+        failures = [f"rank {r}: {text}" for r, (kind, text) in enumerate(outcomes) if kind != "ok"]
+        assert not failures, "\n".join(failures)
+        return [result for _, result in outcomes]
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.send(None)
+        codes = [process.wait(30) for process in self.processes]
+        assert codes == [0] * self.size, f"workers ended with {codes}"
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def make_pool(size: int, folder: Path) -> Iterator[Pool]:
+    pool = Pool(size, folder)
+    try:
+        yield pool
+        pool.close()
+    finally:
+        pool.kill()
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two processes."""
+    yield from make_pool(2, tmp_path_factory.mktemp("pool"))

@@ -1,0 +1,42 @@
+"""One process of a pool: takes functions over a local connection, runs them, sends the result."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+from multiprocessing.connection import Client
+
+
+def load(path: str, name: str):
+    """A function by file and name: test modules are not importable by name in a new process."""
+    module_name = f"pool_{os.path.basename(path)[:-3]}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def main() -> None:
+    connection = Client(sys.argv[1], authkey=b"pool")
+    connection.send(int(os.environ["RANK"]))
+    import torch
+
+    torch.set_num_threads(1)
+    while (task := connection.recv()) is not None:
+        path, name, args = task
+        try:
+            connection.send(("ok", load(path, name)(*args)))
+        except Exception as error:
+            connection.send((type(error).__name__, f"{error}\n{traceback.format_exc()}"))
+
+
+if __name__ == "__main__":
+    main()
+    from accel_callbacks.state import destroy_topology
+
+    destroy_topology()

@@ -1,0 +1,383 @@
+"""The rules of the house, checked on the source: who imports whom, and what nobody does."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("accel_callbacks", "checkpoint_io", "loggers")
+FORBIDDEN_ARROWS = {
+    "accel_callbacks": {"examples", "tests"},
+    "checkpoint_io": {"accel_callbacks", "loggers", "examples", "tests"},
+    "loggers": {"accel_callbacks", "checkpoint_io", "examples", "tests"},
+}
+MAY_WRITE_ENVIRON = {"accel_callbacks/cli/launch.py"}
+MAX_LINES = 320
+HEAVY = [
+    "wandb",
+    "tensorboard",
+    "s3fs",
+    "lightning",
+    "deepspeed",
+    "transformers",
+    "tqdm",
+    "yaml",
+    "fsspec",
+]
+PICKLERS = ["pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"]
+UNSAFE_CALLS = {"torch.load", "torch.save", "eval", "exec", "builtins.eval", "builtins.exec"}
+ENVIRON_WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
+
+
+def sources() -> dict[str, Path]:
+    """All modules of the three packages: dotted name to file."""
+    found = {}
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+SOURCES = sources()
+FILES = {str(path.relative_to(ROOT)): path for path in SOURCES.values()}
+
+
+every_file = pytest.mark.parametrize("name", sorted(FILES))
+
+
+# --- walkers -------------------------------------------------------------------------------
+
+
+def _package_of(module: str, is_package: bool, level: int) -> str:
+    """Resolve the dots of a relative import to the package they mean."""
+    parts = module.split(".")
+    return ".".join(parts[: len(parts) - level + is_package])
+
+
+def imported(node: ast.AST, module: str = "", is_package: bool = False) -> Iterator[str]:
+    """Dotted names that an import statement asks for, ``from a import b`` as ``a.b``."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        start = _package_of(module, is_package, node.level) if node.level else ""
+        base = ".".join(part for part in (start, node.module) if part)
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def all_imports(tree: ast.AST, module: str = "", is_package: bool = False) -> set[str]:
+    """Every import of a module, those inside functions included."""
+    return {name for node in ast.walk(tree) for name in imported(node, module, is_package)}
+
+
+def _is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def import_time_nodes(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when the module is imported; `if TYPE_CHECKING:` blocks do not."""
+    for node in body:
+        if _is_type_checking(node):
+            yield from import_time_nodes(getattr(node, "orelse", []))
+            continue
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                for inner in getattr(node, field, []):
+                    handler = isinstance(inner, ast.ExceptHandler)
+                    yield from import_time_nodes(inner.body if handler else [inner])
+
+
+def import_graph(trees: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str]]:
+    """Which module imports which other, at import time, among the given ones."""
+    graph: dict[str, set[str]] = {}
+    for module, (tree, is_package) in trees.items():
+        names = (
+            name
+            for node in import_time_nodes(tree.body)
+            for name in imported(node, module, is_package)
+        )
+        # `from a import b` needs module a.b where there is one, else module a.
+        known = (name if name in trees else name.rpartition(".")[0] for name in names)
+        graph[module] = {name for name in known if name in trees} - {module}
+    return graph
+
+
+def find_circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return one circle as a path that ends where it starts, or an empty list."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in sorted(graph[module]):
+            if circle := visit(other, [*path, module]):
+                return circle
+        done.add(module)
+        return []
+
+    return next((circle for module in sorted(graph) if (circle := visit(module, []))), [])
+
+
+def _real_names(tree: ast.AST) -> dict[str, str]:
+    """What local names stand for: imports, and plain ``alias = os.environ`` assignments."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        value = getattr(node, "value", None)
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        assigns = isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)
+        if assigns and value is not None and _full_name(value, names) == "os.environ":
+            names.update({t.id: "os.environ" for t in targets if isinstance(t, ast.Name)})
+    return names
+
+
+def _full_name(node: ast.AST, names: Mapping[str, str]) -> str:
+    """Dotted name of an expression with its first part resolved, or an empty string."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _full_name(node.value, names)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def environ_writes(tree: ast.AST) -> list[int]:
+    """Lines that change os.environ."""
+    names = _real_names(tree)
+    writers = {f"os.environ.{name}" for name in ENVIRON_WRITERS} | {"os.putenv", "os.unsetenv"}
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            wrong = _full_name(node.value, names) == "os.environ"
+        elif isinstance(node, ast.AugAssign):
+            wrong = _full_name(node.target, names) == "os.environ"
+        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            wrong = _full_name(node, names) == "os.environ"
+        else:
+            wrong = isinstance(node, ast.Call) and _full_name(node.func, names) in writers
+        if wrong and isinstance(node, ast.expr | ast.stmt):
+            lines.add(node.lineno)
+    return sorted(lines)
+
+
+def unsafe_uses(tree: ast.AST) -> list[str]:
+    """Pickle in any form, and code made from text."""
+    names = _real_names(tree)
+    found = [name for name in all_imports(tree) if name.partition(".")[0] in PICKLERS]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and _full_name(node, names) in UNSAFE_CALLS:
+            found.append(f"line {node.lineno}: {_full_name(node, names)}")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            off = isinstance(node.value, ast.Constant) and node.value.value is False
+            found += [] if off else [f"line {node.value.lineno}: allow_pickle"]
+    return found
+
+
+def undocumented(owner: object) -> list[str]:
+    """Names in ``__all__`` that are ours and have no docstring with an example."""
+    missing = []
+    for name in getattr(owner, "__all__", []):
+        value = getattr(owner, name)
+        ours = str(getattr(value, "__module__", "")).partition(".")[0] in PACKAGES
+        checked = ours and (inspect.isclass(value) or inspect.isroutine(value))
+        if checked and ">>>" not in (value.__doc__ or ""):
+            missing.append(name)
+    return missing
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+# --- the rules -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_dependencies_point_one_way(module: str) -> None:
+    path = SOURCES[module]
+    names = all_imports(parse(path), module, path.name == "__init__.py")
+    top = {name.partition(".")[0] for name in names}
+    assert not top & FORBIDDEN_ARROWS[module.partition(".")[0]]
+
+
+def test_nobody_imports_the_examples() -> None:
+    paths = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert not [p for p in paths if "examples" in {n.split(".")[0] for n in all_imports(parse(p))}]
+
+
+def test_no_import_circles() -> None:
+    trees = {name: (parse(path), path.name == "__init__.py") for name, path in SOURCES.items()}
+    assert " -> ".join(find_circle(import_graph(trees))) == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "statement", "unwanted"),
+    [
+        ("pass", "import accel_callbacks", [*HEAVY, "torch"]),
+        # What torch brings along by itself (tqdm) is not ours to avoid.
+        ("import torch", "from accel_callbacks import Accelerator", HEAVY),
+    ],
+)
+def test_import_is_light(first: str, statement: str, unwanted: list[str]) -> None:
+    new = "print(json.dumps(sorted(set(sys.modules) - before)))"
+    code = f"import json, sys\n{first}\nbefore = set(sys.modules)\n{statement}\n{new}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert sorted(set(json.loads(done.stdout)) & set(unwanted)) == []
+
+
+@every_file
+def test_only_the_launcher_writes_the_environment(name: str) -> None:
+    lines = environ_writes(parse(FILES[name]))
+    assert bool(lines) == (name in MAY_WRITE_ENVIRON), f"{name}, lines {lines}"
+
+
+@every_file
+def test_no_pickle_and_no_code_from_text(name: str) -> None:
+    assert unsafe_uses(parse(FILES[name])) == []
+
+
+@every_file
+def test_a_file_is_one_idea(name: str) -> None:
+    assert len(FILES[name].read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_marked_as_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_every_folder_is_a_package() -> None:
+    # The wheel leaves out a folder without __init__.py; an editable install hides that.
+    folders = {path.parent for path in FILES.values()}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_shows_an_example(package: str) -> None:
+    root = importlib.import_module(package)
+    inner = pkgutil.walk_packages(root.__path__, f"{package}.")
+    modules = [root, *(importlib.import_module(m.name) for m in inner if m.ispkg)]
+    missing = {module.__name__: names for module in modules if (names := undocumented(module))}
+    assert missing == {}
+
+
+# --- the walkers can fail ------------------------------------------------------------------
+
+
+def tree_of(text: str) -> ast.Module:
+    return ast.parse(textwrap.dedent(text))
+
+
+def test_walker_sees_imports_in_functions_and_relative_ones() -> None:
+    tree = tree_of("from ..b import c\ndef f():\n    import loggers.base\n    from . import d")
+    assert all_imports(tree, "p.a.m") == {"p.b.c", "loggers.base", "p.a.d"}
+    assert all_imports(tree_of("from .x import y"), "p", True) == {"p.x.y"}
+
+
+@pytest.mark.parametrize(
+    ("first", "circle"),
+    [
+        ("from p import b", ["p.a", "p.b", "p.c", "p.a"]),
+        ("try:\n    from .b import x\nexcept ImportError:\n    pass", ["p.a", "p.b", "p.c", "p.a"]),
+        ("def f():\n    import p.b", []),
+        ("if TYPE_CHECKING:\n    import p.b", []),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import p.b", ["p.a", "p.b", "p.c", "p.a"]),
+    ],
+)
+def test_walker_sees_circles(first: str, circle: list[str]) -> None:
+    texts = {"p.a": first, "p.b": "import p.c", "p.c": "class K:\n    from p.a import x"}
+    graph = import_graph({name: (tree_of(text), False) for name, text in texts.items()})
+    assert find_circle(graph) == circle
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os.environ['A'] = 'b'",
+        "del os.environ['A']",
+        "os.environ |= {}",
+        "os.environ = {}",
+        "os.environ.update(a='b')",
+        "os.environ.setdefault('A', 'b')",
+        "x = os.environ.pop('A')",
+        "os.putenv('A', 'b')",
+        "from os import environ as e; e['A'] = 'b'",
+        "import os as o; o.environ['A'] = 'b'",
+        "env = os.environ; env['A'] = 'b'",
+    ],
+)
+def test_walker_sees_environ_writes(line: str) -> None:
+    assert environ_writes(tree_of(line)) == [1]
+
+
+@pytest.mark.parametrize(
+    "line", ["os.environ['A']", "dict(os.environ)", "os.environ.get('A')", "env['A'] = 'b'"]
+)
+def test_walker_lets_reads_pass(line: str) -> None:
+    assert environ_writes(tree_of(line)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import marshal as m",
+        "torch.load(path)",
+        "import torch as t; t.load(path)",
+        "from torch import load; load(path)",
+        "eval(text)",
+        "exec(text)",
+        "reader = torch.load",
+        "np.load(path, allow_pickle=True)",
+        "def f():\n    import shelve",
+    ],
+)
+def test_walker_sees_unsafe_uses(line: str) -> None:
+    assert unsafe_uses(tree_of(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model.eval()",
+        "json.load(f)",
+        "dist.all_gather_object(out, x)",
+        "np.load(p, allow_pickle=False)",
+    ],
+)
+def test_walker_lets_safe_uses_pass(line: str) -> None:
+    assert unsafe_uses(tree_of(line)) == []
+
+
+def test_walker_sees_missing_examples() -> None:
+    class Module:
+        __all__ = ("sources", "ast", "NAME")
+        NAME = 3
+        ast = ast
+
+        @staticmethod
+        def sources() -> None:
+            """No example."""
+
+    Module.sources.__module__ = "loggers.fake"
+    assert undocumented(Module) == ["sources"]
