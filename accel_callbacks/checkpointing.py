@@ -21,7 +21,7 @@ from accel_callbacks.rng import capture_rng, restore_rng
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
-    from checkpoint_io import Checkpoint
+    from checkpoint_io import Checkpoint, ProcessGroupLike
 
 __all__ = ["capture", "read", "read_latest", "restore", "write"]
 
@@ -93,7 +93,7 @@ def write(accel: Accelerator, url: str, *, generation: int | None, **options: An
         shared,
         local_state=local,
         metadata={**metadata, **options.pop("metadata", {})},
-        group=checkpoint_io.TorchGroup() if collectives.world_size() > 1 else None,
+        group=_group(),
         generation=generation,
         **options,
     )
@@ -115,32 +115,34 @@ def read(url: str, storage_options: Mapping[str, Any] | None = None) -> Checkpoi
         collectives.share_failure(error, f"reading {url}")
 
 
-def read_latest(
-    root: str, storage_options: Mapping[str, Any] | None = None
-) -> tuple[str, Checkpoint] | None:
-    """The newest checkpoint under ``root`` that every process can read whole, if there is one."""
+def read_latest(root: str, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | None:
+    """The newest checkpoint under ``root`` that every process can read whole, if there is one.
+
+    Raises:
+        checkpoint_io.CorruptCheckpointError: there are checkpoints, and all are damaged.
+    """
     require_neighbour("checkpoint_io")
     import checkpoint_io
 
-    found: list[str] = []
-    if collectives.rank() == 0:
-        folder = checkpoint_io.CheckpointFolder(root, storage_options=storage_options)
-        found = [entry.path for entry in reversed(folder.list())]
-    for url in collectives.broadcast_object(found):
-        try:
-            return url, read(url, storage_options)
-        except Exception as error:
-            warnings.warn(f"{url} is left out, an older one is tried: {error}", stacklevel=2)
-    return None
+    folder = checkpoint_io.CheckpointFolder(root, storage_options=storage_options)
+    try:
+        return folder.load_latest(group=_group())
+    except checkpoint_io.CheckpointNotFoundError:
+        return None
 
 
-def restore(accel: Accelerator, checkpoint: Checkpoint, url: str, *, strict: bool = False) -> None:
+def _group() -> ProcessGroupLike | None:
+    import checkpoint_io
+
+    return checkpoint_io.TorchGroup() if collectives.world_size() > 1 else None
+
+
+def restore(accel: Accelerator, checkpoint: Checkpoint, *, strict: bool = False) -> None:
     """Put a verified checkpoint into the prepared objects; checked before anything changes.
 
     Args:
         accel: the Accelerator with the objects prepared.
         checkpoint: from :func:`read`.
-        url: where it came from, for messages and ``run.resumed_from``.
         strict: raise where the resume cannot be exact, instead of warning.
 
     Raises:
@@ -166,7 +168,7 @@ def restore(accel: Accelerator, checkpoint: Checkpoint, url: str, *, strict: boo
     accel.precision.load_state_dict(state["precision"])
     run = accel.loop.run
     run.load_state_dict(state["run"])
-    run.resumed_from = url
+    run.resumed_from = checkpoint.path
     for index, loader in enumerate(accel.loaders):
         loader.load_state_dict(state["loaders"][str(index)])
         # Inside an epoch that `run.epochs` counts, a loader read to its end stays at its end.

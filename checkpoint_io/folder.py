@@ -179,7 +179,8 @@ class CheckpointFolder:
                 damaged, all fall back together. Default: just this one.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint that can be loaded.
+            CheckpointNotFoundError: there is no checkpoint.
+            CorruptCheckpointError: there are some, and none of them can be loaded.
         """
         group = group or SingleProcess()
         listed = Outcome.of(lambda: [info.path for info in self.list()])
@@ -190,9 +191,10 @@ class CheckpointFolder:
             checkpoint = self._try_load(path, group.rank if rank is None else rank, group)
             if checkpoint is not None:
                 return checkpoint
+        if paths:  # not the same as having none: a run must not quietly begin again
+            raise CorruptCheckpointError(f"no valid checkpoint in {self.url}: all are damaged")
         raise CheckpointNotFoundError(
-            f"no valid checkpoint in {self.url}: "
-            + ("all of them are damaged" if paths else "check the path, or start from scratch")
+            f"no valid checkpoint in {self.url}: check the path, or start from scratch"
         )
 
     def _try_load(self, path: str, rank: int, group: ProcessGroupLike) -> Checkpoint | None:

@@ -27,6 +27,7 @@ class Checkpoint:
     """A loaded checkpoint.
 
     Attributes:
+        path: the URL that it was loaded from.
         state: the shared state; tensors are on the CPU, tied tensors are one tensor again.
         local_state: the state that the asked rank saved for itself, None if it saved none.
         manifest: what the checkpoint consists of, with the caller's metadata.
@@ -39,6 +40,7 @@ class Checkpoint:
         ({'step': 3}, {'seen': 96})
     """
 
+    path: str
     state: dict[str, Any]
     local_state: dict[str, Any] | None
     manifest: Manifest
@@ -154,7 +156,7 @@ def load_from(store: Store, manifest: Manifest, rank: int) -> Checkpoint:
     known = {key: loaded[manifest.aliases.get(key, key)] for key in (*shared, *local)}
     state = _decode(shared_tree, known, f"{store.url}/{manifest.shared_objects}")
     own = None if local_name is None else _decode(local_tree, known, f"{store.url}/{local_name}")
-    return Checkpoint(state, own, manifest)
+    return Checkpoint(store.url, state, own, manifest)
 
 
 def _read_tree(store: Store, manifest: Manifest, name: str) -> Any:

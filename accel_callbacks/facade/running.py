@@ -231,9 +231,8 @@ class _RunContext(AbstractContextManager[TrainingRun]):
             root, storage_options = resume_root(accel.loop.run)
             found = checkpointing.read_latest(root, storage_options)
             if found is not None:
-                url, checkpoint = found
-                checkpointing.restore(accel, checkpoint, url)
-                self._report(url)
+                checkpointing.restore(accel, found)
+                self._report(found.path)
                 return
 
     def _report(self, url: str) -> None:

@@ -14,6 +14,7 @@ from accel_callbacks.facade.parts import Parts
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
+    from checkpoint_io import Checkpoint
 
 __all__ = ["SavingMethods"]
 
@@ -107,10 +108,9 @@ class SavingMethods(Parts):
             >>> accel.save_state() == accel.load_state()
             True
         """
-        accelerator = cast("Accelerator", self)
+        found: Checkpoint | None
         if input_dir is not None:
-            url = fspath(input_dir)
-            checkpoint = checkpointing.read(url, storage_options)
+            found = checkpointing.read(fspath(input_dir), storage_options)
         else:
             root = self._in_project("checkpoints")
             found = checkpointing.read_latest(root, storage_options)
@@ -118,9 +118,8 @@ class SavingMethods(Parts):
                 raise FileNotFoundError(
                     f"no valid checkpoint under {root}: pass the path of one, or save_state() first"
                 )
-            url, checkpoint = found
-        checkpointing.restore(accelerator, checkpoint, url, strict=strict)
-        return url
+        checkpointing.restore(cast("Accelerator", self), found, strict=strict)
+        return found.path
 
     def save_model(
         self,

@@ -11,6 +11,7 @@ import torch
 from checkpoint_io import (
     CheckpointFolder,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     CheckpointWarning,
     keep_last,
     read_manifest,
@@ -102,7 +103,7 @@ def test_load_latest_falls_back_when_checksums_fail(tmp_path: Path, flip_bit: An
     flip_bit(next((tmp_path / "step-00000001").glob("objects-*")), 50)
     with (
         pytest.warns(CheckpointWarning),
-        pytest.raises(CheckpointNotFoundError, match="all of them are damaged"),
+        pytest.raises(CorruptCheckpointError, match="all are damaged"),
     ):
         folder.load_latest()
 

@@ -165,7 +165,9 @@ def early_stop_on_local_values() -> list:
 
 
 def test_early_stopping_on_values_that_differ_by_rank_does_not_split_the_ranks(pool):
-    assert pool.run(early_stop_on_local_values) == [[2, "loss did not improve on 1 in 2 checks"]] * 2
+    assert (
+        pool.run(early_stop_on_local_values) == [[2, "loss did not improve on 1 in 2 checks"]] * 2
+    )
 
 
 def sweep(path: str) -> list:
