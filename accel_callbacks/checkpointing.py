@@ -171,9 +171,10 @@ def restore(accel: Accelerator, checkpoint: Checkpoint, *, strict: bool = False)
     run.resumed_from = checkpoint.path
     for index, loader in enumerate(accel.loaders):
         loader.load_state_dict(state["loaders"][str(index)])
-        # Inside an epoch that `run.epochs` counts, a loader read to its end stays at its end.
-        if run.epoch_open and loader.finished and loader.trained:
-            loader.skip_next_pass()
+        if not run.epoch_open:
+            loader.end_pass()
+        elif loader.finished and loader.trained:
+            loader.skip_next_pass()  # the open epoch has read it to its end
     accel.loop.dispatch.load_state_dict(state["callbacks"])
     accel.tracking.load_state_dict(state["trackers"])
     if local is not None:

@@ -54,6 +54,7 @@ class Loop:
         self._is_training = is_training
         self._outer: DataLoaderShard | None = None
         self._epochs_counted = False
+        self._cut_short = False
         self._eval_loaders = 0
         self._left_open: list[Callable[[], None]] = []
         self._settling = self._fit_started = self._train_started = False
@@ -126,6 +127,7 @@ class Loop:
     def reset(self) -> None:
         """Forget the run that was, so that another can begin."""
         self._fit_started = self._train_started = self._epochs_counted = False
+        self._cut_short = False
         self._left_open.clear()
         self.active.clear()
         self._outer = None
@@ -161,8 +163,10 @@ class Loop:
             self._epochs_counted = False
 
     def _end_epoch(self, epoch: int) -> None:
-        self.run.epoch_open = False
-        self.run.epochs_done = epoch + 1
+        # An epoch that a stop cut short is not done: a resume goes on inside of it.
+        if not self._cut_short:
+            self.run.epoch_open = False
+            self.run.epochs_done = epoch + 1
         self.fire("on_train_epoch_end")
 
     # --- iteration ----------------------------------------------------------------------------
@@ -182,6 +186,9 @@ class Loop:
         loader.trained = True
         try:
             yield from loader.batches()
+        except GeneratorExit:
+            loader.end_pass()
+            raise
         finally:
             self._forget(loader)
 
@@ -207,8 +214,12 @@ class Loop:
                 yield batch
                 self._end_train_batch(batch, index)
                 if run.should_stop:
+                    self._cut_short = not loader.on_last
+                    if loader.on_last:
+                        loader.end_pass()
                     break
         except GeneratorExit:
+            loader.end_pass()
             if self.worked:
                 self._left_open.append(lambda: self._end_train_batch(batch, index))
             raise

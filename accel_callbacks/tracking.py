@@ -80,6 +80,13 @@ class Tracking:
         if run.config:
             self._hub.log_config(run.config)
 
+    def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values as ``{"a/b": number, text or tensor on an accelerator}``, for the callbacks."""
+        require_neighbour("loggers")
+        from loggers import flatten
+
+        return dict(flatten(values))
+
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Hand values to all trackers; does not wait for the device."""
         if self._hub is not None:

@@ -11,6 +11,7 @@ from loggers.jsonl import JSONLTracker, read_jsonl
 from loggers.null import NullTracker
 from loggers.registry import TrackerSpec, available_trackers, create, register_tracker
 from loggers.tensorboard import TensorBoardTracker
+from loggers.values import flatten
 from loggers.wandb import WandBTracker
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "available_trackers",
     "create",
     "flat_config",
+    "flatten",
     "plain_config",
     "read_jsonl",
     "register_tracker",

@@ -11,12 +11,23 @@ Numbers = dict[str, Any]
 """Flat values; 0-d tensors of an accelerator stay tensors until `to_host`."""
 
 
-def flatten(values: Mapping[str, Any], on_none: Callable[[str], None]) -> Numbers:
-    """Return ``values`` flat and normalised; keys whose value is None go to ``on_none``.
+def _ignore(name: str) -> None:
+    """Leave a None out without a word."""
+
+
+def flatten(values: Mapping[str, Any], on_none: Callable[[str], None] = _ignore) -> Numbers:
+    """Return ``values`` flat and normalised, as a hub's ``log`` takes them.
+
+    Args:
+        values: numbers, 0-d tensors, str, None, and dicts of these.
+        on_none: told the keys whose value is None, which are left out.
 
     Raises:
         TypeError: a key is not a str, or a value is no number, 0-d tensor, str, dict or None.
         ValueError: two spellings of one key, such as ``{"a/b": 1, "a": {"b": 2}}``.
+
+    >>> flatten({"val": {"loss": 0.5, "note": None}, "lr": 1})
+    {'val/loss': 0.5, 'lr': 1}
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"log expects a dict of values, got {_kind(values)}")

@@ -54,6 +54,8 @@ class Callback:
     Attributes:
         can_vote: set it to True if the callback may call ``run.stop`` in the middle of an epoch;
             with several processes, stops are then agreed on at each optimizer step.
+        runs_last: True for a callback that saves: it is called after the others, so that what it
+            saves holds what they did in the same hook.
 
     Example:
         >>> import torch
@@ -74,6 +76,7 @@ class Callback:
     """
 
     can_vote = False
+    runs_last = False
 
     @property
     def state_key(self) -> str:

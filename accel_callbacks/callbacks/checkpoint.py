@@ -59,6 +59,8 @@ class Checkpoint(Callback):
         True
     """
 
+    runs_last = True
+
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

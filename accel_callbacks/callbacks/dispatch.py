@@ -19,7 +19,8 @@ class Dispatcher:
     Any object with methods of the right names is a callback; :class:`Callback` is not needed.
 
     Args:
-        callbacks: in the order in which they are called; exit hooks run in reverse.
+        callbacks: in the order in which they are called; exit hooks run in reverse. Those with
+            ``runs_last`` come after the others in every hook.
 
     Raises:
         TypeError: a method begins with ``on_`` but is no hook.
@@ -58,8 +59,10 @@ class Dispatcher:
                     "`state_key`."
                 )
         self.can_vote = any(getattr(c, "can_vote", False) for c in self.callbacks)
+        first = [c for c in self.callbacks if not getattr(c, "runs_last", False)]
+        last = [c for c in self.callbacks if getattr(c, "runs_last", False)]
         for hook in HOOKS:
-            order = reversed(self.callbacks) if hook in EXIT_HOOKS else self.callbacks
+            order = [*(reversed(first) if hook in EXIT_HOOKS else first), *last]
             self._table[hook] = tuple(getattr(c, hook) for c in order if _overrides(c, hook))
 
     def __getitem__(self, hook: str) -> tuple[Hook, ...]:

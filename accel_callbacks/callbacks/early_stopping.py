@@ -104,12 +104,14 @@ class EarlyStopping(Callback):
         return {
             "best": self.best,
             "wait_count": self.wait_count,
+            "patience": self.patience,
             "stop_reason": self.stop_reason,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore; ``patience`` stays what the constructor was given."""
+        """Restore; ``patience`` stays what the constructor was given, and more of it goes on."""
         self.best = state_dict["best"]
         self.wait_count = state_dict["wait_count"]
-        waited_out = self.wait_count >= self.patience
-        self.stop_reason = state_dict["stop_reason"] if waited_out else None
+        ran_out = self.wait_count >= state_dict["patience"]
+        more_patience = ran_out and self.wait_count < self.patience
+        self.stop_reason = None if more_patience else state_dict["stop_reason"]

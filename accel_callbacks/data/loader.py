@@ -117,6 +117,11 @@ class DataLoaderShard(DataLoader[Any]):
             self._continue = False
         self._next_epoch = epoch
 
+    def end_pass(self) -> None:
+        """The loop over this epoch was left: the next pass is a new epoch."""
+        self.finished = True
+        self._continue = False
+
     def skip_next_pass(self) -> None:
         """Deliver nothing in the next pass: the resumed run had read this epoch to its end."""
         self._skip_pass = True

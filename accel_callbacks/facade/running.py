@@ -123,7 +123,7 @@ class RunningMethods(Parts):
 
         Args:
             values: numbers, zero-dimensional tensors or strings, by name; nested dicts are
-                flattened with ``/``.
+                flattened with ``/``, None is left out.
             step: optimizer steps so far; ``run.global_step`` where ``None``.
 
         Raises:
@@ -137,16 +137,13 @@ class RunningMethods(Parts):
             {'train/loss': 0.5}
         """
         run = self.loop.run
-        plain = {
-            key: value.detach() if isinstance(value, torch.Tensor) else value
-            for key, value in values.items()
-        }
+        flat = self.tracking.flat(values)
         step = run.global_step if step is None else step
         if not self.tracking.is_open:
             self._open_trackers()
-        self.tracking.log(plain, step)
-        run.callback_metrics.update(plain)
-        self.loop.fire("on_log", plain, step)
+        self.tracking.log(values, step)
+        run.callback_metrics.update(flat)
+        self.loop.fire("on_log", flat, step)
 
     def _open_trackers(self) -> None:
         self.tracking.open(self.loop.run)

@@ -11,8 +11,8 @@ import torch
 from checkpoint_io import (
     CheckpointFolder,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     CheckpointWarning,
+    CorruptCheckpointError,
     keep_last,
     read_manifest,
     save,
