@@ -75,8 +75,25 @@ def _open_window(accel: Accelerator) -> dict[str, Any]:
     return {"position": window.position, "divisor": window.divisor, "gradients": gradients}
 
 
-def write(accel: Accelerator, url: str, *, generation: int | None, **options: Any) -> None:
-    """Save the state to ``url`` with all processes; returns when it is durable.
+def write(
+    accel: Accelerator,
+    url: str | None,
+    *,
+    folder: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    max_shard_size: int | str = "5GB",
+) -> str:
+    """Save the state with all processes; returns its path when it is durable.
+
+    Args:
+        accel: what to save.
+        url: the checkpoint's own path, or ``None`` for ``step-<global step>`` in ``folder``, as
+            the newest there.
+        folder: the folder of checkpoints, with ``url=None``.
+        metadata: JSON values for the manifest.
+        storage_options: for the filesystem behind the URL.
+        max_shard_size: largest tensor file.
 
     Raises:
         checkpoint_io.CheckpointError: any process failed to write; nothing was committed.
@@ -87,17 +104,22 @@ def write(accel: Accelerator, url: str, *, generation: int | None, **options: An
     run = accel.loop.run
     shared, local = capture(accel)
     accel.loop.fire("on_save_checkpoint", shared)
-    metadata = {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
-    checkpoint_io.save(
-        url,
-        shared,
-        local_state=local,
-        metadata={**metadata, **options.pop("metadata", {})},
-        group=_group(),
-        generation=generation,
-        **options,
-    )
+    labels = {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
+    options: dict[str, Any] = {
+        "local_state": local,
+        "metadata": {**labels, **(metadata or {})},
+        "group": _group(),
+        "max_shard_size": max_shard_size,
+    }
+    if url is None:
+        assert folder is not None
+        managed = checkpoint_io.CheckpointFolder(folder, storage_options=storage_options)
+        url = managed.path(run.global_step)
+        managed.save(run.global_step, shared, **options)
+    else:
+        checkpoint_io.save(url, shared, storage_options=storage_options, **options)
     accel.loop.fire("on_checkpoint_saved", url)
+    return url
 
 
 def read(url: str, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:

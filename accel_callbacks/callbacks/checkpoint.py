@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks import collectives
+from accel_callbacks import checkpointing, collectives
 from accel_callbacks._neighbours import require_neighbour
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.monitor import Monitor
@@ -143,9 +144,10 @@ class Checkpoint(Callback):
             self._save(run)
 
     def _improved(self) -> bool:
-        assert self.monitor is not None
         score = self._fresh_score
-        return score is not None and self.monitor.is_better(score, than=self._best_score)
+        if self.monitor is None or score is None:
+            return False
+        return self.monitor.is_better(score, than=self._best_score)
 
     def _place(self, run: TrainingRun) -> tuple[int, int, bool]:
         return run.global_step, run.epochs_done, run.epoch_open
@@ -153,42 +155,51 @@ class Checkpoint(Callback):
     # --- what ---------------------------------------------------------------------------------
 
     def _save(self, run: TrainingRun) -> None:
-        require_neighbour("checkpoint_io")
-        from checkpoint_io import CheckpointFolder
-
         root = self._folder_url(run)
-        folder = CheckpointFolder(root, storage_options=self.storage_options)
-        path = folder.path(run.global_step)
+        path = f"{root.rstrip('/')}/step-{run.global_step:08d}"
         metadata: dict[str, Any] = {}
         if self._fresh_score is not None and self.monitor is not None:
             metadata["score"] = {"monitor": self.monitor.name, "value": self._fresh_score}
-            if self._improved():
-                self._best_score, self.best_path = self._fresh_score, path
-        # What the checkpoint says of this callback must hold after it was saved.
+        before = self.state_dict()
+        if self._improved():
+            self._best_score, self.best_path = self._fresh_score, path
+        # Set now, because what the checkpoint says of this callback must hold after it was saved.
         self._fresh_score = None
-        self._saved_step, self._saved_at, self.last_path = run.global_step, self._place(run), path
-        generation = folder.next_generation() if run.is_global_zero else None
-        run.accelerator.save_state(
-            path,
-            generation=collectives.broadcast_object(generation),
-            metadata=metadata,
-            storage_options=self.storage_options,
-            max_shard_size=self.max_shard_size,
-        )
+        self._saved_step, self._saved_at = run.global_step, self._place(run)
+        try:
+            checkpointing.write(
+                run.accelerator,
+                None,
+                folder=root,
+                metadata=metadata,
+                storage_options=self.storage_options,
+                max_shard_size=self.max_shard_size,
+            )
+        except BaseException:
+            self.load_state_dict(before)
+            raise
+        self.last_path = path
         if run.is_global_zero and self.keep_last is not None:
-            self._prune(folder, run)
+            self._prune(root, run, self.keep_last)
 
-    def _prune(self, folder: Any, run: TrainingRun) -> None:
+    def _prune(self, root: str, run: TrainingRun, keep_last: int) -> None:
         """Remove what is neither among the newest nor among the best of this run."""
-        own = [e for e in folder.list() if e.manifest.metadata.get("run_id") == run.run_id]
-        assert self.keep_last is not None
-        keep = {entry.path for entry in own[-self.keep_last :]}
-        if self.monitor is not None:
-            sign = 1 if self.monitor.mode == "min" else -1
-            scored = [e for e in own if self._score(e) is not None]
-            scored.sort(key=lambda entry: sign * (self._score(entry) or 0.0))
-            keep |= {entry.path for entry in scored[: self.keep_best]}
-        folder.prune(keep, run_id=run.run_id)
+        require_neighbour("checkpoint_io")
+        from checkpoint_io import CheckpointError, CheckpointFolder
+
+        try:
+            folder = CheckpointFolder(root, storage_options=self.storage_options)
+            own = [e for e in folder.list() if e.manifest.metadata.get("run_id") == run.run_id]
+            keep = {entry.path for entry in own[-keep_last:]}
+            if self.monitor is not None:
+                sign = 1 if self.monitor.mode == "min" else -1
+                scored = [e for e in own if self._score(e) is not None]
+                scored.sort(key=lambda entry: sign * (self._score(entry) or 0.0))
+                keep |= {entry.path for entry in scored[: self.keep_best]}
+            folder.prune(keep, run_id=run.run_id)
+        except (CheckpointError, OSError) as error:
+            # The new checkpoint is safe; old ones that stay only take up room.
+            warnings.warn(f"older checkpoints in {root} were not removed: {error}", stacklevel=2)
 
     def _score(self, entry: Any) -> float | None:
         score = entry.manifest.metadata.get("score")

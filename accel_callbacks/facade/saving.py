@@ -26,7 +26,6 @@ class SavingMethods(Parts):
         self,
         output_dir: str | PathLike[str] | None = None,
         *,
-        generation: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         max_shard_size: int | str = "5GB",
@@ -41,7 +40,6 @@ class SavingMethods(Parts):
         Args:
             output_dir: folder or fsspec URL; ``<project_dir>/checkpoints/step-<global step>``
                 where ``None``.
-            generation: the checkpoint's place in its folder's history; counted up if ``None``.
             metadata: JSON values to find in the manifest, such as metrics.
             storage_options: for the filesystem behind the URL.
             max_shard_size: largest tensor file, such as ``"5GB"``.
@@ -61,19 +59,14 @@ class SavingMethods(Parts):
             True
         """
         self.loop.settle()
-        step = self.loop.run.global_step
-        url = self._in_project("checkpoints", f"step-{step:08d}")
-        if output_dir is not None:
-            url = fspath(output_dir)
-        checkpointing.write(
+        return checkpointing.write(
             cast("Accelerator", self),
-            url,
-            generation=generation,
-            metadata=metadata or {},
+            None if output_dir is None else fspath(output_dir),
+            folder=self._in_project("checkpoints"),
+            metadata=metadata,
             storage_options=storage_options,
             max_shard_size=max_shard_size,
         )
-        return url
 
     def load_state(
         self,
