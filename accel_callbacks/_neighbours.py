@@ -37,7 +37,10 @@ def require_neighbour(name: str) -> None:
 def _origin(name: str) -> Path | None:
     loaded = sys.modules.get(name)
     if loaded is not None:
-        file = getattr(loaded, "__file__", None)
+        # A folder without __init__.py has no file, only places.
+        file = getattr(loaded, "__file__", None) or next(
+            iter(getattr(loaded, "__path__", ())), None
+        )
         return Path(file) if file else None
     spec = importlib.util.find_spec(name)
     if spec is None:

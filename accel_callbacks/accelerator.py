@@ -16,6 +16,7 @@ from accel_callbacks.callbacks.dispatch import Dispatcher
 from accel_callbacks.config import ProjectConfiguration, resolve_config
 from accel_callbacks.data.device import device_mover
 from accel_callbacks.data.loader import DataLoaderShard, prepare_loader
+from accel_callbacks.data.order import mix_seed
 from accel_callbacks.facade.gathering import GatherMethods
 from accel_callbacks.facade.running import RunningMethods
 from accel_callbacks.facade.saving import SavingMethods
@@ -104,8 +105,11 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
+        self._raw_loaders: list[DataLoader[Any]] = []
         self._one_over: dict[Any, torch.Tensor] = {}
-        self.loop = Loop(TrainingRun(self), self._dispatch, self.window, self._is_training)
+        self.loop = Loop(
+            TrainingRun(self), self._dispatch, self.window, self.models, self.optimizers
+        )
         self.tracking = Tracking(
             _as_list(log_with),
             self.project_configuration.log_folder,
@@ -127,9 +131,6 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
     def project_dir(self) -> str:
         """The folder of the run's logs and checkpoints."""
         return self.project_configuration.root
-
-    def _is_training(self) -> bool:
-        return not self.models or any(model.training for model in self.models)
 
     def prepare(self, *args: Any, device_placement: bool | None = None) -> Any:
         """Make objects ready for this machine, and return them in the order given.
@@ -178,11 +179,15 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         self, model: torch.nn.Module, *, device_placement: bool = True
     ) -> torch.nn.Module:
         """Prepare one model; see :meth:`prepare`."""
-        if any(model is known for known in self.models):
-            return model
+        for known in self.models:
+            if model is known or model is self.strategy.unwrap(known):
+                return known
         if device_placement:
             model = model.to(self.device)
-        wrapped = self.strategy.wrap(self.precision.wrap(model))
+        # The precision is the model's own; a strategy's wrapper that is there already stays.
+        inner = self.strategy.unwrap(model)
+        ready = self.precision.wrap(inner)
+        wrapped = self.strategy.wrap(ready) if model is inner else model
         self.models.append(wrapped)
         if self.loop.model is None:
             self.loop.model = self.strategy.unwrap(wrapped)
@@ -205,13 +210,17 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         """Prepare one loader; see :meth:`prepare`. With several processes, all must call it."""
         if isinstance(data_loader, DataLoaderShard):
             return data_loader
+        for raw, known in zip(self._raw_loaders, self.loaders, strict=True):
+            if raw is data_loader:
+                return known
         prepared = prepare_loader(
             data_loader,
             topology=self.topology,
             events=self.loop,
             move=device_mover(self.device) if device_placement else None,
-            seed=collectives.broadcast_object(torch.initial_seed()),
+            seed=mix_seed(collectives.broadcast_object(torch.initial_seed()), len(self.loaders)),
         )
+        self._raw_loaders.append(data_loader)
         self.loaders.append(prepared)
         return prepared
 
@@ -219,6 +228,9 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         """Prepare one scheduler; see :meth:`prepare`."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
+        for known in self.schedulers:
+            if known.scheduler is scheduler:
+                return known
         own = [
             optimizer
             for optimizer in self.optimizers

@@ -19,6 +19,8 @@ class GradientWindow:
             ``accumulate``): gradients synchronise and the optimizer really steps.
         divisor: what a loss is divided by in this window.
         index: number of windows closed so far.
+        touched: gradients of the current micro-batch are there.
+        dirty: a window was left before its end, and its gradients are still there.
 
     Raises:
         ValueError: ``num_steps`` is below 1.
@@ -35,7 +37,7 @@ class GradientWindow:
         4 False; 4 False; 4 False; 4 True; 2 False; 2 True;
     """
 
-    __slots__ = ("divisor", "index", "num_steps", "position", "sync")
+    __slots__ = ("dirty", "divisor", "index", "num_steps", "position", "sync", "touched")
 
     def __init__(self, num_steps: int = 1) -> None:
         if num_steps < 1:
@@ -45,6 +47,8 @@ class GradientWindow:
         self.divisor = num_steps
         self.sync = True
         self.index = 0
+        self.touched = False
+        self.dirty = False
 
     def enter(self, remaining: int | None, last: bool) -> None:
         """Begin a micro-batch; ``remaining`` counts it and those after it in the loader.
@@ -57,6 +61,7 @@ class GradientWindow:
             known = remaining is not None and remaining < self.num_steps
             self.divisor = remaining if known and remaining else self.num_steps
         self.position += 1
+        self.touched = False
         self.sync = last or self.position >= self.divisor
 
     def leave(self) -> None:
@@ -71,6 +76,16 @@ class GradientWindow:
         self.position = 0
         self.divisor = self.num_steps
         self.sync = True
+
+    def abandon(self) -> None:
+        """Leave the window before its end; what it gathered must not reach the next one."""
+        self.dirty = self.dirty or self.position > 0
+        self.close()
+
+    @property
+    def may_clear(self) -> bool:
+        """Whether ``zero_grad`` clears: not what earlier micro-batches of this window gathered."""
+        return self.sync if self.touched else self.position <= 1
 
     @property
     def is_open(self) -> bool:

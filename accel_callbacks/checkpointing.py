@@ -21,6 +21,7 @@ from accel_callbacks.rng import capture_rng, restore_rng
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
+    from accel_callbacks.data.loader import DataLoaderShard
     from checkpoint_io import Checkpoint, ProcessGroupLike
 
 __all__ = ["capture", "read", "read_latest", "restore", "write"]
@@ -45,13 +46,10 @@ def capture(accel: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
     shared: dict[str, Any] = {
         "models": _numbered([strategy.model_state_dict(model) for model in accel.models]),
         "optimizers": _numbered(
-            [
-                named_optimizer_state(o.optimizer, names) | {"steps_taken": o.steps_taken}
-                for o in accel.optimizers
-            ]
+            [named_optimizer_state(o.optimizer, names) for o in accel.optimizers]
         ),
         "schedulers": _numbered([scheduler.state_dict() for scheduler in accel.schedulers]),
-        "loaders": _numbered([loader.state_dict() for loader in accel.loaders]),
+        "loaders": _numbered([_position(accel, loader) for loader in accel.loaders]),
         "precision": accel.precision.state_dict(),
         "run": loop.run.state_dict(),
         "callbacks": loop.dispatch.state_dict(),
@@ -61,6 +59,15 @@ def capture(accel: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
     if loop.window.is_open:
         local["window"] = _open_window(accel)
     return shared, local
+
+
+def _position(accel: Accelerator, loader: DataLoaderShard) -> dict[str, Any]:
+    """A batch that was delivered and not trained on yet is delivered again after a resume."""
+    state = loader.state_dict()
+    waiting = loader in accel.loop.active and loader.trained and not accel.loop.worked
+    if waiting and accel.optimizers:
+        state["position"] -= loader.real
+    return state
 
 
 def _open_window(accel: Accelerator) -> dict[str, Any]:
@@ -174,16 +181,12 @@ def restore(accel: Accelerator, checkpoint: Checkpoint, *, strict: bool = False)
     state: dict[str, Any] = checkpoint.state
     _check_fit(accel, state)
     local = _check_exact(accel, checkpoint, strict)
+    _optimizer_states(accel, state)
     accel.loop.fire("on_load_checkpoint", state)
-    names = parameter_names(accel.bare_models)
-    optimizer_states = [
-        positional_optimizer_state(state["optimizers"][str(i)], optimizer.optimizer, names)
-        for i, optimizer in enumerate(accel.optimizers)
-    ]
+    optimizer_states = _optimizer_states(accel, state)
     for index, model in enumerate(accel.models):
         accel.strategy.load_model_state_dict(model, state["models"][str(index)])
     for optimizer, saved in zip(accel.optimizers, optimizer_states, strict=True):
-        optimizer.steps_taken = saved.pop("steps_taken")
         optimizer.load_state_dict(saved)
     for index, scheduler in enumerate(accel.schedulers):
         scheduler.load_state_dict(_same_types(scheduler, state["schedulers"][str(index)]))
@@ -199,9 +202,17 @@ def restore(accel: Accelerator, checkpoint: Checkpoint, *, strict: bool = False)
             loader.skip_next_pass()  # the open epoch has read it to its end
     accel.loop.dispatch.load_state_dict(state["callbacks"])
     accel.tracking.load_state_dict(state["trackers"])
+    _restore_window(accel, None if local is None else local.get("window"))
     if local is not None:
-        _restore_window(accel, local.get("window"))
         restore_rng(local["rng"], accel.device)
+
+
+def _optimizer_states(accel: Accelerator, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    names = parameter_names(accel.bare_models)
+    return [
+        positional_optimizer_state(state["optimizers"][str(i)], optimizer.optimizer, names)
+        for i, optimizer in enumerate(accel.optimizers)
+    ]
 
 
 def _check_fit(accel: Accelerator, state: Mapping[str, Any]) -> None:
@@ -242,20 +253,27 @@ def _check_exact(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> di
 
 
 def _restore_window(accel: Accelerator, saved: Mapping[str, Any] | None) -> None:
-    accel.loop.window.close()
-    if saved is None:
-        return
+    window = accel.loop.window
+    window.close()
+    window.dirty = False
+    gradients = {} if saved is None else saved["gradients"]
     for index, model in enumerate(accel.bare_models):
         for name, parameter in model.named_parameters():
-            gradient = saved["gradients"].get(f"{index}.{name}")
+            gradient = gradients.get(f"{index}.{name}")
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    window = accel.loop.window
-    window.position, window.divisor = saved["position"], saved["divisor"]
+    if saved is not None:
+        window.position, window.divisor = saved["position"], saved["divisor"]
+        window.sync, window.touched = False, True
 
 
 def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Counters (MultiStepLR's milestones) travel as plain dicts and come back as counters."""
-    return {
-        key: Counter(value) if isinstance(getattr(scheduler, key, None), Counter) else value
-        for key, value in state.items()
-    }
+    inner = getattr(scheduler, "_schedulers", [])
+    restored: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == "_schedulers":
+            value = [_same_types(one, own) for one, own in zip(inner, value, strict=True)]
+        elif isinstance(getattr(scheduler, key, None), Counter):
+            value = Counter(value)
+        restored[key] = value
+    return restored

@@ -89,8 +89,9 @@ def reduce(
 
     Args:
         data: a tensor or a nested structure of tensors of the same shape on all processes.
-        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
-        scale: factor on the result.
+        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Integers stay integers, exactly,
+            but their mean is of torch's default floating-point type.
+        scale: factor on the result; other than 1 it makes floats of integers.
         weight: with ``"mean"``, how much this process counts, for example its number of
             samples, so that unequal shares give the true mean.
 
@@ -108,21 +109,25 @@ def reduce(
     weighted = isinstance(weight, torch.Tensor) or weight != 1.0
     if weighted and reduction != "mean":
         raise ValueError('weight= belongs to reduction="mean"; leave it out otherwise.')
-    return map_tensors(data, lambda t: _reduce_tensor(t, reduction, weight) * scale)
+
+    def combine(tensor: torch.Tensor) -> torch.Tensor:
+        result = _reduce_tensor(tensor, reduction, weight)
+        return result if scale == 1 else result * scale  # a product makes floats of integers
+
+    return map_tensors(data, combine)
 
 
 def _reduce_tensor(
     tensor: torch.Tensor, reduction: str, weight: float | torch.Tensor
 ) -> torch.Tensor:
     result = tensor.detach().clone()
-    world = world_size()
-    if world == 1:
+    if reduction == "mean" and not (result.is_floating_point() or result.is_complex()):
+        result = result.to(torch.get_default_dtype())
+    if world_size() == 1:
         return result
     if reduction != "mean":
         dist.all_reduce(result, getattr(dist.ReduceOp, reduction.upper()))
         return result
-    if not result.is_floating_point():
-        result = result.to(torch.get_default_dtype())
     share = torch.as_tensor(weight, dtype=torch.float64).to(result.device)
     dist.all_reduce(share)
     result = result * weight

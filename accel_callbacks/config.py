@@ -97,7 +97,7 @@ def resolve_config(
         environment: usually ``os.environ``.
 
     Raises:
-        ValueError: a value of the wrong kind, with its origin and what is allowed.
+        ValueError: a value of the wrong kind or range, with its origin and what is allowed.
 
     Example:
         >>> from accel_callbacks.config import resolve_config
@@ -117,10 +117,21 @@ def resolve_config(
             except ValueError as error:
                 raise ValueError(f"{variable}={environment[variable]!r}: {error}") from None
     config = AcceleratorConfig(**values, origins=origins)
+    _check(config)
+    return config
+
+
+def _check(config: AcceleratorConfig) -> None:
+    """Refuse values that do not exist, naming where they came from."""
+    origins = config.origins
     if config.mixed_precision not in PRECISIONS:
         raise ValueError(
             f"mixed_precision={config.mixed_precision!r} "
             f"({origins.get('mixed_precision', 'default')}) is unknown; use one of {PRECISIONS}."
             + nearest(str(config.mixed_precision), PRECISIONS)
         )
-    return config
+    if config.gradient_accumulation_steps < 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps} "
+            f"({origins.get('gradient_accumulation_steps', 'default')}) must be at least 1."
+        )

@@ -36,11 +36,10 @@ class Accumulate(AbstractContextManager["Accumulate"]):
 
     def __enter__(self) -> Accumulate:
         loop = self._loop
-        if loop.active:
-            loader = loop.active[-1]
-            loop.window.enter(loader.left, loader.on_last)
-        else:
-            loop.window.enter(None, last=False)
+        if loop.window.dirty:
+            loop.drop_gradients()
+        remaining, last = loop.remaining()
+        loop.window.enter(remaining, last)
         if not loop.window.sync and self._strategy.has_gradient_sync:
             self._stack = ExitStack()
             for model in self._models:
@@ -54,7 +53,7 @@ class Accumulate(AbstractContextManager["Accumulate"]):
             self._loop.worked = True
             self._loop.window.leave()
         else:
-            self._loop.window.close()
+            self._loop.window.abandon()
 
 
 class Evaluate(AbstractContextManager["Evaluate"]):

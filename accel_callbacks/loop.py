@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch import Dispatcher
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.iteration import evaluation_pass, feeding_pass, training_pass
 from accel_callbacks.run import TrainingRun
 
 __all__ = ["Loop"]
@@ -27,7 +28,15 @@ class Loop:
         run: the state of the run; replaced for a new run.
         dispatch: the callbacks.
         window: the gradient window.
-        is_training: whether the prepared models are in training mode.
+        models: the prepared models, as a list that grows.
+        optimizers: the prepared optimizers, likewise.
+
+    Attributes:
+        active: loaders being iterated, the innermost last.
+        worked: the current training batch was trained on.
+        stepped: optimizers that stepped since the global step was last counted.
+        fresh: training loaders that delivered a batch since the last micro-batch began.
+        left_open: what is fired by the next thing that the script does.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -41,22 +50,27 @@ class Loop:
         run: TrainingRun,
         dispatch: Dispatcher,
         window: GradientWindow,
-        is_training: Callable[[], bool],
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self.run = run
         self.dispatch = dispatch
         self.window = window
+        self.models = models
+        self.optimizers = optimizers
         self.model: torch.nn.Module | None = None
         self.active: list[DataLoaderShard] = []
+        self.fresh: list[DataLoaderShard] = []
+        self.left_open: list[Callable[[], None]] = []
         self.evaluating = 0
+        self.eval_loaders = 0
         self.last_loss: torch.Tensor | None = None
         self.worked = False
-        self._is_training = is_training
+        self.epochs_counted = False
+        self._fresh_before: list[DataLoaderShard] = []
+        self.stepped: set[int] = set()
         self._outer: DataLoaderShard | None = None
-        self._epochs_counted = False
         self._cut_short = False
-        self._eval_loaders = 0
-        self._left_open: list[Callable[[], None]] = []
         self._settling = self._fit_started = self._train_started = False
 
     @property
@@ -64,7 +78,8 @@ class Loop:
         """``"train"`` or ``"validation"``: what iterating a loader now would count as."""
         if self.evaluating:
             return "validation"
-        return "train" if self._is_training() else "validation"
+        training = not self.models or any(model.training for model in self.models)
+        return "train" if training else "validation"
 
     def fire(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks with the run and the model in front."""
@@ -77,8 +92,8 @@ class Loop:
             return
         self._settling = True
         try:
-            while self._left_open:
-                self._left_open.pop(0)()
+            while self.left_open:
+                self.left_open.pop(0)()
         finally:
             self._settling = False
 
@@ -88,7 +103,7 @@ class Loop:
         """``setup``, the restoring of a checkpoint, ``on_fit_start``; once a run."""
         if self._fit_started:
             return
-        self._fit_started = True
+        self._fit_started = self.run.begun = True
         self.fire("setup", "fit")
         if restore is not None:
             restore()
@@ -102,19 +117,24 @@ class Loop:
             self.fire("on_train_start")
 
     def end_fit(self, error: BaseException | None = None) -> None:
-        """The end of a run, well or with an error."""
+        """The end of a run, well or with an error; an error of an end hook is one too."""
         if not self._fit_started:
             return
-        if error is None:
-            self.settle()
-            if self._train_started:
-                self.fire("on_train_end")
-            self.fire("on_fit_end")
-            self.fire("teardown", "fit")
-        else:
-            self._fire_safely("on_exception", error)
-            self._fire_safely("teardown", "fit")
-        self.reset()
+        try:
+            if error is None:
+                self.settle()
+                if self._train_started:
+                    self.fire("on_train_end")
+                self.fire("on_fit_end")
+                self.fire("teardown", "fit")
+        except BaseException as problem:
+            error = problem
+            raise
+        finally:
+            if error is not None:
+                self._fire_safely("on_exception", error)
+                self._fire_safely("teardown", "fit")
+            self._reset()
 
     def _fire_safely(self, hook: str, *args: Any) -> None:
         """Call a hook while an error unwinds: a second error is shown, and hides nothing."""
@@ -124,25 +144,32 @@ class Loop:
             except Exception:
                 traceback.print_exc()
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         """Forget the run that was, so that another can begin."""
-        self._fit_started = self._train_started = self._epochs_counted = False
+        self._fit_started = self._train_started = self.epochs_counted = False
         self._cut_short = False
-        self._left_open.clear()
-        self.active.clear()
+        for group in (self.left_open, self.active, self.fresh, self._fresh_before):
+            group.clear()
+        self.stepped.clear()
         self._outer = None
         self.evaluating = 0
         self.window.close()
 
+    # --- epochs -------------------------------------------------------------------------------
+
     def epochs(self, total: int) -> Iterator[int]:
         """Count epochs; see ``TrainingRun.epochs``."""
         run = self.run
+        self.settle()
         run.max_epochs = total
+        run.epochs_done = run.first_epoch  # passes before this, to warm up say, do not count
+        run.agree()
         if run.epochs_done >= total:
             run.accelerator._notice(f"nothing left to do: {run.epochs_done} epochs are done")
+        if run.should_stop or run.epochs_done >= total:
             return
         self.begin_training()
-        self._epochs_counted = True
+        self.epochs_counted = True
         try:
             for epoch in range(run.epochs_done, total):
                 run.current_epoch = epoch
@@ -151,108 +178,106 @@ class Loop:
                     self.fire("on_train_epoch_start")
                 yield epoch
                 self.settle()
-                self._end_epoch(epoch)
+                self._end_epoch(epoch, counted=True)
                 run.agree()
                 if run.should_stop:
                     return
         except GeneratorExit:
             if run.epoch_open:
-                self._left_open.append(lambda: self._end_epoch(run.current_epoch))
+                self.left_open.append(lambda: self._end_epoch(run.current_epoch, counted=True))
             raise
         finally:
-            self._epochs_counted = False
+            self.epochs_counted = False
 
-    def _end_epoch(self, epoch: int) -> None:
+    def _end_epoch(self, epoch: int, *, counted: bool) -> None:
         # An epoch that a stop cut short is not done: a resume goes on inside of it.
         if not self._cut_short:
             self.run.epoch_open = False
             self.run.epochs_done = epoch + 1
+            if counted:
+                self.run.first_epoch = epoch + 1
         self.fire("on_train_epoch_end")
 
-    # --- iteration ----------------------------------------------------------------------------
-
-    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
-        """Iterate a prepared loader, as training or as validation."""
-        self.settle()
-        if self.phase == "validation":
-            yield from self._evaluate(loader)
-        elif self._outer is not None:
-            yield from self._feed(loader)  # a second loader in a training loop: data, no hooks
-        else:
-            yield from self._train(loader)
-
-    def _feed(self, loader: DataLoaderShard) -> Iterator[Any]:
-        self.active.append(loader)
-        loader.trained = True
-        try:
-            yield from loader.batches()
-        except GeneratorExit:
-            loader.end_pass()
-            raise
-        finally:
-            self._forget(loader)
-
-    def _train(self, loader: DataLoaderShard) -> Iterator[Any]:
-        run = self.run
-        if run.should_stop:
-            return
-        self.begin_training()
-        self._outer = loader
-        loader.trained = True
-        self.active.append(loader)
-        run.num_training_batches = _length(loader)
-        start_hooks = self.dispatch["on_train_batch_start"]
-        index, batch = -1, None
-        try:
-            for batch in loader.batches():
-                if not self._epochs_counted:
-                    self._open_plain_epoch(loader.epoch)
-                run.batch_idx = index = loader.batch_index
-                self.worked, self.last_loss = False, None
-                for hook in start_hooks:
-                    hook(run, self.model, batch, index)
-                yield batch
-                self._end_train_batch(batch, index)
-                if run.should_stop:
-                    self._cut_short = not loader.on_last
-                    if loader.on_last:
-                        loader.end_pass()
-                    break
-        except GeneratorExit:
-            loader.end_pass()
-            if self.worked:
-                self._left_open.append(lambda: self._end_train_batch(batch, index))
-            raise
-        finally:
-            self._forget(loader)
-            self.window.close()
-            if not self._epochs_counted and run.epoch_open:
-                self._left_open.append(lambda: self._end_epoch(loader.epoch))
-        self.settle()
-
-    def _open_plain_epoch(self, epoch: int) -> None:
+    def open_plain_epoch(self, epoch: int) -> None:
         """In a loop without ``run.epochs``, a pass over the training data is an epoch."""
-        if not self.run.epoch_open:
+        if not self.epochs_counted and not self.run.epoch_open:
             self.run.current_epoch = epoch
             self.run.epoch_open = True
             self.fire("on_train_epoch_start")
 
-    def _end_train_batch(self, batch: Any, index: int) -> None:
-        if self._left_open:
-            self.settle()
-        hooks = self.dispatch["on_train_batch_end"]
-        if hooks:
-            outputs = None if self.last_loss is None else {"loss": self.last_loss.detach()}
-            for hook in hooks:
-                hook(self.run, self.model, outputs, batch, index)
-        if self.dispatch.can_vote and not self.window.is_open:
-            self.run.agree()
+    def close_plain_epoch(self, epoch: int) -> None:
+        """The pass is over; its end is fired when the script goes on."""
+        if not self.epochs_counted and self.run.epoch_open:
+            self.left_open.append(lambda: self._end_epoch(epoch, counted=False))
 
-    def _forget(self, loader: DataLoaderShard) -> None:
+    # --- iteration ----------------------------------------------------------------------------
+
+    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
+        """Iterate a prepared loader, as training, as data inside of training, or as validation."""
+        self.settle()
+        if self.phase == "validation":
+            yield from evaluation_pass(self, loader)
+        elif self._outer is not None and self._outer is not loader:
+            yield from feeding_pass(self, loader)
+        else:
+            yield from training_pass(self, loader)
+
+    def enter(self, loader: DataLoaderShard, *, outer: bool) -> int:
+        """A pass begins; returns its number, which :meth:`leave` takes."""
+        if loader in self.active:  # of an iterator that was kept and not read to its end
+            self.active.remove(loader)
+        self.active.append(loader)
+        if outer:
+            self._outer = loader
+        loader.passes += 1
+        return loader.passes
+
+    def leave(self, loader: DataLoaderShard, token: int) -> bool:
+        """A pass is over; False if a newer pass over the same loader has taken its place."""
+        if loader.passes != token:
+            return False
         if self._outer is loader:
             self._outer = None
+            if self.window.is_open:
+                self.window.abandon()
         if loader in self.active:
             self.active.remove(loader)
+        return True
+
+    def stop_pass(self, loader: DataLoaderShard) -> None:
+        """The run stops after this batch; unless it was the last, its epoch is cut short."""
+        self._cut_short = not loader.on_last
+        if loader.on_last:
+            loader.end_pass()
+
+    # --- the step -----------------------------------------------------------------------------
+
+    def remaining(self) -> tuple[int | None, bool]:
+        """(micro-batches left with this one if known, whether this is the last).
+
+        Loaders read side by side, as by ``zip``, end with the shortest; an outer loader that
+        moves on only now and then does not count.
+        """
+        now, self.fresh = self.fresh, []
+        chosen = [one for one in now if one in self._fresh_before] if len(now) > 1 else []
+        self._fresh_before = now
+        if self.active and self.active[-1] not in chosen:
+            chosen.append(self.active[-1])
+        known = [one.left for one in chosen if one.left is not None]
+        return min(known, default=None), any(one.on_last for one in chosen)
+
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count an optimizer step; optimizers that take turns in one batch count as one."""
+        if not self.stepped or id(optimizer) in self.stepped:
+            self.stepped.clear()
+            self.run.global_step += 1
+        self.stepped.add(id(optimizer))
+
+    def drop_gradients(self) -> None:
+        """Clear what a window gathered that was left before its end."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.window.dirty = False
 
     # --- evaluation ---------------------------------------------------------------------------
 
@@ -261,52 +286,18 @@ class Loop:
         self.settle()
         self.begin_fit()
         self.evaluating += 1
-        self._eval_loaders = 0
+        self.eval_loaders = 0
         self.fire("on_validation_start")
         self.fire("on_validation_epoch_start")
 
     def end_evaluation(self, *, failed: bool = False) -> None:
         """``on_validation_epoch_end`` and ``on_validation_end``, unless an error unwinds."""
         self.evaluating -= 1
-        if failed:
-            return
-        self.settle()
+        if not failed:
+            self.settle()
+            self.fire_evaluation_end()
+
+    def fire_evaluation_end(self) -> None:
+        """The two hooks at the end of an evaluation."""
         self.fire("on_validation_epoch_end")
         self.fire("on_validation_end")
-
-    def _evaluate(self, loader: DataLoaderShard) -> Iterator[Any]:
-        alone = not self.evaluating
-        if alone:
-            self.begin_evaluation()
-        # Lightning passes the loader's index only where there are several loaders.
-        extra = (self._eval_loaders,) if self._eval_loaders else ()
-        self._eval_loaders += 1
-        loader.trained = False
-        self.active.append(loader)
-        start_hooks = self.dispatch["on_validation_batch_start"]
-        end_hooks = self.dispatch["on_validation_batch_end"]
-        try:
-            for batch in loader.batches():
-                index = loader.batch_index
-                for hook in start_hooks:
-                    hook(self.run, self.model, batch, index, *extra)
-                yield batch
-                for hook in end_hooks:
-                    hook(self.run, self.model, None, batch, index, *extra)
-        finally:
-            self._forget(loader)
-            if alone and self.evaluating:
-                self.evaluating -= 1
-                self._left_open.append(self._end_plain_evaluation)
-        self.settle()
-
-    def _end_plain_evaluation(self) -> None:
-        self.fire("on_validation_epoch_end")
-        self.fire("on_validation_end")
-
-
-def _length(loader: DataLoaderShard) -> int | float:
-    try:
-        return len(loader)
-    except TypeError:
-        return float("inf")

@@ -58,19 +58,33 @@ def positional_optimizer_state(
     Raises:
         ResumeError: the optimizer holds other parameters than the saved one.
     """
-    position = {name: i for i, name in enumerate(_ordered_names(optimizer, names))}
-    saved = {name for group in state["param_groups"] for name in group["params"]}
-    if saved != set(position):
-        lost = sorted(saved - set(position)) or sorted(set(position) - saved)
-        raise ResumeError(
-            f"the optimizer holds other parameters than the checkpoint's: {lost[0]!r} is in "
-            f"only one of them.{nearest(lost[0], position if lost[0] in saved else saved)}"
-        )
+    ordered = _ordered_names(optimizer, names)
+    position = {name: i for i, name in enumerate(ordered)}
+    here, first = [], 0
+    for group in optimizer.param_groups:
+        here.append(ordered[first : first + len(group["params"])])
+        first += len(group["params"])
+    _check_groups([group["params"] for group in state["param_groups"]], here)
     return {
         **state,
         "state": {position[name]: value for name, value in state["state"].items()},
+        # torch pairs parameters by their place in the group, so they go in today's order.
         "param_groups": [
-            {**group, "params": [position[name] for name in group["params"]]}
-            for group in state["param_groups"]
+            {**group, "params": [position[name] for name in own]}
+            for group, own in zip(state["param_groups"], here, strict=True)
         ],
     }
+
+
+def _check_groups(saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> None:
+    if len(saved) != len(here):
+        raise ResumeError(
+            f"the optimizer has {len(here)} parameter groups and the checkpoint's {len(saved)}: "
+            "add the groups before loading."
+        )
+    for number, (before, now) in enumerate(zip(saved, here, strict=True)):
+        for name in sorted(set(before) ^ set(now)):
+            place, other = ("checkpoint", now) if name in before else ("optimizer", before)
+            raise ResumeError(
+                f"{name!r} is only in the {place}'s parameter group {number}.{nearest(name, other)}"
+            )

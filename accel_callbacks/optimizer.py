@@ -35,7 +35,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._precision = precision
         self._settled_window = -1
         self.step_was_skipped = False
-        self.steps_taken = 0
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -102,22 +101,22 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             hook(loop.run, loop.model, self)
         stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
         self.step_was_skipped = not stepped
-        loop.worked = True
+        loop.worked = loop.window.touched = True
+        loop.window.dirty = False
         if stepped:
-            self.steps_taken += 1
-            run = loop.run
-            run.global_step = max(run.global_step, self.steps_taken)
+            loop.count_step(self)
             for hook in loop.dispatch["on_after_optimizer_step"]:
-                hook(run, loop.model, self)
+                hook(loop.run, loop.model, self)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, if this is the end of a gradient window."""
+        """Clear the gradients, at the end of a gradient window or before its first backward."""
         loop = self._loop
-        if loop.window.sync:
+        if loop.window.may_clear:
             for hook in loop.dispatch["on_before_zero_grad"]:
                 hook(loop.run, loop.model, self)
             self.optimizer.zero_grad(set_to_none)
+            self._precision.forget(self.optimizer)
 
     def train(self) -> None:
         """Training mode of schedule-free optimizers."""

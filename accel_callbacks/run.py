@@ -26,8 +26,11 @@ class TrainingRun:
     Attributes:
         name: the name given to ``Accelerator.run`` (or ``"run"``).
         run_id: random name of this run that survives a resume; owns the run's checkpoints.
-        global_step: optimizer steps taken (skipped fp16 steps do not count).
+        global_step: optimizer steps taken; optimizers that take turns in one batch count as one
+            step, and steps that fp16 skipped do not count.
         current_epoch: index of the current pass over the training data, from 0.
+        begun: True once hooks were called for this run.
+        first_epoch: the epoch that the next ``epochs`` begins with.
         epochs_done: training epochs finished, those before a resume included.
         max_epochs: what ``epochs`` was called with, or ``None``.
         batch_idx: index of the current training batch in its epoch.
@@ -61,6 +64,8 @@ class TrainingRun:
         self.num_training_batches: int | float = float("inf")
         self.callback_metrics: dict[str, Any] = {}
         self.resumed_from: str | None = None
+        self.first_epoch = 0
+        self.begun = False
         self._stop_request: str | None = None
         self._stop_reason: str | None = None
 
@@ -166,7 +171,7 @@ class TrainingRun:
         self.run_id = state["run_id"]
         self.global_step = state["global_step"]
         self.current_epoch = state["current_epoch"]
-        self.epochs_done = state["epochs_done"]
+        self.epochs_done = self.first_epoch = state["epochs_done"]
         self.epoch_open = state["epoch_open"]
         self.batch_idx = state["batch_idx"]
         self.callback_metrics.update(state["metrics"])

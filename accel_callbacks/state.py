@@ -157,22 +157,39 @@ def process_rank() -> tuple[int, int, int, int]:
 
 
 def _ranks_from(env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    world = int(env.get("WORLD_SIZE", "1"))
+    world = _number(env, "WORLD_SIZE", 1)
     if world > 1 and "RANK" not in env:
         raise RuntimeError(
             "WORLD_SIZE is set but RANK is not: start the script with `accel launch` or "
             "`torchrun`, or unset WORLD_SIZE for a single process."
         )
-    rank = int(env.get("RANK", "0"))
-    local_rank = int(env.get("LOCAL_RANK", str(rank)))
-    return rank, world, local_rank, int(env.get("LOCAL_WORLD_SIZE", str(world)))
+    rank = _number(env, "RANK", 0)
+    if not 0 <= rank < world:
+        raise RuntimeError(
+            f"RANK={rank} is not among the ranks 0 to WORLD_SIZE - 1 (WORLD_SIZE={world}): start "
+            "the script with `accel launch` or `torchrun`, or unset both for a single process."
+        )
+    local_rank = _number(env, "LOCAL_RANK", rank)
+    return rank, world, local_rank, _number(env, "LOCAL_WORLD_SIZE", world)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    """A variable of the launcher."""
+    text = env.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise RuntimeError(
+            f"{name}={text!r} is no whole number: start the script with `accel launch` or "
+            f"`torchrun`, or unset {name} for a single process."
+        ) from None
 
 
 def _detect(cpu: bool, timeout: timedelta | None, env: Mapping[str, str]) -> Topology:
     if dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
-        local_rank = int(env.get("LOCAL_RANK", str(rank)))
-        local_world = int(env.get("LOCAL_WORLD_SIZE", str(world)))
+        local_rank = _number(env, "LOCAL_RANK", rank)
+        local_world = _number(env, "LOCAL_WORLD_SIZE", world)
         return Topology(
             device=_pick_device(cpu, local_rank),
             rank=rank,

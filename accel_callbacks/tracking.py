@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks._neighbours import require_neighbour
@@ -71,14 +72,20 @@ class Tracking:
             resumed_step=run.global_step if goes_on else None,
             rank=run.accelerator.process_index,
         )
-        self._hub = TrackerHub(
+        hub = TrackerHub(
             self._log_with, run=info, main_process=self._is_main_process, strict=self._strict
         )
-        if self._loaded and goes_on:
-            self._hub.load_state_dict(self._loaded)
-        self._hub.start()
-        if run.config:
-            self._hub.log_config(run.config)
+        try:
+            if self._loaded and goes_on:
+                hub.load_state_dict(self._loaded)
+            hub.start()
+            if run.config:
+                hub.log_config(run.config)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                hub.finish("failed")
+            raise
+        self._hub = hub
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values as ``{"a/b": number, text or tensor on an accelerator}``, for the callbacks."""
@@ -102,12 +109,15 @@ class Tracking:
         return self._hub.get(name)
 
     def close(self, status: Any) -> None:
-        """Flush and finish all trackers."""
-        if self._hub is not None:
-            self._loaded = self._hub.state_dict()
-            self._closed_run = self._hub.run.run_id
-            self._hub.finish(status)
-            self._hub = None
+        """Flush and finish all trackers; they are closed even if one raises, in strict mode."""
+        hub, self._hub = self._hub, None
+        if hub is None:
+            return
+        self._closed_run = hub.run.run_id
+        try:
+            self._loaded = hub.state_dict()
+        finally:
+            hub.finish(status)
 
     def state_dict(self) -> dict[str, Any]:
         """What the trackers need to go on with the same run."""

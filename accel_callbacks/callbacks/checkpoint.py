@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -99,6 +100,7 @@ class Checkpoint(Callback):
         self._saved_step = -1
         self._saved_at: tuple[int, int, bool] | None = None
         self._fresh_score: float | None = None
+        self._saved_score: float | None = None
         self._best_score: float | None = None
 
     @property
@@ -158,13 +160,14 @@ class Checkpoint(Callback):
         root = self._folder_url(run)
         path = f"{root.rstrip('/')}/step-{run.global_step:08d}"
         metadata: dict[str, Any] = {}
-        if self._fresh_score is not None and self.monitor is not None:
-            metadata["score"] = {"monitor": self.monitor.name, "value": self._fresh_score}
+        score = self._score_of(run)
+        if score is not None and self.monitor is not None:
+            metadata["score"] = {"monitor": self.monitor.name, "value": score}
         before = self.state_dict()
         if self._improved():
             self._best_score, self.best_path = self._fresh_score, path
         # Set now, because what the checkpoint says of this callback must hold after it was saved.
-        self._fresh_score = None
+        self._fresh_score, self._saved_score = None, score
         self._saved_step, self._saved_at = run.global_step, self._place(run)
         try:
             checkpointing.write(
@@ -181,6 +184,14 @@ class Checkpoint(Callback):
         self.last_path = path
         if run.is_global_zero and self.keep_last is not None:
             self._prune(root, run, self.keep_last)
+
+    def _score_of(self, run: TrainingRun) -> float | None:
+        """The fresh score; where a step is saved again, the better one of its scores."""
+        fresh, earlier = self._fresh_score, self._saved_score
+        if self.monitor is None or earlier is None or run.global_step != self._saved_step:
+            return fresh
+        better = fresh is not None and self.monitor.is_better(fresh, than=earlier)
+        return fresh if better else earlier
 
     def _prune(self, root: str, run: TrainingRun, keep_last: int) -> None:
         """Remove what is neither among the newest nor among the best of this run."""
@@ -205,7 +216,8 @@ class Checkpoint(Callback):
         score = entry.manifest.metadata.get("score")
         if self.monitor is None or not score or score["monitor"] != self.monitor.name:
             return None
-        return float(score["value"])
+        value = float(score["value"])
+        return None if math.isnan(value) else value  # not-a-number has no place in an order
 
     # --- state --------------------------------------------------------------------------------
 
@@ -215,6 +227,7 @@ class Checkpoint(Callback):
             "saved_step": self._saved_step,
             "saved_at": self._saved_at,
             "fresh_score": self._fresh_score,
+            "saved_score": self._saved_score,
             "best_score": self._best_score,
             "best_path": self.best_path,
         }
@@ -225,5 +238,6 @@ class Checkpoint(Callback):
         saved_at = state_dict["saved_at"]
         self._saved_at = None if saved_at is None else tuple(saved_at)
         self._fresh_score = state_dict["fresh_score"]
+        self._saved_score = state_dict["saved_score"]
         self._best_score = state_dict["best_score"]
         self.best_path = state_dict["best_path"]

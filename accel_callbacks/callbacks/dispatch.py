@@ -92,9 +92,9 @@ class Dispatcher:
 
 
 def _key(callback: Any) -> str:
-    return str(
-        getattr(callback, "state_key", None) or f"{type(callback).__qualname__}@{id(callback)}"
-    )
+    key = getattr(callback, "state_key", None) or type(callback).__qualname__
+    stateless = not hasattr(callback, "state_dict")
+    return f"{key}@{id(callback)}" if stateless else str(key)
 
 
 def _overrides(callback: Any, hook: str) -> bool:
@@ -107,7 +107,7 @@ def _overrides(callback: Any, hook: str) -> bool:
 def _check(callback: Any) -> None:
     if isinstance(callback, type):
         raise TypeError(f"{callback.__name__} is a class: pass an instance, {callback.__name__}().")
-    for name in dir(type(callback)):
+    for name in dir(callback):
         if name.startswith("on_") and name not in HOOKS:
             raise TypeError(
                 f"{type(callback).__qualname__}.{name} is no hook.{nearest(name, HOOKS)}"

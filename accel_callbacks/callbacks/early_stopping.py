@@ -95,9 +95,9 @@ class EarlyStopping(Callback):
         else:
             self.wait_count += 1
             if self.wait_count >= self.patience:
-                self.stop_reason = (
-                    f"{name} did not improve on {self.best:.4g} in {self.wait_count} checks"
-                )
+                never = self.best is None
+                what = "was no number" if never else f"did not improve on {self.best:.4g}"
+                self.stop_reason = f"{name} {what} in {self.wait_count} checks"
 
     def state_dict(self) -> dict[str, Any]:
         """Best value, checks waited, and whether it stopped the run."""

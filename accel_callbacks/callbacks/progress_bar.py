@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
 
 __all__ = ["ProgressBar"]
+
+# For terminals that do not say: columns and rows.
+_USUAL_SIZE = (80, 24)
 
 
 class ProgressBar(Callback):
@@ -102,12 +106,16 @@ class ProgressBar(Callback):
         from tqdm import tqdm
 
         known = run.num_training_batches != float("inf")
+        knows_size = _knows_size(self._stream)
+        columns, rows = (None, None) if knows_size else _USUAL_SIZE
         self._bar = tqdm(
             desc=self._title(run),
             total=int(run.num_training_batches) if known else None,
             initial=self._first,
             file=self._stream,
-            dynamic_ncols=True,
+            dynamic_ncols=knows_size,
+            ncols=columns,
+            nrows=rows,
             mininterval=0,
         )
 
@@ -127,6 +135,14 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.close()
         self._bar, self._begun = None, False
+
+
+def _knows_size(terminal: TextIO) -> bool:
+    """Whether a terminal says how large it is; in some containers it reports 0 by 0."""
+    try:
+        return all(os.get_terminal_size(terminal.fileno()))
+    except (AttributeError, OSError, ValueError):  # not a file of the operating system
+        return False
 
 
 def _shown(metrics: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -31,12 +32,23 @@ def send_to_device(batch: Any, device: torch.device | str, non_blocking: bool = 
         return type(batch)(send_to_device(item, device, non_blocking) for item in batch)
     if type(batch) is dict:
         return {key: send_to_device(item, device, non_blocking) for key, item in batch.items()}
-    move = getattr(batch, "to", None)
-    if callable(move):
-        return move(device)
+    if isinstance(batch, _Movable):
+        return batch.to(device)
     return apply_to_collection(
-        batch, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking)
+        batch, _Movable, lambda item: send_to_device(item, device, non_blocking)
     )
+
+
+class _Movable(ABC):
+    """Whatever has a method ``to`` (a field of that name, as in a letter, is none)."""
+
+    @abstractmethod
+    def to(self, device: Any) -> Any:
+        """The same on another device."""
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return callable(getattr(kind, "to", None))
 
 
 def device_mover(device: torch.device) -> Callable[[Any], Any] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 __all__ = ["CollateShare", "IterableShards"]
@@ -37,8 +38,14 @@ class IterableShards(IterableDataset[tuple[list[Any], int]]):
         self.drop_last = drop_last
         self.rank = rank
         self.world_size = world_size
+        # In shared memory, so that a loader worker which outlives an epoch sees the next one.
+        self._epoch = torch.zeros(1, dtype=torch.int64)
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[tuple[list[Any], int]]:
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(int(self._epoch))
         stream = iter(self.dataset)
         size = self.batch_size * self.world_size
         opening: list[Any] = []
@@ -51,11 +58,13 @@ class IterableShards(IterableDataset[tuple[list[Any], int]]):
             padded = batch + [opening[i % len(opening)] for i in range(missing)]
             yield padded[self.rank * each : (self.rank + 1) * each], len(batch)
 
+    def __len__(self) -> int:
+        """Samples of the whole stream; TypeError if it does not know."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch on to the dataset, if it wants to know."""
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+        """The dataset is told with its next pass, if it has a ``set_epoch``."""
+        self._epoch.fill_(epoch)
 
 
 class CollateShare:

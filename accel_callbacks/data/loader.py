@@ -69,9 +69,11 @@ class DataLoaderShard(DataLoader[Any]):
         self.on_last = False
         self.batch_index = 0
         self.trained = False  # the last pass was a training pass
+        self.passes = 0
         self._continue = False
         self._skip_pass = False
         self._next_epoch: int | None = None
+        self._before: tuple[int, int, bool, int | None, bool] = (-1, 0, False, None, False)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._events.iterate(self)
@@ -92,10 +94,9 @@ class DataLoaderShard(DataLoader[Any]):
             return
         self._begin()
         self.left = self._source.remaining()
-        size = self.total_batch_size
-        self.batch_index = self.position // size if size else 0
+        self.batch_index = self._source.begun()
         assert isinstance(self.generator, torch.Generator)
-        self.generator.manual_seed(mix_seed(self.seed, self.epoch, self.position))
+        self.generator.manual_seed(self._source.worker_seed(self.seed, self.epoch, self.position))
         move = self._move
         for item in self._source.deliver(super().__iter__(), self):
             yield item if move is None else move(item)
@@ -105,6 +106,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.finished = True
 
     def _begin(self) -> None:
+        self._before = (self.epoch, self.position, self._continue, self._next_epoch, self.finished)
         if not self._continue:
             self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
             self.position = 0
@@ -121,6 +123,15 @@ class DataLoaderShard(DataLoader[Any]):
         """The loop over this epoch was left: the next pass is a new epoch."""
         self.finished = True
         self._continue = False
+
+    def rewind(self) -> None:
+        """Begin again with the first epoch."""
+        self.end_pass()
+        self.epoch = -1
+
+    def undo_pass(self) -> None:
+        """It was only a look at the first batch: the next pass is this one again."""
+        self.epoch, self.position, self._continue, self._next_epoch, self.finished = self._before
 
     def skip_next_pass(self) -> None:
         """Deliver nothing in the next pass: the resumed run had read this epoch to its end."""
@@ -183,7 +194,8 @@ def prepare_loader(
 
 def _source_of(loader: DataLoader[Any], rank: int, world: int) -> Source:
     sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler):
+    inside = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(sampler, DistributedSampler) or isinstance(inside, DistributedSampler):
         raise ValueError(
             "the loader has a DistributedSampler, and prepare() shards too: drop the sampler "
             "and pass shuffle=True instead."
@@ -205,7 +217,7 @@ def _source_of(loader: DataLoader[Any], rank: int, world: int) -> Source:
     if loader.batch_sampler is None:  # batch_size=None: each index is a batch of its own
         return ShareSource(loader, SamplePlan(1, False, rank, world), sampler, batched=False)
     if type(loader.batch_sampler) is BatchSampler:
-        assert loader.batch_size is not None
-        plan = SamplePlan(loader.batch_size, loader.drop_last, rank, world)
-        return ShareSource(loader, plan, sampler, batched=True)
+        batches = loader.batch_sampler
+        plan = SamplePlan(batches.batch_size, batches.drop_last, rank, world)
+        return ShareSource(loader, plan, batches.sampler, batched=True)
     return ShareSource(loader, BatchPlan(rank, world), loader.batch_sampler, batched=True)

@@ -52,21 +52,22 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
         >>> epoch_order(sampler, 7, 0) == epoch_order(sampler, 7, 1)
         False
     """
-    if isinstance(sampler, torch.utils.data.SequentialSampler):
+    if type(sampler) is torch.utils.data.SequentialSampler:
         return range(len(sampler))
     mixed = mix_seed(seed, epoch)
     own = _generators_of(sampler)
     before = [generator.get_state() for generator in own]
-    with _seeded(mixed):
-        for generator in own:
-            generator.manual_seed(mixed)
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        order = list(sampler)
-    for generator, state in zip(own, before, strict=True):
-        generator.set_state(state)
-    return order
+    try:
+        with _seeded(mixed):
+            for generator in own:
+                generator.manual_seed(mixed)
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+            return list(sampler)
+    finally:
+        for generator, state in zip(own, before, strict=True):
+            generator.set_state(state)
 
 
 def _generators_of(sampler: Any) -> list[torch.Generator]:

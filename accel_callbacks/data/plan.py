@@ -29,6 +29,10 @@ class Share:
 class Plan(Protocol):
     """How the samples of an epoch are spread over steps and processes."""
 
+    @property
+    def rank(self) -> int:
+        """The process whose shares these are."""
+
     def shares(self, order: Sequence[Any], position: int) -> Iterator[Share]:
         """This process's share of each global batch after ``position`` global samples."""
 
@@ -112,13 +116,13 @@ class BatchPlan:
 
     def shares(self, order: Sequence[Any], position: int) -> Iterator[Share]:
         """This process's batches after ``position`` global samples."""
-        seen = 0
-        for start in range(0, len(order), self.world_size):
+        first = seen = 0
+        while first < len(order) and seen + len(order[first]) <= position:
+            seen += len(order[first])
+            first += 1
+        for start in range(first, len(order), self.world_size):
             batches = list(order[start : start + self.world_size])
             real = sum(len(batch) for batch in batches)
-            seen += real
-            if seen <= position:
-                continue
             for extra in range(self.world_size - len(batches)):
                 batches.append(order[extra % len(order)])
             padded = sum(len(batch) for batch in batches)

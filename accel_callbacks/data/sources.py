@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from accel_callbacks.data.iterable import CollateShare, IterableShards
-from accel_callbacks.data.order import epoch_order
+from accel_callbacks.data.order import epoch_order, mix_seed
 from accel_callbacks.data.plan import Plan, SamplePlan, Share
 
 __all__ = ["Progress", "ShareSource", "Source", "StreamSource"]
@@ -44,6 +44,12 @@ class Source(Protocol):
 
     def remaining(self) -> int | None:
         """Batches left in the epoch that was begun, ``None`` if unknown."""
+
+    def begun(self) -> int:
+        """Batches of this epoch before the position that was begun at."""
+
+    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
+        """What the random generators of loader workers are seeded with."""
 
     def deliver(self, items: Iterator[Any], progress: Progress) -> Iterator[Any]:
         """Pass the torch loader's items on, keeping the counts."""
@@ -82,6 +88,15 @@ class ShareSource:
     def remaining(self) -> int | None:
         """Batches left in the epoch that was begun."""
         return self._plan.remaining(self._order, self._position)
+
+    def begun(self) -> int:
+        """Batches of this epoch before the position that was begun at."""
+        plan = self._plan
+        return plan.steps(len(self._order)) - plan.remaining(self._order, self._position)
+
+    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
+        """Other noise on each rank and after each resume."""
+        return mix_seed(seed, epoch, position, self._plan.rank)
 
     def begin(self, seed: int, epoch: int, position: int) -> None:
         """Get the order of this epoch ready."""
@@ -136,6 +151,14 @@ class StreamSource:
     def remaining(self) -> int | None:
         """A stream may end earlier than its length says, so the end is found by reading ahead."""
         return None
+
+    def begun(self) -> int:
+        """Batches of this epoch before the position that was begun at."""
+        return self._position // (self._shards.batch_size * self._shards.world_size)
+
+    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
+        """The same stream on every rank and after a resume."""
+        return mix_seed(seed, epoch)
 
     def begin(self, seed: int, epoch: int, position: int) -> None:
         """Tell the dataset the epoch, and note how much to skip."""

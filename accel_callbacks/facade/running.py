@@ -159,9 +159,11 @@ class RunningMethods(Parts):
             >>> from accel_callbacks import Accelerator
             >>> Accelerator(cpu=True).end_training()
         """
-        self.loop.end_fit()
-        self.tracking.close("success")
-        self.wait_for_everyone()
+        error = sys.exc_info()[1]  # in a `finally`, the error that ends the script
+        self.loop.end_fit(error)
+        self.tracking.close("success" if error is None else "failed")
+        if error is None:  # else the others may be gone
+            self.wait_for_everyone()
         destroy_topology()
 
 
@@ -190,9 +192,24 @@ class _RunContext(AbstractContextManager[TrainingRun]):
         run = TrainingRun(accel, self._name)
         run.run_id = collectives.broadcast_object(run.run_id)
         run.config = self._config
+        self._take_over(accel.loop.run, run)
         accel.loop.run = run
-        accel.loop.begin_fit(self._restore)
+        try:
+            accel.loop.begin_fit(self._restore)
+        except BaseException as error:
+            accel.loop.end_fit(error)
+            accel.tracking.close("failed")
+            raise
         return run
+
+    def _take_over(self, before: TrainingRun, run: TrainingRun) -> None:
+        """Begin where a ``load_state`` before this run led to, or with the first epoch."""
+        if before.resumed_from is not None and not before.begun:
+            run.load_state_dict(before.state_dict())
+            run.resumed_from = before.resumed_from
+            return
+        for loader in self._accel.loaders:
+            loader.rewind()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         accel = self._accel
@@ -212,7 +229,9 @@ class _RunContext(AbstractContextManager[TrainingRun]):
 
     def _restore(self) -> None:
         accel = self._accel
-        if self._resume is True:
+        if accel.loop.run.resumed_from is not None:
+            self._report(accel.loop.run.resumed_from)
+        elif self._resume is True:
             self._restore_newest()
         elif self._resume is not False:
             self._report(accel.load_state(self._resume))

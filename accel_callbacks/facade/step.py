@@ -119,6 +119,7 @@ class StepMethods(Parts):
         dispatch = loop.dispatch
         for hook in dispatch["on_before_backward"]:
             hook(loop.run, loop.model, loss)
+        loop.worked = self.window.touched = True
         loop.last_loss = loss.detach() if dispatch["on_train_batch_end"] else None
         divisor = self.window.divisor
         if self.precision.scales_loss:

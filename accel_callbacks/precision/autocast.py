@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from accel_callbacks.collectives import map_tensors
-from accel_callbacks.precision.base import Precision
+from accel_callbacks.precision.base import Precision, PreparedForward
 
 __all__ = ["Autocast"]
-
-_ORIGINAL = "_accel_callbacks_forward"
 
 
 class Autocast(Precision):
@@ -36,26 +34,15 @@ class Autocast(Precision):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Run ``model.forward`` under autocast and upcast what it returns."""
-        if _ORIGINAL in model.__dict__:
-            return model
-        original = model.forward
-
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
-                output = original(*args, **kwargs)
-            return map_tensors(output, self._upcast)
-
-        model.__dict__[_ORIGINAL] = original
-        model.__dict__["forward"] = forward
+        self.unwrap(model)
+        model.__dict__["forward"] = PreparedForward(model.forward, self)
         return model
 
-    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Give the model its own forward back."""
-        if _ORIGINAL in model.__dict__:
-            del model.__dict__[_ORIGINAL]
-            del model.__dict__["forward"]
-        return model
+    def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Forward under autocast, with outputs in fp32."""
+        with self.autocast():
+            output = forward(*args, **kwargs)
+        return map_tensors(output, self._upcast)
 
     def _upcast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype is self.dtype else tensor

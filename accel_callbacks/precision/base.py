@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-__all__ = ["Precision"]
+__all__ = ["Precision", "PreparedForward"]
 
 
 class Precision:
@@ -36,12 +38,21 @@ class Precision:
         return nullcontext()
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make the model's own forward run in this precision; parameters stay fp32."""
-        return model
+        """Make the model's own forward run in this precision only; parameters stay fp32."""
+        return self.unwrap(model)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Undo :meth:`wrap`."""
+        """Give the model its own forward back, whichever precision wrapped it."""
+        prepared = model.__dict__.get("forward")
+        if isinstance(prepared, PreparedForward):
+            del model.__dict__["forward"]
+            if model.forward != prepared.original:  # it was set on the instance, not on the class
+                model.__dict__["forward"] = prepared.original
         return model
+
+    def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What a wrapped model does in the place of ``forward``."""
+        return forward(*args, **kwargs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on."""
@@ -54,9 +65,41 @@ class Precision:
         """Step; returns whether it happened, and what the optimizer returned."""
         return True, optimizer.step(*args, **kwargs)
 
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of this optimizer were cleared."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
+
+
+class PreparedForward:
+    """A model's own forward as a precision runs it, with the signature of the original.
+
+    Args:
+        original: the forward, a method of the model.
+        precision: runs it.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.precision import Precision
+        >>> from accel_callbacks.precision.base import PreparedForward
+        >>> PreparedForward(torch.neg, Precision(torch.device("cpu")))(torch.ones(1))
+        tensor([-1.])
+    """
+
+    def __init__(self, original: Callable[..., Any], precision: Precision) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.precision = precision
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward in the precision."""
+        return self.precision.call(self.original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedForward:
+        # The forward belongs to the model, so a copy has its own; the precision is shared.
+        return PreparedForward(copy.deepcopy(self.original, memo), self.precision)

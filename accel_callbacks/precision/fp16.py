@@ -44,16 +44,28 @@ class FP16(Autocast):
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
-        """Step unless a gradient is infinite or not a number."""
+        """Step unless a gradient is infinite or not a number.
+
+        Raises:
+            ValueError: a closure, which would compute new gradients that are still scaled.
+        """
+        if args or kwargs:
+            raise ValueError("fp16 cannot step with a closure: use bf16, or an optimizer without.")
         if not _has_gradients(optimizer):  # the scaler refuses a step without any
-            return True, optimizer.step(*args, **kwargs)
+            return True, optimizer.step()
         self.unscale(optimizer)
         self._unscaled.discard(id(optimizer))
         found = self.scaler._found_inf_per_device(optimizer)
         overflow = any(float(flag) > 0 for flag in found.values())
-        result = self.scaler.step(optimizer, *args, **kwargs)
+        result = self.scaler.step(optimizer)
         self._stepped = True
         return not overflow, result
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """The next gradients of this optimizer are scaled again."""
+        if id(optimizer) in self._unscaled:  # clipped, and then no step was taken
+            self._unscaled.discard(id(optimizer))
+            self.scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and growth counter."""
@@ -62,6 +74,8 @@ class FP16(Autocast):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore scale and growth counter."""
+        self._update()  # not of the scale that is about to be loaded
+        self._unscaled.clear()
         self.scaler.load_state_dict(dict(state))
 
     def _update(self) -> None:

@@ -1,0 +1,122 @@
+"""What surrounds the batches of a prepared loader, as training, as mere data, as validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accel_callbacks.data.loader import DataLoaderShard
+
+if TYPE_CHECKING:
+    from accel_callbacks.loop import Loop
+
+__all__ = ["evaluation_pass", "feeding_pass", "training_pass"]
+
+
+def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
+    """One pass over training data, with the hooks of batches (and of epochs in a plain loop)."""
+    run = loop.run
+    if run.should_stop:
+        return
+    loop.begin_training()
+    token = loop.enter(loader, outer=True)
+    loader.trained = True
+    run.num_training_batches = _length(loader)
+    start_hooks = loop.dispatch["on_train_batch_start"]
+    index, batch, seen, looked = -1, None, 0, False
+    try:
+        for batch in loader.batches():
+            loop.open_plain_epoch(loader.epoch)
+            run.batch_idx = index = loader.batch_index
+            loop.worked, loop.last_loss = False, None
+            seen += 1
+            loop.stepped.clear()
+            for hook in start_hooks:
+                hook(run, loop.model, batch, index)
+            loop.fresh.append(loader)
+            yield batch
+            _end_batch(loop, batch, index)
+            if run.should_stop:
+                loop.stop_pass(loader)
+                break
+    except GeneratorExit:
+        if loader.passes != token:  # an iterator that was kept; a newer pass goes on
+            raise
+        # `next(iter(loader))` before the loop is no epoch: the first batch comes again.
+        looked = seen == 1 and not loop.worked and len(loop.optimizers) > 0
+        if looked:
+            loader.undo_pass()
+        else:
+            loader.end_pass()
+            if loop.worked:
+                loop.left_open.append(lambda: _end_batch(loop, batch, index))
+        raise
+    finally:
+        if loop.leave(loader, token) and not looked:
+            loop.close_plain_epoch(loader.epoch)
+    loop.settle()
+
+
+def _end_batch(loop: Loop, batch: Any, index: int) -> None:
+    """The loop's body is over: ``on_train_batch_end``, and the vote on stopping."""
+    if loop.left_open:
+        loop.settle()
+    loop.worked = True  # whatever the body did with it, this batch is done
+    hooks = loop.dispatch["on_train_batch_end"]
+    if hooks:
+        outputs = None if loop.last_loss is None else {"loss": loop.last_loss.detach()}
+        for hook in hooks:
+            hook(loop.run, loop.model, outputs, batch, index)
+    if loop.dispatch.can_vote and not loop.window.is_open:
+        loop.run.agree()
+
+
+def feeding_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
+    """A pass over a second loader inside of a training loop: data without hooks."""
+    token = loop.enter(loader, outer=False)
+    loader.trained = True
+    try:
+        for batch in loader.batches():
+            loop.fresh.append(loader)
+            yield batch
+    except GeneratorExit:
+        if loader.passes == token:
+            loader.end_pass()
+        raise
+    finally:
+        loop.leave(loader, token)
+
+
+def evaluation_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
+    """One pass over validation data; in a plain loop it is an evaluation of its own."""
+    alone = not loop.evaluating
+    if alone:
+        loop.begin_evaluation()
+    # Lightning passes the loader's index only where there are several loaders.
+    extra = (loop.eval_loaders,) if loop.eval_loaders else ()
+    loop.eval_loaders += 1
+    token = loop.enter(loader, outer=False)
+    loader.trained = False
+    start_hooks = loop.dispatch["on_validation_batch_start"]
+    end_hooks = loop.dispatch["on_validation_batch_end"]
+    try:
+        for batch in loader.batches():
+            index = loader.batch_index
+            for hook in start_hooks:
+                hook(loop.run, loop.model, batch, index, *extra)
+            yield batch
+            for hook in end_hooks:
+                hook(loop.run, loop.model, None, batch, index, *extra)
+    finally:
+        loop.leave(loader, token)
+        if alone and loop.evaluating:
+            loop.evaluating -= 1
+            loop.left_open.append(loop.fire_evaluation_end)
+    loop.settle()
+
+
+def _length(loader: DataLoaderShard) -> int | float:
+    try:
+        return len(loader)
+    except TypeError:
+        return float("inf")

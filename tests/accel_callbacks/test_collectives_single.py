@@ -1,0 +1,137 @@
+"""Collectives on one process: the same answers as a group of one would give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from accel_callbacks import (
+    Accelerator,
+    broadcast,
+    broadcast_object,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    send_to_device,
+)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: dict
+
+
+@dataclass
+class Box:
+    value: torch.Tensor
+    label: str = "x"
+
+
+def test_gather_keeps_every_structure():
+    data = {"pair": Pair(torch.tensor([1, 2]), {"n": torch.tensor(3.0)}), "word": "w"}
+    result = gather(data)
+    assert type(result["pair"]) is Pair
+    assert result["pair"].left.tolist() == [1, 2]
+    assert result["pair"].right["n"].tolist() == [3.0]
+    assert result["word"] == "w"
+    assert gather(Box(torch.ones(2))).value.tolist() == [1.0, 1.0]
+    assert gather([torch.zeros(0, 3)])[0].shape == (0, 3)
+
+
+def test_gathered_tensors_need_no_gradients():
+    assert not gather(torch.ones(2, requires_grad=True) * 2).requires_grad
+    assert not reduce(torch.ones(2, requires_grad=True) * 2).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64])
+def test_gather_and_broadcast_keep_the_type(dtype):
+    tensor = torch.tensor([0, 1]).to(dtype)
+    assert gather(tensor).dtype is dtype
+    assert broadcast(tensor).dtype is dtype
+    assert torch.equal(broadcast(tensor), tensor)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
+def test_reduce_of_one_process_is_the_value(reduction):
+    value = torch.tensor([1.5, -2.0])
+    assert torch.equal(reduce(value, reduction), value)
+    assert torch.equal(reduce(value, reduction, scale=2.0), value * 2)
+    assert reduce(value, reduction) is not value
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "min"])
+def test_whole_numbers_stay_whole_and_exact(reduction):
+    count = torch.tensor([2**24 + 1, 2**53 + 1])
+    result = reduce({"tokens": count}, reduction)["tokens"]
+    assert result.dtype is torch.int64
+    assert torch.equal(result, count)
+
+
+def test_the_mean_of_whole_numbers_is_a_float_on_one_process_too():
+    assert reduce(torch.tensor([1, 2]), "mean").dtype is torch.float32
+
+
+def test_a_weight_of_one_process_changes_nothing():
+    assert reduce(torch.tensor(3.0), "mean", weight=7).item() == 3.0
+    assert reduce(torch.tensor(3.0), "mean", weight=torch.tensor(2)).item() == 3.0
+    with pytest.raises(ValueError, match="weight="):
+        reduce(torch.tensor(3.0), "sum", weight=2)
+    with pytest.raises(ValueError, match="median"):
+        reduce(torch.tensor(3.0), "median")
+
+
+def test_a_result_does_not_share_memory_with_the_input():
+    tensor = torch.ones(2)
+    for result in (reduce(tensor), broadcast(tensor)):
+        result += 1
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+def test_padding_alone_changes_nothing():
+    tensor = torch.arange(6).reshape(2, 3)
+    assert torch.equal(pad_across_processes(tensor, dim=1), tensor)
+    assert torch.equal(pad_across_processes(tensor, dim=-1), tensor)
+    assert torch.equal(pad_across_processes(tensor, dim=5), tensor)
+    assert pad_across_processes({"n": torch.tensor(1)})["n"].item() == 1
+
+
+def test_objects():
+    assert gather_object({"a": 1}) == [{"a": 1}]
+    assert gather_object([1, 2]) == [[1, 2]]
+    assert broadcast_object({1, 2}) == {1, 2}
+
+
+def test_the_methods_are_the_functions():
+    accel = Accelerator(cpu=True)
+    assert accel.gather(torch.tensor(1)).tolist() == [1]
+    assert accel.reduce(torch.tensor([1.0]), "mean", weight=3).tolist() == [1.0]
+    assert accel.pad_across_processes(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert accel.gather_for_metrics(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert accel.gather_for_metrics("text") == ["text"]
+    assert accel.gather_for_metrics(["a", "b"]) == ["a", "b"]
+    assert accel.gather_for_metrics([], use_gather_object=True) == []
+
+
+class Movable:
+    def to(self, device: object) -> str:
+        return f"on {device}"
+
+
+def test_send_to_device_keeps_structures():
+    data = [Pair(torch.ones(1), {"b": [torch.ones(1)]}), (1, "x", Movable()), Box(torch.ones(1))]
+    moved = send_to_device(data, "meta")
+    assert type(moved[0]) is Pair
+    assert moved[0].left.device.type == "meta"
+    assert moved[0].right["b"][0].device.type == "meta"
+    assert moved[1] == (1, "x", "on meta")
+    assert moved[2].value.device.type == "meta"
+    assert moved[2].label == "x"
+    assert data[2].value.device.type == "cpu"
+
+
+def test_what_can_move_itself_is_moved_wherever_it_is():
+    assert send_to_device(Pair(torch.ones(1), {"b": Movable()}), "cpu").right["b"] == "on cpu"

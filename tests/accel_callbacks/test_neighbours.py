@@ -1,0 +1,116 @@
+"""A user's own `loggers` or `checkpoint_io` beside the script: a clear error, or no harm at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accel_callbacks
+
+ROOT = Path(accel_callbacks.__file__).resolve().parent.parent
+NAMES = ("loggers", "checkpoint_io")
+both = pytest.mark.parametrize("name", NAMES)
+
+# What the library does before it imports one of them; it costs no import of torch.
+REQUIRE = "from accel_callbacks._neighbours import require_neighbour\nrequire_neighbour({!r})\n"
+
+SCRIPT = """
+import torch
+from accel_callbacks import Accelerator
+
+def attempt(action, *args):
+    try:
+        action(*args)
+    except ImportError as error:
+        print(error)
+
+accel = Accelerator(cpu=True, project_dir="runs", log_with="jsonl")
+model, data = accel.prepare(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(range(2)))
+for batch in data:
+    pass
+print("trained", accel.current_run.epochs_done)
+attempt(accel.log, {"a": 1})
+attempt(accel.save_state, "saved")
+attempt(accel.save_model, model, "model")
+"""
+
+
+def start(folder: Path, script: str, *, on_path: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a script in a folder, with our packages on the path after it (as when installed)."""
+    (folder / "train.py").write_text(script)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if on_path:
+        environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 1
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("ImportError: accel_callbacks needs its own package"), done.stderr
+    return line
+
+
+def test_files_of_these_names_are_named_where_ours_are_needed_and_training_goes_without(tmp_path):
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported by mistake')\n")
+    done = start(tmp_path, SCRIPT)
+    assert done.returncode == 0, done.stderr
+    trained, *errors = done.stdout.splitlines()
+    assert trained == "trained 1"
+    for error, name in zip(errors, ("loggers", "checkpoint_io", "checkpoint_io"), strict=True):
+        for part in (repr(name), str(tmp_path / f"{name}.py"), "Rename", str(ROOT)):
+            assert part in error
+
+
+def test_ours_are_found_from_anywhere_beside_folders_without_init(tmp_path):
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+    done = start(tmp_path, SCRIPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained 1\n"
+    for made in ("runs/metrics.jsonl", "saved", "model/model.safetensors"):
+        assert (tmp_path / made).exists()
+
+
+@both
+def test_a_package_of_the_same_name_is_named_too(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    assert str(tmp_path / name) in error_of(start(tmp_path, REQUIRE.format(name)))
+
+
+@both
+def test_a_folder_without_init_works_or_is_named_however_ours_is_installed(tmp_path, name):
+    """An editable install may find ours only after such a folder."""
+    (tmp_path / name).mkdir()
+    script = REQUIRE.format(name) + f"import {name}\nassert {name}.__file__\n"
+    done = start(tmp_path, script, on_path=False)
+    if done.returncode:
+        assert str(tmp_path / name) in error_of(done)
+
+
+@both
+def test_a_module_that_the_user_imported_earlier_is_named(tmp_path, name):
+    """Even from a folder that is no longer on the path when our package is needed."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / f"{name}.py").write_text("mine = True\n")
+    before = f"import sys\nsys.path.insert(0, 'lib')\nimport {name}\nsys.path.pop(0)\n"
+    assert f"{name}.py" in error_of(start(tmp_path, before + REQUIRE.format(name)))
+
+
+@both
+def test_a_folder_without_init_that_was_imported_earlier_is_named(tmp_path, name):
+    (tmp_path / "lib" / name).mkdir(parents=True)
+    before = (
+        f"import sys\nkept, sys.path[:] = list(sys.path), ['lib']\n"
+        f"import {name}\nsys.path[:] = kept\n"
+    )
+    assert f"lib/{name}" in error_of(start(tmp_path, before + REQUIRE.format(name)))

@@ -1,0 +1,126 @@
+"""The public names: all there, all typed, and imported only when they are used."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accel_callbacks
+import accel_callbacks.callbacks
+import accel_callbacks.utils
+
+LAZY = [accel_callbacks, accel_callbacks.callbacks]
+lazy = pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
+
+
+def typed_imports(package):
+    """What the ``if TYPE_CHECKING`` block imports: name to module."""
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    blocks = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    assert len(blocks) == 1
+    return {
+        alias.asname: (alias.name, node.module)
+        for node in blocks[0].body
+        for alias in node.names
+    }  # fmt: skip
+
+
+@lazy
+def test_every_public_name_is_there_and_documented(package):
+    for name in package.__all__:
+        value = getattr(package, name)
+        if name != "__version__":
+            assert inspect.getdoc(value), name
+
+
+@lazy
+def test_type_checkers_see_exactly_the_names_that_are_resolved_late(package):
+    home = {name: (name, f"{package.__name__}.{module}") for name, module in package._HOME.items()}
+    assert typed_imports(package) == home
+    assert set(package.__all__) - {"__version__"} == set(home)
+
+
+@lazy
+def test_a_name_is_the_one_of_its_module_and_is_found_once(package):
+    for name, module in package._HOME.items():
+        value = getattr(package, name)
+        assert value is getattr(sys.modules[f"{package.__name__}.{module}"], name)
+        assert package.__dict__[name] is value
+        assert name in sys.modules[f"{package.__name__}.{module}"].__all__
+
+
+@lazy
+def test_an_unknown_name_is_an_attribute_error(package):
+    assert not hasattr(package, "Acelerator")
+    with pytest.raises(AttributeError, match="'Acelerator'"):
+        package.Acelerator  # noqa: B018
+    with pytest.raises(ImportError):
+        exec(f"from {package.__name__} import Acelerator")
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        accel_callbacks,
+        pytest.param(
+            accel_callbacks.callbacks,
+        ),
+    ],
+    ids=lambda package: package.__name__,
+)
+def test_dir_lists_the_names_before_they_are_used(package):
+    code = f"import {package.__name__} as p; print(sorted(set(p.__all__) - set(dir(p))))"
+    assert run(code) == "[]"
+
+
+def run(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_imports_nothing_else_and_a_star_import_imports_all():
+    code = (
+        "import sys, accel_callbacks\n"
+        "ours = [name for name in sys.modules if name.startswith('accel_callbacks.')]\n"
+        "print('torch' in sys.modules, ours)\n"
+        "from accel_callbacks import *\n"
+        "print(Accelerator.__name__, 'wandb' in sys.modules, 'tensorboard' in sys.modules)\n"
+    )
+    assert run(code) == "False []\nAccelerator False False"
+
+
+def test_utils_give_the_same_objects_as_the_package():
+    assert accel_callbacks.utils.__all__ == sorted(accel_callbacks.utils.__all__)
+    for name in accel_callbacks.utils.__all__:
+        assert getattr(accel_callbacks.utils, name) is getattr(accel_callbacks, name)
+
+
+def test_the_version_is_that_of_the_distribution():
+    from importlib.metadata import version
+
+    assert accel_callbacks.__version__ == version("accel-callbacks")
+
+
+def test_methods_named_as_in_accelerate_exist():
+    names = """prepare backward accumulate no_sync autocast clip_grad_norm_ clip_grad_value_ gather
+        gather_for_metrics reduce pad_across_processes wait_for_everyone print unwrap_model
+        save_state load_state save_model log run evaluate main_process_first
+        local_main_process_first end_training init_trackers get_tracker trackers sync_gradients
+        gradient_accumulation_steps mixed_precision device distributed_type num_processes
+        process_index local_process_index is_main_process is_local_main_process is_last_process
+        on_main_process on_local_main_process on_last_process on_process on_local_process
+        optimizer_step_was_skipped get_state_dict project_dir unscale_gradients"""
+    missing = [n for n in names.split() if not hasattr(accel_callbacks.Accelerator, n)]
+    assert not missing
