@@ -91,7 +91,7 @@ def reduce(
         data: a tensor or a nested structure of tensors of the same shape on all processes.
         reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Integers stay integers, exactly,
             but their mean is of torch's default floating-point type.
-        scale: factor on the result; other than 1 it makes floats of integers.
+        scale: factor on the result; a float other than 1 makes floats of integers.
         weight: with ``"mean"``, how much this process counts, for example its number of
             samples, so that unequal shares give the true mean.
 

@@ -90,6 +90,8 @@ set_up() {
         return
     fi
     torch="$(torch_requirement "$VENV/bin/python")"
+    # The pip that comes with older Pythons takes many minutes to resolve the test packages.
+    step "update pip" "check the network" "$VENV/bin/python" -m pip install -qq --upgrade pip
     step "install $torch (the large one)" \
         'check the network and the free disk space; another build: ACCEL_TORCH="torch==VERSION"' \
         "$VENV/bin/python" -m pip install -qq "$torch"

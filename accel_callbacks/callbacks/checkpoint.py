@@ -94,9 +94,12 @@ class Checkpoint(Callback):
         self.keep_best = keep_best
         self.max_shard_size = max_shard_size
         self.storage_options = storage_options
+        self._forget()
+
+    def _forget(self) -> None:
+        """What a new run begins with."""
         self.last_path: str | None = None
         self.best_path: str | None = None
-        self._root = ""
         self._saved_step = -1
         self._saved_at: tuple[int, int, bool] | None = None
         self._fresh_score: float | None = None
@@ -114,6 +117,11 @@ class Checkpoint(Callback):
 
     def _folder_url(self, run: TrainingRun) -> str:
         return self.dirpath or run.accelerator._in_project("checkpoints")
+
+    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
+        """Begin anew, unless ``load_state`` has told where the run stands."""
+        if run.resumed_from is None:
+            self._forget()
 
     # --- when ---------------------------------------------------------------------------------
 

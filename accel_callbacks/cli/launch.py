@@ -129,13 +129,23 @@ def _launch(plan: LaunchPlan, args: Namespace) -> int:
         print(f"accel launch: stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
         return 128 + int(stop.sigval)
     except (RendezvousError, DistError) as error:
-        raise CommandError(
-            f"the processes did not find each other: {error}. Check that every machine was "
-            "started with the same --num_machines, --main_process_ip and --main_process_port, "
-            "that each has its own --machine_rank, and that the port is free and reachable",
-            exit_code=1,
-        ) from error
+        raise _not_met(error) from error
+    except RuntimeError as error:
+        # torch 2.6 raises a DistNetworkError for a taken port only as its base class.
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise _not_met(error) from error
     return 0
+
+
+def _not_met(error: Exception) -> CommandError:
+    """What to tell when the processes did not find each other."""
+    return CommandError(
+        f"the processes did not find each other: {error}. Check that every machine was "
+        "started with the same --num_machines, --main_process_ip and --main_process_port, "
+        "that each has its own --machine_rank, and that the port is free and reachable",
+        exit_code=1,
+    )
 
 
 @contextmanager

@@ -47,10 +47,10 @@ class FP16(Autocast):
         """Step unless a gradient is infinite or not a number.
 
         Raises:
-            ValueError: a closure, which would compute new gradients that are still scaled.
+            RuntimeError: a closure, which would compute new gradients that are still scaled.
         """
         if args or kwargs:
-            raise ValueError("fp16 cannot step with a closure: use bf16, or an optimizer without.")
+            raise RuntimeError("fp16 cannot step with a closure; use bf16 instead.")
         if not _has_gradients(optimizer):  # the scaler refuses a step without any
             return True, optimizer.step()
         self.unscale(optimizer)

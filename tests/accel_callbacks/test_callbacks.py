@@ -113,7 +113,6 @@ def stopping_run(folder: Path, patience: int) -> list[int]:
     return epochs
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: epochs() begins one epoch although it is stopped")
 def test_a_run_that_was_stopped_stays_stopped_when_it_is_resumed(tmp_path):
     assert stopping_run(tmp_path, patience=2) == [0, 1, 2]
     assert stopping_run(tmp_path, patience=2) == []
@@ -485,3 +484,22 @@ def test_a_nested_metric_is_watched_by_its_flat_name(tmp_path):
     accel.log({"val": {"loss": torch.tensor(1.0, requires_grad=True) * 2}})
     assert stopper.best == 2.0
     assert accel.current_run.callback_metrics["val/loss"] == 2.0
+
+
+def test_a_second_run_of_one_accelerator_saves_its_steps_again(tmp_path):
+    saver = Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=None)
+    accel = Accelerator(cpu=True, callbacks=[saver])
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.ones(1, 1))
+    model, optimizer, loader = accel.prepare(model, optimizer, loader)
+    owners = []
+    for name in ("first", "second"):
+        with accel.run(name, resume=False) as run:
+            for batch in loader:
+                accel.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        manifest = checkpoint_io.read_manifest(tmp_path / "c" / "step-00000001")
+        owners.append(manifest.metadata["run_id"] == run.run_id)
+    assert owners == [True, True]

@@ -194,7 +194,6 @@ def test_hooks_see_unscaled_gradients_before_the_step():
     assert weight.tolist() == [-0.5, -0.5]
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: an optimizer stays noted as unscaled")
 def test_a_step_that_the_loop_leaves_out_after_clipping_does_not_spoil_the_next():
     accel, weight, optimizer = fp16()
     accel.backward((weight * 100).sum())
@@ -226,7 +225,6 @@ def test_the_loss_scale_goes_through_a_checkpoint(tmp_path):
     assert weight.grad.tolist() == [32768.0] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: a postponed update falls on the loaded scale")
 def test_going_back_to_a_checkpoint_gives_its_loss_scale_whatever_came_after(tmp_path):
     accel, weight, optimizer = fp16()
     accel.backward(weight.sum())
@@ -239,7 +237,6 @@ def test_going_back_to_a_checkpoint_gives_its_loss_scale_whatever_came_after(tmp
     assert accel.precision.state_dict() == saved
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the scaler only refuses closure= by keyword")
 def test_a_closure_with_a_loss_scale_is_refused_with_a_reason():
     accel, weight, optimizer = fp16()
 
