@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-
 import fsspec
 import pytest
 import torch
@@ -17,41 +11,6 @@ from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
 
 pytestmark = pytest.mark.s3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def s3_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = "import sys; from moto.server import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", script, "-H", "127.0.0.1", "-p", str(port)]
-    with (tmp_path_factory.mktemp("moto") / "log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            wait_for(port, server)
-            options: dict[str, object] = {
-                "key": "test",
-                "secret": "test",
-                "endpoint_url": f"http://127.0.0.1:{port}",
-                "client_kwargs": {"region_name": "eu-west-1"},
-            }
-            fsspec.filesystem("s3", **options).mkdir("training")
-            yield options
-        finally:
-            server.terminate()
-            server.wait(10)
-
-
-def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert server.poll() is None, "the server died"
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise TimeoutError("the server did not start")
 
 
 def build(*callbacks, seed: int = 0) -> tuple:
@@ -79,7 +38,7 @@ def test_state_goes_to_s3_and_comes_back(s3_options):
     accel, model, optimizer, _ = build()
     accel.backward(model(torch.ones(4, 2)).sum())
     optimizer.step()
-    url = "s3://training/state"
+    url = "s3://bucket/state"
     assert accel.save_state(url, storage_options=s3_options, max_shard_size=64) == url
     fresh, other, its_optimizer, _ = build(seed=5)
     assert fresh.load_state(url, storage_options=s3_options) == url
@@ -94,22 +53,22 @@ def test_state_goes_to_s3_and_comes_back(s3_options):
 
 def test_a_checkpoint_that_is_not_there_is_a_clear_error(s3_options):
     accel, *_ = build()
-    with pytest.raises(checkpoint_io.CheckpointNotFoundError, match="s3://training/nothing"):
-        accel.load_state("s3://training/nothing", storage_options=s3_options)
+    with pytest.raises(checkpoint_io.CheckpointNotFoundError, match="s3://bucket/nothing"):
+        accel.load_state("s3://bucket/nothing", storage_options=s3_options)
 
 
 def test_a_run_with_checkpoints_on_s3_resumes_exactly_and_prunes(s3_options):
     def saver() -> Checkpoint:
         return Checkpoint(
-            "s3://training/run", every_n_steps=2, keep_last=2, storage_options=s3_options
+            "s3://bucket/run", every_n_steps=2, keep_last=2, storage_options=s3_options
         )
 
     _, expected = fit(epochs=2)
     fit(saver(), epochs=1)
     resumed, weight = fit(saver(), epochs=2, seed=5)
-    assert resumed.current_run.resumed_from == "s3://training/run/step-00000004"
+    assert resumed.current_run.resumed_from == "s3://bucket/run/step-00000004"
     assert torch.equal(weight, expected)
-    folder = checkpoint_io.CheckpointFolder("s3://training/run", storage_options=s3_options)
+    folder = checkpoint_io.CheckpointFolder("s3://bucket/run", storage_options=s3_options)
     assert [entry.name for entry in folder.list()] == ["step-00000006", "step-00000008"]
 
 
@@ -117,7 +76,7 @@ def test_a_model_saved_on_s3_is_plain_safetensors(s3_options, tmp_path):
     from safetensors.torch import load
 
     accel, model, *_ = build()
-    accel.save_model(model, "s3://training/model", storage_options=s3_options)
-    with fsspec.open("s3://training/model/model.safetensors", "rb", **s3_options) as file:
+    accel.save_model(model, "s3://bucket/model", storage_options=s3_options)
+    with fsspec.open("s3://bucket/model/model.safetensors", "rb", **s3_options) as file:
         tensors = load(file.read())
     assert torch.equal(tensors["0.weight"], model[0].weight)

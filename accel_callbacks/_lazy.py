@@ -1,0 +1,39 @@
+"""Public names that are imported from their module when they are first used (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package whose names live in its modules.
+
+    Args:
+        package: the package's ``__name__``.
+        homes: for each name the module that has it, relative to the package.
+
+    Example:
+        >>> from accel_callbacks._lazy import lazy_names
+        >>> get, _ = lazy_names("accel_callbacks", {"RemoteError": "errors"})
+        >>> get("RemoteError").__name__
+        'RemoteError'
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, names
