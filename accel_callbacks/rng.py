@@ -29,7 +29,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
     if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+        state[device.type] = torch.get_device_module(device).get_rng_state(*_which(device))
     return state
 
 
@@ -41,7 +41,12 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(state["numpy"])
     if device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], device)
+        torch.get_device_module(device).set_rng_state(state[device.type], *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    """Apple's module has one device and takes no argument that names it."""
+    return () if device.type == "mps" else (device,)
 
 
 def _tuples(value: Any) -> Any:

@@ -215,7 +215,9 @@ def _pick_device(cpu: bool, local_rank: int) -> torch.device:
         )
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    torch.accelerator.set_device_index(local_rank)
+    # torch 2.6 has it under its older name only
+    select = getattr(torch.accelerator, "set_device_index", None)
+    (select or torch.accelerator.set_device_idx)(local_rank)
     return torch.device(kind.type, local_rank)
 
 
