@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 __all__ = ["require_neighbour"]
 
 
+@functools.cache
 def require_neighbour(name: str) -> None:
     """Make sure that ``import name`` finds our package and not a file beside the script.
 

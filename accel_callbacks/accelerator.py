@@ -15,7 +15,7 @@ from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch import Dispatcher
 from accel_callbacks.config import ProjectConfiguration, resolve_config
 from accel_callbacks.data.device import device_mover
-from accel_callbacks.data.loader import DataLoaderShard, prepare_loader
+from accel_callbacks.data.loader import DataLoaderShard, loader_seed, prepare_loader
 from accel_callbacks.data.order import mix_seed
 from accel_callbacks.facade.gathering import GatherMethods
 from accel_callbacks.facade.running import RunningMethods
@@ -148,7 +148,8 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
             The prepared objects, as a tuple if there are several.
 
         Raises:
-            ValueError: a loader cannot be sharded, or a scheduler's optimizer is not prepared.
+            ValueError: a loader cannot be sharded, a scheduler's optimizer is not prepared, or the
+                processes were given different callbacks that vote or save.
 
         Example:
             >>> import torch
@@ -157,6 +158,9 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
             >>> Accelerator(cpu=True).prepare(model, "anything")[1]
             'anything'
         """
+        self._dispatch.check_alike()
+        run = self.loop.run
+        run.run_id = collectives.broadcast_object(run.run_id)  # each process has drawn one
         place = self.device_placement if device_placement is None else device_placement
         ready: dict[int, Any] = {}
         kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
@@ -213,12 +217,14 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         for raw, known in zip(self._raw_loaders, self.loaders, strict=True):
             if raw is data_loader:
                 return known
+        # A generator may be seeded otherwise on each process; the order must be the same on all.
+        seed = collectives.broadcast_object(loader_seed(data_loader))
         prepared = prepare_loader(
             data_loader,
             topology=self.topology,
             events=self.loop,
             move=device_mover(self.device) if device_placement else None,
-            seed=mix_seed(collectives.broadcast_object(torch.initial_seed()), len(self.loaders)),
+            seed=mix_seed(seed, len(self.loaders)),
         )
         self._raw_loaders.append(data_loader)
         self.loaders.append(prepared)

@@ -12,6 +12,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks._neighbours import require_neighbour
 from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.failures import shared_failure
 from accel_callbacks.naming import (
     named_optimizer_state,
     parameter_names,
@@ -104,13 +105,15 @@ def write(
 
     Raises:
         checkpoint_io.CheckpointError: any process failed to write; nothing was committed.
+        RemoteError: a hook or the state of a callback failed on another process; likewise.
     """
     require_neighbour("checkpoint_io")
     import checkpoint_io
 
     run = accel.loop.run
-    shared, local = capture(accel)
-    accel.loop.fire("on_save_checkpoint", shared)
+    with shared_failure("save_state"):
+        shared, local = capture(accel)
+        accel.loop.fire("on_save_checkpoint", shared)
     labels = {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
     options: dict[str, Any] = {
         "local_state": local,
@@ -134,14 +137,8 @@ def read(url: str, storage_options: Mapping[str, Any] | None = None) -> Checkpoi
     require_neighbour("checkpoint_io")
     import checkpoint_io
 
-    error: BaseException | None = None
-    try:
+    with shared_failure(f"reading {url}"):
         return checkpoint_io.load(url, rank=collectives.rank(), storage_options=storage_options)
-    except Exception as problem:
-        error = problem
-        raise
-    finally:
-        collectives.share_failure(error, f"reading {url}")
 
 
 def read_latest(root: str, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | None:
@@ -177,7 +174,13 @@ def restore(accel: Accelerator, checkpoint: Checkpoint, *, strict: bool = False)
     Raises:
         ResumeError: it does not fit the prepared objects (nothing was changed), or is not exact
             and ``strict`` was asked for.
+        RemoteError: another process failed to restore it.
     """
+    with shared_failure("load_state"):
+        _restore(accel, checkpoint, strict)
+
+
+def _restore(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> None:
     state: dict[str, Any] = checkpoint.state
     _check_fit(accel, state)
     local = _check_exact(accel, checkpoint, strict)
@@ -248,7 +251,7 @@ def _check_exact(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> di
     )
     if strict:
         raise ResumeError(text + "; pass strict=False to accept that.")
-    warnings.warn(text + ".", stacklevel=3)
+    warnings.warn(text + ".", stacklevel=5)
     return None
 
 

@@ -5,15 +5,13 @@ Every function works on one process too, where it changes nothing but the contai
 
 from __future__ import annotations
 
-import traceback
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-
-from accel_callbacks.errors import RemoteError
 
 __all__ = [
     "broadcast",
@@ -51,16 +49,27 @@ def map_tensors(data: T, fn: Callable[[torch.Tensor], Any]) -> T:
     return cast(T, apply_to_collection(data, torch.Tensor, fn))
 
 
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    """The tensors of a nested structure, in the order in which :func:`map_tensors` meets them."""
+    found: list[torch.Tensor] = []
+    map_tensors(data, found.append)
+    return found
+
+
 def gather(data: T) -> T:
     """Concatenate each tensor of ``data`` over all processes, along dimension 0, in rank order.
 
     Args:
         data: a tensor or a nested structure (list, tuple, named tuple, dict, dataclass) of
-            tensors of shape ``(n, ...)``, the same on all processes. Zero-dimensional tensors
-            give one entry for each process.
+            tensors of shape ``(n, ...)``, the same structure on all processes; ``n`` may differ
+            between them. Zero-dimensional tensors give one entry for each process.
 
     Returns:
-        The same structure with tensors of shape ``(n * world_size, ...)``.
+        The same structure with tensors of shape ``(sum of all n, ...)``.
+
+    Raises:
+        ValueError: on all processes, where they hold another number of tensors, or tensors that
+            differ in more than their first dimension.
 
     Example:
         >>> import torch
@@ -68,18 +77,67 @@ def gather(data: T) -> T:
         >>> gather({"loss": torch.tensor(2.0)})
         {'loss': tensor([2.])}
     """
-    return map_tensors(data, _gather_tensor)
+    return gather_sized(data, sizes_on_all(data))
+
+
+def gather_sized(data: T, sizes: list[list[int]] | None) -> T:
+    """:func:`gather`, where :func:`sizes_on_all` was asked already."""
+    if sizes is None:
+        return map_tensors(data, _gather_tensor)
+    each = iter(zip(*sizes, strict=True))
+    return map_tensors(data, lambda tensor: _gather_uneven(tensor, next(each)))
+
+
+def sizes_on_all(data: Any) -> list[list[int]] | None:
+    """Collective: for each process the first dimension of each tensor, None if they are alike.
+
+    torch gathers what differs into garbage, so the processes compare what they hold beforehand.
+
+    Raises:
+        ValueError: see :func:`gather`.
+    """
+    if world_size() == 1:
+        return None
+    own = [(str(t.dtype), tuple(t.shape) or (1,)) for t in tensors_in(data)]
+    mark = torch.tensor([zlib.crc32(repr(own).encode())])
+    if len(set(_gather_tensor(on_backend(mark)).tolist())) == 1:
+        return None
+    layouts = gather_object(own)
+    kinds = [[(dtype, shape[1:]) for dtype, shape in layout] for layout in layouts]
+    if any(kind != kinds[0] for kind in kinds):
+        held = "; ".join(f"process {index}: {layout}" for index, layout in enumerate(layouts))
+        raise ValueError(
+            f"these tensors cannot be gathered, only their first dimension may differ: {held}"
+        )
+    return [[shape[0] for _, shape in layout] for layout in layouts]
+
+
+def on_backend(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor where the group's backend takes it (a user's own group may be NCCL alone)."""
+    return tensor.cuda() if dist.get_backend() == "nccl" else tensor
+
+
+def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.unsqueeze(0) if tensor.dim() == 0 else tensor).contiguous()
 
 
 def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    local = (tensor.unsqueeze(0) if tensor.dim() == 0 else tensor).contiguous()
+    local = _at_least_1d(tensor)
     world = world_size()
     if world == 1:
         return local
     parts = [torch.empty_like(local) for _ in range(world)]
     dist.all_gather(parts, local)
     return torch.cat(parts)
+
+
+def _gather_uneven(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Gather pieces of these sizes, filled up to the largest on the way."""
+    local = _at_least_1d(tensor)
+    filler = local.new_zeros(max(sizes) - len(local), *local.shape[1:])
+    parts = _gather_tensor(torch.cat([local, filler])).chunk(world_size())
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def reduce(
@@ -120,7 +178,7 @@ def reduce(
 def _reduce_tensor(
     tensor: torch.Tensor, reduction: str, weight: float | torch.Tensor
 ) -> torch.Tensor:
-    result = tensor.detach().clone()
+    result = tensor.detach().clone().contiguous()
     if reduction == "mean" and not (result.is_floating_point() or result.is_complex()):
         result = result.to(torch.get_default_dtype())
     if world_size() == 1:
@@ -220,22 +278,6 @@ def any_process(flag: bool) -> bool:
     """True on every process if it is true on one."""
     if world_size() == 1:
         return flag
-    votes = torch.tensor([int(flag)], dtype=torch.int32)
-    if dist.get_backend() == "nccl":  # a group that the user made without a CPU backend
-        votes = votes.cuda()
+    votes = on_backend(torch.tensor([int(flag)], dtype=torch.int32))
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes.item())
-
-
-def share_failure(error: BaseException | None, where: str) -> None:
-    """Meet, and raise :class:`RemoteError` here if another process brings an error.
-
-    A process that brings an error of its own only reports it; its caller raises it.
-    """
-    details = None if error is None else "".join(traceback.format_exception(error))
-    reports = gather_object(details)
-    if details is not None:
-        return
-    for failed, report in enumerate(reports):
-        if report is not None:
-            raise RemoteError(rank=failed, where=where, details=report)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
 from accel_callbacks import collectives
+from accel_callbacks.failures import share_failure, shared_failure
 from accel_callbacks.state import process_rank
 
 __all__ = [
@@ -159,7 +160,7 @@ class _Meeting(ContextDecorator):
         collectives.barrier()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        collectives.share_failure(error, self._name)
+        share_failure(error, self._name)
 
 
 def is_main_process() -> bool:
@@ -175,17 +176,12 @@ def is_main_process() -> bool:
 
 @contextmanager
 def _goes_first(leading: bool, where: str) -> Iterator[None]:
-    if not leading:
-        collectives.share_failure(None, where)
-    problem: BaseException | None = None
-    try:
+    if leading:
+        with shared_failure(where):
+            yield
+    else:
+        share_failure(None, where)
         yield
-    except BaseException as error:
-        problem = error
-        raise
-    finally:
-        if leading:
-            collectives.share_failure(problem, where)
 
 
 def main_process_first() -> AbstractContextManager[None]:

@@ -46,8 +46,8 @@ class Topology:
     Example:
         >>> import torch
         >>> from accel_callbacks import Topology
-        >>> Topology(device=torch.device("cpu"), rank=1, world_size=2).is_main_process
-        False
+        >>> Topology(device=torch.device("cpu"), rank=1, world_size=2).distributed_type.value
+        'MULTI_CPU'
     """
 
     device: torch.device
@@ -64,21 +64,6 @@ class Topology:
             return DistributedType.NO
         on_cpu = self.device.type == "cpu"
         return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on rank 0."""
-        return self.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True on the first process of each machine."""
-        return self.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """True on the highest rank."""
-        return self.rank == self.world_size - 1
 
 
 _current: Topology | None = None
@@ -116,11 +101,6 @@ def resolve_topology(*, cpu: bool = False, timeout: timedelta | None = None) -> 
     return _current
 
 
-def current_topology() -> Topology | None:
-    """The topology if one was resolved, without resolving one."""
-    return _current
-
-
 def destroy_topology() -> None:
     """Leave the process group (if we joined it) and forget the topology.
 
@@ -141,9 +121,10 @@ def destroy_topology() -> None:
 
 
 def process_rank() -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, local world size), from the topology or the environment.
+    """(rank, world size, local rank, local world size) of this process.
 
-    Works before any Accelerator exists, so that decorators can be used at import time.
+    From the topology, else a process group that the script has made, else the environment. Works
+    before any Accelerator exists, so that decorators can be used at import time.
 
     Example:
         >>> from accel_callbacks.state import process_rank
@@ -153,7 +134,15 @@ def process_rank() -> tuple[int, int, int, int]:
     here = _current
     if here is not None:
         return here.rank, here.world_size, here.local_rank, here.local_world_size
-    return _ranks_from(os.environ)
+    return _group_ranks(os.environ) or _ranks_from(os.environ)
+
+
+def _group_ranks(env: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    """The ranks in the process group that is there, None without one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return rank, world, _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", world)
 
 
 def _ranks_from(env: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -186,18 +175,9 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _detect(cpu: bool, timeout: timedelta | None, env: Mapping[str, str]) -> Topology:
-    if dist.is_available() and dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-        local_rank = _number(env, "LOCAL_RANK", rank)
-        local_world = _number(env, "LOCAL_WORLD_SIZE", world)
-        return Topology(
-            device=_pick_device(cpu, local_rank),
-            rank=rank,
-            world_size=world,
-            local_rank=local_rank,
-            local_world_size=local_world,
-            backend=dist.get_backend(),
-        )
+    joined = _group_ranks(env)
+    if joined is not None:
+        return Topology(_pick_device(cpu, joined[2]), *joined, backend=dist.get_backend())
     rank, world, local_rank, local_world = _ranks_from(env)
     device = _pick_device(cpu, local_rank)
     backend = _join(device, rank, world, timeout, env) if world > 1 else None

@@ -183,7 +183,8 @@ class CheckpointFolder:
             CorruptCheckpointError: there are some, and none of them can be loaded.
         """
         group = group or SingleProcess()
-        listed = Outcome.of(lambda: [info.path for info in self.list()])
+        # One rank looks, so that all try the same ones and damage is reported once.
+        listed = Outcome.of(lambda: [i.path for i in self.list()] if group.rank == 0 else None)
         paths, problem = group.broadcast_object((listed.value, listed.to_plain()["error"]))
         if problem is not None:
             raise CheckpointError(f"could not list {self.url}: {problem}") from listed.error

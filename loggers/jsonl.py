@@ -9,11 +9,12 @@ import time as clock
 from collections.abc import Mapping
 from typing import Any
 
-from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
+from loggers.base import RunInfo, Scalar, Status, check_status
 from loggers.config import plain_config
+from loggers.resumable import ResumableTracker
 
 
-class JSONLTracker(Tracker):
+class JSONLTracker(ResumableTracker):
     """Writes ``<logging_dir>/metrics.jsonl``; read it back with `read_jsonl`.
 
     Lines are buffered until `flush` (a hub calls it about every second) or until 64 KiB have
@@ -42,11 +43,10 @@ class JSONLTracker(Tracker):
     name = "jsonl"
 
     def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
-        self.main_process_only = not all_ranks
+        super().__init__(all_ranks=all_ranks)
         self._filename = filename
         self._fd: int | None = None
         self._pending = b""
-        self._state: dict[str, Any] = {"run_id": None, "last_step": None}
         self.path: str | None = None
         """Path of the file, known once started."""
 
@@ -57,14 +57,14 @@ class JSONLTracker(Tracker):
         stem, suffix = os.path.splitext(self._filename)
         rank = f"-rank{run.rank}" if run.rank else ""
         self.path = os.path.join(folder, f"{stem}{rank}{suffix}")
-        self._state["run_id"] = self._state["run_id"] or run.run_id
+        self._run_id = self._run_id or run.run_id
         if _is_torn(self.path):
             self._pending = b"\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         self._fd = os.open(self.path, flags, 0o644)
         self._add(
             type="run",
-            run_id=self._state["run_id"],
+            run_id=self._run_id,
             name=run.name,
             time=clock.time(),
             resumed_step=run.resumed_step,
@@ -79,7 +79,7 @@ class JSONLTracker(Tracker):
         """Add a ``metrics`` record; it reaches the file at the next flush."""
         when = clock.time() if time is None else time
         self._add(type="metrics", step=step, time=when, values=dict(scalars))
-        self._state["last_step"] = step
+        self._last_step = step
         if len(self._pending) >= 65536:
             self.flush()
 
@@ -101,14 +101,6 @@ class JSONLTracker(Tracker):
         finally:
             os.close(self._fd)
             self._fd = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the run id and the last step that was logged."""
-        return dict(self._state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run that ``state`` names."""
-        self._state = {key: state.get(key) for key in self._state}
 
     @property
     def raw(self) -> Any:

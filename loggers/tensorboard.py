@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
+from loggers.base import RunInfo, Scalar, Status, check_status
 from loggers.config import flat_config, plain_config
+from loggers.resumable import ResumableTracker
 
 
-class TensorBoardTracker(Tracker):
+class TensorBoardTracker(ResumableTracker):
     """Writes event files to ``<logging_dir>/tensorboard``, which may be an fsspec URL.
 
     A resume goes on in the same folder and hides the steps that are logged again. Strings are
@@ -42,12 +43,11 @@ class TensorBoardTracker(Tracker):
         flush_secs: int = 30,
         **writer_kwargs: Any,
     ) -> None:
-        self.main_process_only = not all_ranks
+        super().__init__(all_ranks=all_ranks)
         self._subdir = subdir
         self._writer_kwargs = {"flush_secs": flush_secs, **writer_kwargs}
         self._writer: Any = None
         self._remote = False
-        self._state: dict[str, Any] = {"run_id": None, "last_step": None}
 
     def start(self, run: RunInfo) -> None:
         """Open the ``SummaryWriter``."""
@@ -60,7 +60,7 @@ class TensorBoardTracker(Tracker):
             ) from error
         parts = [run.logging_dir.rstrip("/"), self._subdir, f"rank{run.rank}" if run.rank else ""]
         self._remote = "://" in run.logging_dir
-        self._state["run_id"] = self._state["run_id"] or run.run_id
+        self._run_id = self._run_id or run.run_id
         kwargs = dict(self._writer_kwargs)
         if run.resumed_step is not None:
             kwargs.setdefault("purge_step", run.resumed_step + 1)
@@ -86,7 +86,7 @@ class TensorBoardTracker(Tracker):
         for tag, value in scalars.items():
             add = writer.add_text if isinstance(value, str) else writer.add_scalar
             add(tag, value, step, walltime=time)
-        self._state["last_step"] = step
+        self._last_step = step
 
     def flush(self) -> None:
         """Hand pending events to the file system."""
@@ -99,14 +99,6 @@ class TensorBoardTracker(Tracker):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the run id and the last step that was logged."""
-        return dict(self._state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run that ``state`` names."""
-        self._state = {key: state.get(key) for key in self._state}
 
     @property
     def raw(self) -> Any:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
+from loggers.base import RunInfo, Scalar, Status, check_status
 from loggers.config import plain_config
+from loggers.resumable import ResumableTracker
 
 _EXIT_CODES: dict[str, int] = {"success": 0, "failed": 1, "interrupted": 255}
 
@@ -19,7 +20,7 @@ _EXIT_CODES: dict[str, int] = {"success": 0, "failed": 1, "interrupted": 255}
 _SETTINGS = {"x_transaction_log_flush_interval": 1.0, "init_timeout": 30.0, "silent": True}
 
 
-class WandBTracker(Tracker):
+class WandBTracker(ResumableTracker):
     """Logs to a Weights & Biases run, with files below ``<logging_dir>/wandb``.
 
     The run is offline (upload it later with ``wandb sync``) when there is no API key and neither
@@ -43,10 +44,9 @@ class WandBTracker(Tracker):
     name = "wandb"
 
     def __init__(self, *, all_ranks: bool = False, **init_kwargs: Any) -> None:
-        self.main_process_only = not all_ranks
+        super().__init__(all_ranks=all_ranks)
         self._init_kwargs = init_kwargs
         self._run: Any = None
-        self._state: dict[str, Any] = {"run_id": None, "last_step": None}
 
     def start(self, run: RunInfo) -> None:
         """Call ``wandb.init``."""
@@ -58,7 +58,7 @@ class WandBTracker(Tracker):
                 f"the wandb tracker needs wandb ({error}): pip install wandb"
             ) from error
         self._run = wandb.init(**self._arguments(wandb, run))
-        self._state["run_id"] = self._run.id
+        self._run_id = self._run.id
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Update the run's config."""
@@ -67,7 +67,7 @@ class WandBTracker(Tracker):
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
         """Log the values at an explicit step; W&B writes a step when a later one begins."""
         self._opened().log(dict(scalars), step=step)
-        self._state["last_step"] = step
+        self._last_step = step
 
     def finish(self, status: Status = "success") -> None:
         """Finish the run with exit code 0 (success), 1 (failed) or 255 (interrupted)."""
@@ -75,14 +75,6 @@ class WandBTracker(Tracker):
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=_EXIT_CODES[status])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the W&B run id and the last step that was logged."""
-        return dict(self._state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the W&B run that ``state`` names."""
-        self._state = {key: state.get(key) for key in self._state}
 
     @property
     def raw(self) -> Any:
@@ -99,7 +91,7 @@ class WandBTracker(Tracker):
         """Return the arguments of ``wandb.init``: the user's, then ours where there is none."""
         ours: dict[str, Any] = {"project": run.name}
         if not {"resume_from", "fork_from"} & self._init_kwargs.keys():  # these name a run already
-            ours["id"] = self._state["run_id"] or _run_id(run)
+            ours["id"] = self._run_id or _run_id(run)
             ours["resume"] = "allow"
         if "://" not in run.logging_dir:  # W&B writes to local folders only; else it picks its own
             os.makedirs(run.logging_dir, exist_ok=True)

@@ -5,6 +5,7 @@ The pages about trackers are checked in tests/loggers/test_docs.py.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,28 @@ def test_members_of_the_accelerator_are_in_the_reference() -> None:
         public = [name for name in dir(owner) if not name.startswith("_")]
         missing = [name for name in public if not re.search(rf"`{name}\b", text)]
         assert missing == [], owner.__name__
+
+
+@pytest.mark.parametrize("page", ["accelerator", "callbacks"])
+def test_the_signatures_in_the_reference_are_those_of_the_code(page: str) -> None:
+    """`name(argument, other=default)` names arguments that exist, with their defaults."""
+    first = {"accelerator": accel_callbacks.Accelerator, "callbacks": accel_callbacks.Callback}
+    owners = (first[page], accel_callbacks.TrainingRun, accel_callbacks, accel_callbacks.callbacks)
+    checked = 0
+    for name, listed in re.findall(r"`(\w+)\(([^`]*?)\)`", read(f"docs/reference/{page}.md"), re.S):
+        owner = next((one for one in owners if callable(getattr(one, name, None))), None)
+        if owner is None or "..." in listed:
+            continue
+        parameters = inspect.signature(getattr(owner, name)).parameters
+        for part in filter(None, (part.strip() for part in listed.split(","))):
+            argument, _, default = part.partition("=")
+            if argument == "*":
+                continue
+            assert argument.lstrip("*") in parameters, f"{name}({argument})"
+            if default:
+                assert repr(parameters[argument].default).replace("'", '"') == default, name
+            checked += 1
+    assert checked > 10
 
 
 def test_the_table_of_hooks_is_complete() -> None:

@@ -15,6 +15,7 @@ from accel_callbacks.callbacks.monitor import Monitor
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
+    from checkpoint_io import CheckpointFolder
 
 __all__ = ["Checkpoint"]
 
@@ -165,8 +166,12 @@ class Checkpoint(Callback):
     # --- what ---------------------------------------------------------------------------------
 
     def _save(self, run: TrainingRun) -> None:
+        require_neighbour("checkpoint_io")
+        from checkpoint_io import CheckpointFolder
+
         root = self._folder_url(run)
-        path = f"{root.rstrip('/')}/step-{run.global_step:08d}"
+        folder = CheckpointFolder(root, storage_options=self.storage_options)
+        path = folder.path(run.global_step)
         metadata: dict[str, Any] = {}
         score = self._score_of(run)
         if score is not None and self.monitor is not None:
@@ -191,7 +196,7 @@ class Checkpoint(Callback):
             raise
         self.last_path = path
         if run.is_global_zero and self.keep_last is not None:
-            self._prune(root, run, self.keep_last)
+            self._prune(folder, run, self.keep_last)
 
     def _score_of(self, run: TrainingRun) -> float | None:
         """The fresh score; where a step is saved again, the better one of its scores."""
@@ -201,13 +206,9 @@ class Checkpoint(Callback):
         better = fresh is not None and self.monitor.is_better(fresh, than=earlier)
         return fresh if better else earlier
 
-    def _prune(self, root: str, run: TrainingRun, keep_last: int) -> None:
+    def _prune(self, folder: CheckpointFolder, run: TrainingRun, keep_last: int) -> None:
         """Remove what is neither among the newest nor among the best of this run."""
-        require_neighbour("checkpoint_io")
-        from checkpoint_io import CheckpointError, CheckpointFolder
-
         try:
-            folder = CheckpointFolder(root, storage_options=self.storage_options)
             own = [e for e in folder.list() if e.manifest.metadata.get("run_id") == run.run_id]
             keep = {entry.path for entry in own[-keep_last:]}
             if self.monitor is not None:
@@ -216,13 +217,17 @@ class Checkpoint(Callback):
                 scored.sort(key=lambda entry: sign * (self._score(entry) or 0.0))
                 keep |= {entry.path for entry in scored[: self.keep_best]}
             folder.prune(keep, run_id=run.run_id)
-        except (CheckpointError, OSError) as error:
+        except Exception as error:  # each store's driver has errors of its own
             # The new checkpoint is safe; old ones that stay only take up room.
-            warnings.warn(f"older checkpoints in {root} were not removed: {error}", stacklevel=2)
+            problem = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"older checkpoints in {folder.url} were not removed: {problem}", stacklevel=2
+            )
 
     def _score(self, entry: Any) -> float | None:
         score = entry.manifest.metadata.get("score")
-        if self.monitor is None or not score or score["monitor"] != self.monitor.name:
+        ours = isinstance(score, dict) and "value" in score  # a script may use the name as well
+        if self.monitor is None or not ours or score.get("monitor") != self.monitor.name:
             return None
         value = float(score["value"])
         return None if math.isnan(value) else value  # not-a-number has no place in an order

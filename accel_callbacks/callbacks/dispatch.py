@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS, Callback
 from accel_callbacks.errors import nearest
 
@@ -68,10 +69,20 @@ class Dispatcher:
     def __getitem__(self, hook: str) -> tuple[Hook, ...]:
         return self._table[hook]
 
-    def fire(self, hook: str, *args: Any) -> None:
-        """Call every method of this hook in order."""
-        for method in self._table[hook]:
-            method(*args)
+    def check_alike(self) -> None:
+        """Collective: callbacks that meet the other processes must be there on all of them.
+
+        Raises:
+            ValueError: a callback that votes or saves is missing on some.
+        """
+        names = [_name(c) for c in self.callbacks if getattr(c, "can_vote", False) or _saves(c)]
+        first, *others = collectives.gather_object(names)
+        for rank, here in enumerate(others, start=1):
+            if here != first:
+                raise ValueError(
+                    "callbacks that vote or save must be given on all processes, in one order: "
+                    f"process 0 has {first}, process {rank} has {here}."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each callback by name, and what was loaded for callbacks not here."""
@@ -91,10 +102,17 @@ class Dispatcher:
                 callback.load_state_dict(self._unclaimed.pop(key))
 
 
+def _name(callback: Any) -> str:
+    return str(getattr(callback, "state_key", None) or type(callback).__qualname__)
+
+
 def _key(callback: Any) -> str:
-    key = getattr(callback, "state_key", None) or type(callback).__qualname__
     stateless = not hasattr(callback, "state_dict")
-    return f"{key}@{id(callback)}" if stateless else str(key)
+    return f"{_name(callback)}@{id(callback)}" if stateless else _name(callback)
+
+
+def _saves(callback: Any) -> bool:
+    return callable(getattr(callback, "resume_root", None))
 
 
 def _overrides(callback: Any, hook: str) -> bool:

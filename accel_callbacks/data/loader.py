@@ -14,7 +14,7 @@ from accel_callbacks.data.plan import BatchPlan, SamplePlan
 from accel_callbacks.data.sources import ShareSource, Source, StreamSource
 from accel_callbacks.state import Topology
 
-__all__ = ["DataLoaderShard", "prepare_loader"]
+__all__ = ["DataLoaderShard", "loader_seed", "prepare_loader"]
 
 
 class LoopEvents(Protocol):
@@ -169,6 +169,13 @@ _KEPT = (
 )
 
 
+def loader_seed(loader: DataLoader[Any]) -> int:
+    """What this process would seed the order with: torch's seed and that of its own generator."""
+    own = getattr(loader, "generator", None)
+    seeds = [own.initial_seed()] if isinstance(own, torch.Generator) else []
+    return mix_seed(torch.initial_seed(), *seeds)
+
+
 def prepare_loader(
     loader: DataLoader[Any],
     *,
@@ -185,9 +192,6 @@ def prepare_loader(
     options = {name: getattr(loader, name) for name in _KEPT}
     options["generator"] = torch.Generator()  # so that the program's own generator is left alone
     rank, world = topology.rank, topology.world_size
-    own = getattr(loader, "generator", None)
-    if isinstance(own, torch.Generator):
-        seed = mix_seed(seed, own.initial_seed())
     source = _source_of(loader, rank, world)
     return DataLoaderShard(source, events=events, move=move, seed=seed, **options)
 

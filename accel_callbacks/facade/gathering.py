@@ -37,12 +37,15 @@ class GatherMethods(Parts):
 
         Args:
             input_data: a tensor of shape ``(batch, ...)`` or a nested structure of them; anything
-                else is gathered as objects.
+                else is gathered as objects. Batches may have another size on each process.
             use_gather_object: gather objects; lists are joined in rank order.
 
         Returns:
             The same structure over the samples of all processes, each counted once. Tensors that
             have no entry for each sample (a mean, say) are only gathered.
+
+        Raises:
+            ValueError: on all processes; see :func:`accel_callbacks.gather`.
 
         Example:
             >>> import torch
@@ -54,18 +57,22 @@ class GatherMethods(Parts):
         """
         loader = self.loop.active[-1] if self.loop.active else None
         real, padded = (loader.real, loader.padded) if loader is not None else (0, 0)
-        if use_gather_object or not _has_tensors(input_data):
+        tensors = [] if use_gather_object else collectives.tensors_in(input_data)
+        # Asked first, so that no process takes another way than the rest.
+        sizes = None if use_gather_object else collectives.sizes_on_all(tensors)
+        if not tensors:
             parts = collectives.gather_object(input_data)
             joined = list(chain(*parts)) if isinstance(input_data, list) else parts
             return joined[:real] if len(joined) == padded else joined
-        each = padded // self.num_processes
+        # A tensor without dimensions becomes one with an entry for each process, not each sample.
+        per_sample = iter([tensor.dim() > 0 for tensor in tensors])
 
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            per_sample = tensor.dim() > 0 and tensor.shape[0] == each
-            gathered = collectives.gather(tensor)
-            return gathered[:real] if per_sample else gathered
+        def keep_real(gathered: torch.Tensor) -> torch.Tensor:
+            whole = next(per_sample) and gathered.shape[0] == padded
+            return gathered[:real] if whole else gathered
 
-        return collectives.map_tensors(input_data, gather)
+        gathered = collectives.gather_sized(input_data, sizes)
+        return collectives.map_tensors(gathered, keep_real)
 
     def reduce(
         self,
@@ -99,9 +106,3 @@ class GatherMethods(Parts):
             torch.Size([2])
         """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-
-def _has_tensors(data: Any) -> bool:
-    found: list[torch.Tensor] = []
-    collectives.map_tensors(data, found.append)
-    return bool(found)

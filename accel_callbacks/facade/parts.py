@@ -62,4 +62,7 @@ class Parts(ProcessControl):
 
     def _in_project(self, *names: Any) -> str:
         """A path (or URL) inside the project's folder."""
-        return "/".join([self.project_configuration.root.rstrip("/") or "/", *map(str, names)])
+        root = self.project_configuration.root
+        if not root.endswith("://"):  # "memory://" is a root, whose slashes belong to it
+            root = root.rstrip("/") + "/"
+        return root + "/".join(map(str, names))

@@ -14,6 +14,7 @@ import torch
 from accel_callbacks import checkpointing, collectives
 from accel_callbacks.contexts import Evaluate
 from accel_callbacks.facade.parts import Parts
+from accel_callbacks.failures import shared_failure
 from accel_callbacks.run import TrainingRun
 from accel_callbacks.state import destroy_topology
 
@@ -191,6 +192,7 @@ class _RunContext(AbstractContextManager[TrainingRun]):
         accel.tracking.close("success")
         run = TrainingRun(accel, self._name)
         run.run_id = collectives.broadcast_object(run.run_id)
+        accel.loop.dispatch.check_alike()
         run.config = self._config
         self._take_over(accel.loop.run, run)
         accel.loop.run = run
@@ -235,7 +237,8 @@ class _RunContext(AbstractContextManager[TrainingRun]):
             self._restore_newest()
         elif self._resume is not False:
             self._report(accel.load_state(self._resume))
-        accel._open_trackers()
+        with shared_failure("starting the trackers"):
+            accel._open_trackers()
 
     def _restore_newest(self) -> None:
         """From the first callback that knows a valid checkpoint."""

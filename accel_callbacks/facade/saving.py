@@ -49,6 +49,7 @@ class SavingMethods(Parts):
 
         Raises:
             checkpoint_io.CheckpointError: a process could not write; nothing was committed.
+            RemoteError: a hook or a callback's ``state_dict`` failed on another process; likewise.
 
         Example:
             >>> import tempfile, torch
@@ -92,6 +93,7 @@ class SavingMethods(Parts):
             FileNotFoundError: ``input_dir`` is ``None`` and the project has no valid checkpoint.
             ResumeError: the checkpoint does not fit; nothing was changed.
             checkpoint_io.CheckpointError: missing, unfinished or corrupt; nothing was changed.
+            RemoteError: another process could not read or restore it.
 
         Example:
             >>> import tempfile, torch
@@ -124,7 +126,7 @@ class SavingMethods(Parts):
     ) -> None:
         """Write the weights as ``model.safetensors``, or as shards with an index.
 
-        Stock safetensors and transformers read the result. All processes may call it; the main
+        Stock safetensors and transformers read the result. All processes must call it; the main
         one writes, the others wait.
 
         Args:

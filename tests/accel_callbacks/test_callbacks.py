@@ -427,6 +427,35 @@ def test_checkpoints_on_memory():
     fsspec.filesystem("memory").rm("/callbacks", recursive=True)
 
 
+@pytest.mark.parametrize("where", ["callback", "project"])
+def test_the_root_of_a_store_is_a_folder_of_checkpoints_too(where):
+    saver = Checkpoint("memory://" if where == "callback" else None)
+    project = {} if where == "callback" else {"project_dir": "memory://"}
+    accel = Accelerator(cpu=True, callbacks=[saver], **project)
+    accel.prepare(torch.nn.Linear(1, 1))
+    with accel.run("root", resume=False) as run:
+        for _ in run.epochs(1):
+            pass
+    folder = "memory://" if where == "callback" else "memory://checkpoints/"
+    try:
+        assert saver.last_path == f"{folder}step-00000000"
+        assert checkpoint_io.read_manifest(saver.last_path).metadata["step"] == 0
+    finally:
+        for name in ("step-00000000", "checkpoints"):
+            if fsspec.filesystem("memory").exists(f"/{name}"):
+                fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+
+
+def test_an_error_of_a_stores_driver_while_old_checkpoints_go_is_a_warning(tmp_path, monkeypatch):
+    def unreachable(self, *args, **kwargs):  # drivers raise what their clients raise
+        raise RuntimeError("could not connect to the endpoint")
+
+    monkeypatch.setattr(checkpoint_io.CheckpointFolder, "prune", unreachable)
+    with pytest.warns(UserWarning, match="not removed: RuntimeError: could not connect"):
+        fit(Checkpoint(tmp_path, every_n_steps=1, keep_last=1), epochs=1)
+    assert kept(tmp_path) == [1, 2, 3, 4]
+
+
 @pytest.mark.filterwarnings("ignore::checkpoint_io.CheckpointWarning")
 def test_a_write_that_fails_ends_the_run_and_keeps_the_older_checkpoints(tmp_path):
     (tmp_path / "step-00000003").write_text("in the way")

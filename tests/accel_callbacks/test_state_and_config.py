@@ -127,11 +127,6 @@ def test_the_state_knows_what_the_launcher_said(monkeypatch):
 def test_a_topology_tells_its_place():
     device = torch.device("cpu")
     last = Topology(device, rank=3, world_size=4, local_rank=1, local_world_size=2)
-    assert (last.is_main_process, last.is_local_main_process, last.is_last_process) == (
-        False,
-        False,
-        True,
-    )
     assert last.distributed_type is DistributedType.MULTI_CPU
     assert Topology(torch.device("cuda:1"), world_size=2).distributed_type == "MULTI_GPU"
 

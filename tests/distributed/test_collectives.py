@@ -43,6 +43,69 @@ def test_gather_keeps_the_structure_and_the_rank_order(pool):
     assert pool.run(gathers) == [["Pair", [0, 1], [0.0, 1.0], "cpu"]] * 2
 
 
+def gathers_unevenly() -> list:
+    accel = accelerator()
+    rank = accel.process_index
+    mine = {"x": torch.arange(rank + 1), "y": torch.full((3 * rank, 2), rank), "z": torch.tensor(7)}
+    together = accel.gather(mine)
+    return [together["x"].tolist(), tuple(together["y"].shape), together["z"].tolist()]
+
+
+def test_gather_takes_another_size_on_each_process(pool):
+    assert pool.run(gathers_unevenly) == [[[0, 0, 1], (3, 2), [7, 7]]] * 2
+
+
+def gathers_what_does_not_fit(kind: str, how: str) -> None:
+    accel = accelerator()
+    other = {
+        "shape": torch.ones(2, 3),
+        "type": torch.ones(2, dtype=torch.float64),
+        "number": [torch.ones(2), torch.ones(2)],
+        "nothing": [],
+    }[kind]
+    getattr(accel, how)([torch.ones(2), other][accel.process_index])
+
+
+@pytest.mark.parametrize("how", ["gather", "gather_for_metrics"])
+@pytest.mark.parametrize("kind", ["shape", "type", "number", "nothing"])
+def test_what_cannot_be_gathered_is_an_error_on_all_processes(pool, kind, how):
+    for name, text in pool.outcomes(gathers_what_does_not_fit, kind, how):
+        assert name == "ValueError"
+        assert "process 1" in text
+    assert pool.run(gathers) == [["Pair", [0, 1], [0.0, 1.0], "cpu"]] * 2  # the group goes on
+
+
+def metrics_of_a_batch_sampler() -> list:
+    accel = accelerator()
+    batches = [[0, 1], [2, 3], [4, 5, 6], [7], [8, 9, 10, 11]]
+    loader = accel.prepare(torch.utils.data.DataLoader(range(12), batch_sampler=batches))
+    seen = []
+    for batch in loader:
+        tensors, names = accel.gather_for_metrics((batch, batch.float().mean()))
+        objects = accel.gather_for_metrics([f"{i}" for i in batch.tolist()])
+        seen.append((tensors.tolist(), len(names), [int(name) for name in objects]))
+    return seen
+
+
+def test_metrics_count_each_sample_once_where_batches_have_many_sizes(pool):
+    expected = [
+        ([0, 1, 2, 3], 2, [0, 1, 2, 3]),
+        ([4, 5, 6, 7], 2, [4, 5, 6, 7]),
+        ([8, 9, 10, 11], 2, [8, 9, 10, 11]),
+    ]
+    assert pool.run(metrics_of_a_batch_sampler) == [expected] * 2
+
+
+def reduces_transposed() -> list:
+    accel = accelerator()
+    value = torch.arange(6.0).reshape(2, 3)
+    return accel.reduce(value if accel.process_index else value.T.contiguous().T).tolist()
+
+
+def test_reduce_goes_by_place_and_not_by_memory_layout(pool):
+    assert pool.run(reduces_transposed) == [[[0, 2, 4], [6, 8, 10]]] * 2
+
+
 def reduces() -> dict:
     accel = accelerator()
     value = torch.tensor(float(accel.process_index + 1))
