@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,19 +58,26 @@ def _wandb_records(path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def wandb_records() -> Callable[[str], list[Any]]:
-    def read(folder: str) -> list[Any]:
-        files = sorted(Path(folder).glob("wandb/*run-*/run-*.wandb"))
-        return [record for file in files for record in _wandb_records(file)]
+def wandb_records() -> Callable[..., list[Any]]:
+    def read(folder: str, finished: bool = True) -> list[Any]:
+        """All records; of a finished run its last one is waited for, as a service writes them."""
+        deadline = time.monotonic() + (10 if finished else 0)
+        while True:
+            files = sorted(Path(folder).glob("wandb/*run-*/run-*.wandb"))
+            runs = [list(_wandb_records(file)) for file in files]
+            ended = [any(r.WhichOneof("record_type") == "exit" for r in run) for run in runs]
+            if (runs and all(ended)) or time.monotonic() > deadline:
+                return [record for run in runs for record in run]
+            time.sleep(0.05)
 
     return read
 
 
 @pytest.fixture
-def read_wandb(wandb_records: Callable[[str], list[Any]]) -> Callable[[str], History]:
-    def read(folder: str) -> History:
+def read_wandb(wandb_records: Callable[..., list[Any]]) -> Callable[..., History]:
+    def read(folder: str, finished: bool = True) -> History:
         rows = []
-        for record in wandb_records(folder):
+        for record in wandb_records(folder, finished):
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
