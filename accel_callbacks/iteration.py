@@ -28,12 +28,10 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
         for batch in loader.batches():
             loop.open_plain_epoch(loader.epoch)
             run.batch_idx = index = loader.batch_index
-            loop.worked, loop.last_loss = False, None
             seen += 1
-            loop.stepped.clear()
+            loop.begin_batch(loader)
             for hook in start_hooks:
                 hook(run, loop.model, batch, index)
-            loop.fresh.append(loader)
             yield batch
             _end_batch(loop, batch, index)
             if run.should_stop:
@@ -77,7 +75,7 @@ def feeding_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
     loader.trained = True
     try:
         for batch in loader.batches():
-            loop.fresh.append(loader)
+            loop.note_delivery(loader)
             yield batch
     except GeneratorExit:
         if loader.passes == token:

@@ -252,6 +252,17 @@ class Loop:
 
     # --- the step -----------------------------------------------------------------------------
 
+    def begin_batch(self, loader: DataLoaderShard) -> None:
+        """A training batch of the outer loader is delivered; nothing was done with it yet."""
+        self.worked, self.last_loss = False, None
+        self.stepped.clear()
+        self.note_delivery(loader)
+
+    def note_delivery(self, loader: DataLoaderShard) -> None:
+        """A loader moved on; in a loop without ``accumulate`` nobody ever takes the notes away."""
+        if loader not in self.fresh:
+            self.fresh.append(loader)
+
     def remaining(self) -> tuple[int | None, bool]:
         """(micro-batches left with this one if known, whether this is the last).
 

@@ -358,3 +358,10 @@ def test_two_loaders_side_by_side_end_their_window_with_the_shorter():
     torch.testing.assert_close(
         model.weight.detach(), weights_by_windows([rows[:4], rows[4:]]), atol=1e-6, rtol=0
     )
+
+
+def test_a_loop_without_accumulate_keeps_no_note_of_each_batch(training):
+    t = training(batches=8)
+    for batch in t.train:
+        t.step(batch)
+    assert len(t.accel.loop.fresh) == 1
