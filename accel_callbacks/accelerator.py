@@ -158,9 +158,7 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
             >>> Accelerator(cpu=True).prepare(model, "anything")[1]
             'anything'
         """
-        self._dispatch.check_alike()
-        run = self.loop.run
-        run.run_id = collectives.broadcast_object(run.run_id)  # each process has drawn one
+        self._meet(self.loop.run)
         place = self.device_placement if device_placement is None else device_placement
         ready: dict[int, Any] = {}
         kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (

@@ -40,15 +40,24 @@ class GradientWindow:
     __slots__ = ("dirty", "divisor", "index", "num_steps", "position", "sync", "touched")
 
     def __init__(self, num_steps: int = 1) -> None:
-        if num_steps < 1:
-            raise ValueError(f"gradient_accumulation_steps={num_steps} must be at least 1.")
-        self.num_steps = num_steps
         self.position = 0
-        self.divisor = num_steps
+        self.resize(num_steps)
         self.sync = True
         self.index = 0
         self.touched = False
         self.dirty = False
+
+    def resize(self, num_steps: int) -> None:
+        """Make windows this long, from the next one on.
+
+        Raises:
+            ValueError: ``num_steps`` is below 1.
+        """
+        if num_steps < 1:
+            raise ValueError(f"gradient_accumulation_steps={num_steps} must be at least 1.")
+        self.num_steps = num_steps
+        if self.position == 0:
+            self.divisor = num_steps
 
     def enter(self, remaining: int | None, last: bool) -> None:
         """Begin a micro-batch; ``remaining`` counts it and those after it in the loader.

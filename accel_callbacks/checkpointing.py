@@ -23,9 +23,9 @@ from accel_callbacks.rng import capture_rng, restore_rng
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
     from accel_callbacks.data.loader import DataLoaderShard
-    from checkpoint_io import Checkpoint, ProcessGroupLike
+    from checkpoint_io import Checkpoint, CheckpointFolder, ProcessGroupLike
 
-__all__ = ["capture", "read", "read_latest", "restore", "write"]
+__all__ = ["capture", "open_folder", "read", "read_latest", "restore", "write"]
 
 
 def _numbered(items: Sequence[Any]) -> dict[str, Any]:
@@ -83,11 +83,18 @@ def _open_window(accel: Accelerator) -> dict[str, Any]:
     return {"position": window.position, "divisor": window.divisor, "gradients": gradients}
 
 
+def open_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> CheckpointFolder:
+    """The folder of checkpoints at ``root``, which need not exist yet."""
+    require_neighbour("checkpoint_io")
+    import checkpoint_io
+
+    return checkpoint_io.CheckpointFolder(root, storage_options=storage_options)
+
+
 def write(
     accel: Accelerator,
-    url: str | None,
+    target: str | CheckpointFolder,
     *,
-    folder: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     max_shard_size: int | str = "5GB",
@@ -96,11 +103,10 @@ def write(
 
     Args:
         accel: what to save.
-        url: the checkpoint's own path, or ``None`` for ``step-<global step>`` in ``folder``, as
-            the newest there.
-        folder: the folder of checkpoints, with ``url=None``.
+        target: the checkpoint's own path, or a folder, for ``step-<global step>`` as the newest
+            in it.
         metadata: JSON values for the manifest.
-        storage_options: for the filesystem behind the URL.
+        storage_options: for the filesystem behind a path; a folder has its own.
         max_shard_size: largest tensor file.
 
     Raises:
@@ -121,13 +127,12 @@ def write(
         "group": _group(),
         "max_shard_size": max_shard_size,
     }
-    if url is None:
-        assert folder is not None
-        managed = checkpoint_io.CheckpointFolder(folder, storage_options=storage_options)
-        url = managed.path(run.global_step)
-        managed.save(run.global_step, shared, **options)
-    else:
+    if isinstance(target, str):
+        url = target
         checkpoint_io.save(url, shared, storage_options=storage_options, **options)
+    else:
+        url = target.path(run.global_step)
+        target.save(run.global_step, shared, **options)
     accel.loop.fire("on_checkpoint_saved", url)
     return url
 
@@ -147,10 +152,9 @@ def read_latest(root: str, storage_options: Mapping[str, Any] | None = None) -> 
     Raises:
         checkpoint_io.CorruptCheckpointError: there are checkpoints, and all are damaged.
     """
-    require_neighbour("checkpoint_io")
+    folder = open_folder(root, storage_options)
     import checkpoint_io
 
-    folder = checkpoint_io.CheckpointFolder(root, storage_options=storage_options)
     try:
         return folder.load_latest(group=_group())
     except checkpoint_io.CheckpointNotFoundError:
@@ -184,7 +188,7 @@ def _restore(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> None:
     state: dict[str, Any] = checkpoint.state
     _check_fit(accel, state)
     local = _check_exact(accel, checkpoint, strict)
-    _optimizer_states(accel, state)
+    _optimizer_states(accel, state)  # raises before anything changes; a hook may edit the state
     accel.loop.fire("on_load_checkpoint", state)
     optimizer_states = _optimizer_states(accel, state)
     for index, model in enumerate(accel.models):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import checkpointing, collectives
-from accel_callbacks._neighbours import require_neighbour
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.monitor import Monitor
 
@@ -101,7 +100,6 @@ class Checkpoint(Callback):
         """What a new run begins with."""
         self.last_path: str | None = None
         self.best_path: str | None = None
-        self._saved_step = -1
         self._saved_at: tuple[int, int, bool] | None = None
         self._fresh_score: float | None = None
         self._saved_score: float | None = None
@@ -163,14 +161,14 @@ class Checkpoint(Callback):
     def _place(self, run: TrainingRun) -> tuple[int, int, bool]:
         return run.global_step, run.epochs_done, run.epoch_open
 
+    @property
+    def _saved_step(self) -> int | None:
+        return None if self._saved_at is None else self._saved_at[0]
+
     # --- what ---------------------------------------------------------------------------------
 
     def _save(self, run: TrainingRun) -> None:
-        require_neighbour("checkpoint_io")
-        from checkpoint_io import CheckpointFolder
-
-        root = self._folder_url(run)
-        folder = CheckpointFolder(root, storage_options=self.storage_options)
+        folder = checkpointing.open_folder(self._folder_url(run), self.storage_options)
         path = folder.path(run.global_step)
         metadata: dict[str, Any] = {}
         score = self._score_of(run)
@@ -181,14 +179,12 @@ class Checkpoint(Callback):
             self._best_score, self.best_path = self._fresh_score, path
         # Set now, because what the checkpoint says of this callback must hold after it was saved.
         self._fresh_score, self._saved_score = None, score
-        self._saved_step, self._saved_at = run.global_step, self._place(run)
+        self._saved_at = self._place(run)
         try:
             checkpointing.write(
                 run.accelerator,
-                None,
-                folder=root,
+                folder,
                 metadata=metadata,
-                storage_options=self.storage_options,
                 max_shard_size=self.max_shard_size,
             )
         except BaseException:
@@ -237,7 +233,6 @@ class Checkpoint(Callback):
     def state_dict(self) -> dict[str, Any]:
         """What was saved last, and the best score."""
         return {
-            "saved_step": self._saved_step,
             "saved_at": self._saved_at,
             "fresh_score": self._fresh_score,
             "saved_score": self._saved_score,
@@ -247,7 +242,6 @@ class Checkpoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore in place."""
-        self._saved_step = state_dict["saved_step"]
         saved_at = state_dict["saved_at"]
         self._saved_at = None if saved_at is None else tuple(saved_at)
         self._fresh_score = state_dict["fresh_score"]

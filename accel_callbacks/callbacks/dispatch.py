@@ -69,6 +69,11 @@ class Dispatcher:
     def __getitem__(self, hook: str) -> tuple[Hook, ...]:
         return self._table[hook]
 
+    @property
+    def savers(self) -> list[Any]:
+        """The callbacks that save, and know where a run can be resumed from."""
+        return [callback for callback in self.callbacks if _saves(callback)]
+
     def check_alike(self) -> None:
         """Collective: callbacks that meet the other processes must be there on all of them.
 

@@ -111,19 +111,23 @@ class BatchPlan:
         return -(-total // self.world_size)
 
     def remaining(self, order: Sequence[Any], position: int) -> int:
-        """Global batches after ``position`` global samples; batches vary, so they are counted."""
-        return sum(1 for _ in self.shares(order, position))
+        """Global batches after ``position`` global samples."""
+        return self.steps(len(order) - self._begun(order, position))
 
     def shares(self, order: Sequence[Any], position: int) -> Iterator[Share]:
         """This process's batches after ``position`` global samples."""
-        first = seen = 0
-        while first < len(order) and seen + len(order[first]) <= position:
-            seen += len(order[first])
-            first += 1
-        for start in range(first, len(order), self.world_size):
+        for start in range(self._begun(order, position), len(order), self.world_size):
             batches = list(order[start : start + self.world_size])
             real = sum(len(batch) for batch in batches)
             for extra in range(self.world_size - len(batches)):
                 batches.append(order[extra % len(order)])
             padded = sum(len(batch) for batch in batches)
             yield Share(batches[self.rank], real, padded)
+
+    def _begun(self, order: Sequence[Any], position: int) -> int:
+        """The sampler's batches that lie whole before ``position``."""
+        first = seen = 0
+        while first < len(order) and seen + len(order[first]) <= position:
+            seen += len(order[first])
+            first += 1
+        return first

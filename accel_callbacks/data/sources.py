@@ -144,7 +144,7 @@ class StreamSource:
 
     def steps(self) -> int:
         """Batches of a whole epoch; TypeError where the dataset has no length."""
-        total = len(self._shards.dataset)  # type: ignore[arg-type]
+        total = len(self._shards)
         size = self._shards.batch_size * self._shards.world_size
         return total // size if self._shards.drop_last else -(-total // size)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accel_callbacks import collectives
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.config import AcceleratorConfig, ProjectConfiguration
 from accel_callbacks.data.loader import DataLoaderShard
@@ -52,6 +53,11 @@ class Parts(ProcessControl):
     def bare_models(self) -> list[torch.nn.Module]:
         """The prepared models as the user built them."""
         return [self.strategy.unwrap(model) for model in self.models]
+
+    def _meet(self, run: TrainingRun) -> None:
+        """Collective: one id for the run (each process has drawn one), and callbacks alike."""
+        run.run_id = collectives.broadcast_object(run.run_id)
+        self.loop.dispatch.check_alike()
 
     def _notice(self, text: str) -> None:
         """One line for the user, on the main process, beside the output of the script."""

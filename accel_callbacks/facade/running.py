@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from accel_callbacks import checkpointing, collectives
+from accel_callbacks import checkpointing
 from accel_callbacks.contexts import Evaluate
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.failures import shared_failure
@@ -191,8 +191,7 @@ class _RunContext(AbstractContextManager[TrainingRun]):
         accel.loop.end_fit()  # of a plain loop that came before
         accel.tracking.close("success")
         run = TrainingRun(accel, self._name)
-        run.run_id = collectives.broadcast_object(run.run_id)
-        accel.loop.dispatch.check_alike()
+        accel._meet(run)
         run.config = self._config
         self._take_over(accel.loop.run, run)
         accel.loop.run = run
@@ -243,11 +242,8 @@ class _RunContext(AbstractContextManager[TrainingRun]):
     def _restore_newest(self) -> None:
         """From the first callback that knows a valid checkpoint."""
         accel = self._accel
-        for callback in accel.callbacks:
-            resume_root = getattr(callback, "resume_root", None)
-            if not callable(resume_root):
-                continue
-            root, storage_options = resume_root(accel.loop.run)
+        for callback in accel.loop.dispatch.savers:
+            root, storage_options = callback.resume_root(accel.loop.run)
             found = checkpointing.read_latest(root, storage_options)
             if found is not None:
                 checkpointing.restore(accel, found)

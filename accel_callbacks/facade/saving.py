@@ -14,7 +14,7 @@ from accel_callbacks.facade.parts import Parts
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
-    from checkpoint_io import Checkpoint
+    from checkpoint_io import Checkpoint, CheckpointFolder
 
 __all__ = ["SavingMethods"]
 
@@ -60,10 +60,14 @@ class SavingMethods(Parts):
             True
         """
         self.loop.settle()
+        target: str | CheckpointFolder
+        if output_dir is not None:
+            target = fspath(output_dir)
+        else:
+            target = checkpointing.open_folder(self._in_project("checkpoints"), storage_options)
         return checkpointing.write(
             cast("Accelerator", self),
-            None if output_dir is None else fspath(output_dir),
-            folder=self._in_project("checkpoints"),
+            target,
             metadata=metadata,
             storage_options=storage_options,
             max_shard_size=max_shard_size,

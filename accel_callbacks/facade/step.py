@@ -31,11 +31,7 @@ class StepMethods(Parts):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        if value < 1:
-            raise ValueError(f"gradient_accumulation_steps={value} must be at least 1.")
-        self.window.num_steps = value
-        if self.window.position == 0:
-            self.window.divisor = value
+        self.window.resize(value)
 
     @property
     def mixed_precision(self) -> str:

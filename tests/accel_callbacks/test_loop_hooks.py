@@ -587,15 +587,10 @@ def test_two_callbacks_of_one_state_key_are_refused(recorder):
         Accelerator(cpu=True, callbacks=[recorder("x"), recorder("x")])
 
 
-class Counter(Callback):
-    """Counts training batches and keeps the count."""
+class Counts:
+    """Counts training batches and keeps the count; an object with hooks, and no Callback."""
 
-    def __init__(self, key="counter"):
-        self.key, self.count = key, 0
-
-    @property
-    def state_key(self):
-        return self.key
+    count = 0
 
     def on_train_batch_end(self, run, model, outputs, batch, batch_idx):
         self.count += 1
@@ -605,6 +600,17 @@ class Counter(Callback):
 
     def load_state_dict(self, state):
         self.count = state["count"]
+
+
+class Counter(Counts, Callback):
+    """The same as a Callback with a key of its own."""
+
+    def __init__(self, key):
+        self.key = key
+
+    @property
+    def state_key(self):
+        return self.key
 
 
 def test_the_state_of_a_callback_that_is_not_here_survives_a_load_and_a_save(training, tmp_path):
@@ -622,22 +628,10 @@ def test_the_state_of_a_callback_that_is_not_here_survives_a_load_and_a_save(tra
 
 
 def test_the_state_of_an_object_with_hooks_is_restored_too(training, tmp_path):
-    class Plain:
-        count = 0
-
-        def on_train_batch_end(self, run, model, outputs, batch, batch_idx):
-            self.count += 1
-
-        def state_dict(self):
-            return {"count": self.count}
-
-        def load_state_dict(self, state):
-            self.count = state["count"]
-
-    t = training(Plain())
+    t = training(Counts())
     list(t.train)
     t.accel.save_state(tmp_path / "c")
-    restored = Plain()
+    restored = Counts()
     training(restored).accel.load_state(tmp_path / "c")
     assert restored.count == 2
 
