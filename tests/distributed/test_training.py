@@ -100,14 +100,13 @@ def metrics(count: int, batch_size: int) -> list:
     accel = accelerator()
     loader = accel.prepare(torch.utils.data.DataLoader(range(count), batch_size))
     model = accel.prepare(torch.nn.Linear(1, 1))
-    seen, nested, as_objects, means, sizes = [], [], [], 0, set()
+    seen, nested, as_objects, means = [], [], [], 0
     with accel.evaluate(model):
         for batch in loader:
             seen += accel.gather_for_metrics(batch).tolist()
             nested += accel.gather_for_metrics({"a": (batch, batch * 2)})["a"][1].tolist()
             as_objects += accel.gather_for_metrics([f"n{i}" for i in batch.tolist()])
             means += len(accel.gather_for_metrics(batch.float().mean()))
-            sizes.add(len(batch))
     return [seen, nested, as_objects, means, len(loader)]
 
 

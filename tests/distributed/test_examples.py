@@ -1,0 +1,54 @@
+"""The examples as a user starts them: alone, with accel launch, with torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTERS = {
+    "python": [sys.executable],
+    "launch": [sys.executable, "-m", "accel_callbacks.cli", "launch", "--num_processes", "2"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"],
+}
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="compares runs on the CPU"),
+]
+
+
+def run(starter: str, example: str, *options: str) -> str:
+    done = subprocess.run(
+        [*STARTERS[starter], str(ROOT / "examples" / example), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def accuracy(printed: str) -> float:
+    return max(float(number) for number in re.findall(r"([\d.]+)\s*%", printed))
+
+
+def test_digits_is_the_same_under_both_launchers_and_learns(tmp_path):
+    options = ["--epochs", "4", "--log_with", "jsonl", "--project_dir"]
+    for starter in ("launch", "torchrun"):
+        assert accuracy(run(starter, "digits.py", *options, str(tmp_path / starter))) > 95
+    weights = [tmp_path / name / "model" / "model.safetensors" for name in ("launch", "torchrun")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize("starter", sorted(STARTERS))
+def test_the_plain_loop_learns_and_its_hooks_fire(starter):
+    printed = run(starter, "plain_loop.py")
+    assert accuracy(printed) > 90
+    assert len(printed.strip().splitlines()) == 10 + 1  # each epoch once, and the hooks
