@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from accel_callbacks.data.iterable import IterableShards
 from accel_callbacks.data.order import mix_seed
 from accel_callbacks.data.plan import BatchPlan, SamplePlan
-from accel_callbacks.data.sources import ShareSource, Source, StreamSource
+from accel_callbacks.data.shares import ShareSource
+from accel_callbacks.data.sources import Source
+from accel_callbacks.data.streams import StreamSource
 from accel_callbacks.state import Topology
 
 __all__ = ["DataLoaderShard", "loader_seed", "prepare_loader"]
@@ -36,6 +38,7 @@ class DataLoaderShard(DataLoader[Any]):
         position: samples of this epoch delivered so far, over all processes.
         real: samples of the current global batch, each counted once.
         padded: samples of the current global batch as read, repetitions included.
+        kept: see :class:`accel_callbacks.data.sources.Delivery`.
         left: batches left in the epoch with the current one, ``None`` if unknown.
 
     Example:
@@ -65,6 +68,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.position = 0
         self.finished = False
         self.real = self.padded = 0
+        self.kept: Sequence[int] | None = None
         self.left: int | None = None
         self.on_last = False
         self.batch_index = 0
@@ -98,8 +102,13 @@ class DataLoaderShard(DataLoader[Any]):
         assert isinstance(self.generator, torch.Generator)
         self.generator.manual_seed(self._source.worker_seed(self.seed, self.epoch, self.position))
         move = self._move
-        for item in self._source.deliver(super().__iter__(), self):
-            yield item if move is None else move(item)
+        for item, delivery in self._source.deliver(super().__iter__()):
+            if move is not None:
+                item = move(item)
+            self.real, self.padded, self.kept = delivery.real, delivery.padded, delivery.kept
+            self.position += delivery.real
+            self.on_last = self.left == 1 if delivery.last is None else delivery.last
+            yield item
             self.batch_index += 1
             if self.left is not None:
                 self.left -= 1
