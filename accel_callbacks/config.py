@@ -9,9 +9,9 @@ from typing import Any
 
 from accel_callbacks.errors import nearest
 
-__all__ = ["AcceleratorConfig", "ProjectConfiguration", "resolve_config"]
+__all__ = ["AcceleratorConfig", "ProjectConfiguration", "chosen_project", "resolve_config"]
 
-PRECISIONS = ("no", "fp16", "bf16")
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,38 @@ class ProjectConfiguration:
         return os.fspath(self.logging_dir) if self.logging_dir is not None else self.root
 
 
+def chosen_project(
+    folder: str | os.PathLike[str] | None, config: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    """Where a run keeps its files, from the folder or the configuration, whichever was given.
+
+    Raises:
+        TypeError: the configuration is none.
+        ValueError: both were given.
+
+    Example:
+        >>> from accel_callbacks.config import chosen_project
+        >>> chosen_project("runs/digits", None).root
+        'runs/digits'
+    """
+    if config is None:
+        return ProjectConfiguration(folder)
+    if not isinstance(config, ProjectConfiguration):
+        raise TypeError(f"project_config={config!r} must be a ProjectConfiguration.")
+    if folder is not None:
+        raise ValueError("give project_dir= or project_config=, not both.")
+    return config
+
+
 @dataclass(frozen=True)
 class AcceleratorConfig:
     """The resolved options of an Accelerator.
 
     Args:
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
         gradient_accumulation_steps: micro-batches of one optimizer step.
         cpu: compute on the CPU even where an accelerator is there.
+        debug: compare what the processes hold before each collective.
         origins: for each option, where its value came from.
 
     Example:
@@ -58,16 +82,18 @@ class AcceleratorConfig:
         mixed_precision=bf16 (default)
         gradient_accumulation_steps=1 (default)
         cpu=False (default)
+        debug=False (default)
     """
 
     mixed_precision: str = "no"
     gradient_accumulation_steps: int = 1
     cpu: bool = False
+    debug: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """One line an option: its value, and where it came from."""
-        names = ("mixed_precision", "gradient_accumulation_steps", "cpu")
+        names = ("mixed_precision", "gradient_accumulation_steps", "cpu", "debug")
         rows = [f"{n}={getattr(self, n)} ({self.origins.get(n, 'default')})" for n in names]
         return "\n".join(rows)
 
@@ -84,6 +110,7 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "mixed_precision": ("ACCEL_MIXED_PRECISION", str),
     "gradient_accumulation_steps": ("ACCEL_GRADIENT_ACCUMULATION_STEPS", int),
     "cpu": ("ACCEL_CPU", _boolean),
+    "debug": ("ACCEL_DEBUG", _boolean),
 }
 
 
@@ -124,6 +151,10 @@ def resolve_config(
 def _check(config: AcceleratorConfig) -> None:
     """Refuse values that do not exist, naming where they came from."""
     origins = config.origins
+    for option, kind in (("gradient_accumulation_steps", int), ("cpu", bool), ("debug", bool)):
+        value = getattr(config, option)
+        if not isinstance(value, kind):
+            raise TypeError(f"{option}={value!r} must be of type {kind.__name__}.")
     if config.mixed_precision not in PRECISIONS:
         raise ValueError(
             f"mixed_precision={config.mixed_precision!r} "

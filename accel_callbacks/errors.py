@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["RemoteError", "ResumeError"]
+__all__ = ["DistributedOperationException", "RemoteError", "ResumeError"]
 
 
 class RemoteError(RuntimeError):
@@ -25,6 +25,18 @@ class RemoteError(RuntimeError):
         super().__init__(f"rank {rank} failed in {where}: {details}")
         self.rank = rank
         self.where = where
+
+
+class DistributedOperationException(RuntimeError):
+    """In debug mode: the processes were about to do different things; nothing was sent.
+
+    It is raised on all processes, and its message shows what each of them has.
+
+    Example:
+        >>> from accel_callbacks.errors import DistributedOperationException
+        >>> issubclass(DistributedOperationException, RuntimeError)
+        True
+    """
 
 
 class ResumeError(RuntimeError):

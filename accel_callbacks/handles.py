@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from datetime import timedelta
+from dataclasses import fields
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from accel_callbacks.config import AcceleratorConfig, resolve_config
+from accel_callbacks.devices import select_device
+from accel_callbacks.errors import nearest
+from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 from accel_callbacks.process import ProcessControl
-from accel_callbacks.state import DistributedType, resolve_topology
+from accel_callbacks.state import (
+    DistributedType,
+    destroy_topology,
+    is_initialized,
+    resolve_topology,
+)
 
 __all__ = ["AcceleratorState", "PartialState"]
 
@@ -22,23 +33,46 @@ class PartialState(ProcessControl):
     Args:
         cpu: compute on the CPU even where an accelerator is there; what ``accel launch`` said
             where ``None``.
-        timeout: how long a collective waits; torch's default if ``None``.
+        **kwargs: ``backend``, ``init_method`` and ``timeout`` of the process group, as for
+            :class:`InitProcessGroupKwargs`. They belong to the first handle or Accelerator of the
+            process.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: a backend or an ``init_method`` that is unknown or cannot serve the device.
+        RuntimeError: the process already settled on another device or backend, or the processes
+            were not started by a launcher that can be understood.
 
     Example:
         >>> from accel_callbacks import PartialState
         >>> state = PartialState(cpu=True)
         >>> state.num_processes, state.is_main_process
         (1, True)
+        >>> with state.split_between_processes(["a", "b", "c"]) as prompts:
+        ...     len(prompts)
+        3
     """
 
-    def __init__(self, cpu: bool | None = None, *, timeout: timedelta | None = None) -> None:
+    def __init__(self, cpu: bool | None = None, **kwargs: Any) -> None:
         self._config = resolve_config({"cpu": cpu}, os.environ)
-        self.topology = resolve_topology(cpu=self._config.cpu, timeout=timeout)
+        group = _group_options(kwargs, type(self))
+        self.topology = resolve_topology(
+            cpu=self._config.cpu,
+            timeout=group.timeout,
+            backend=group.backend,
+            init_method=group.init_method,
+        )
 
     @property
     def device(self) -> torch.device:
         """The device that this process computes on."""
         return self.topology.device
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that this machine is best used with, whatever this process uses."""
+        best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return best if best is not None else torch.device("cpu")
 
     @property
     def backend(self) -> str | None:
@@ -50,17 +84,56 @@ class PartialState(ProcessControl):
         """The kind of run."""
         return self.topology.distributed_type
 
+    @property
+    def initialized(self) -> bool:
+        """True until :meth:`destroy_process_group`."""
+        return is_initialized()
+
+    @property
+    def debug(self) -> bool:
+        """Whether the processes compare what they hold before each collective (``ACCEL_DEBUG``)."""
+        return self._config.debug
+
+    def set_device(self) -> None:
+        """Make the device of this process torch's current one, in a new thread for example."""
+        select_device(self.device)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave a process group; the one of all processes if ``None``.
+
+        A group that the script has made itself before stays: it is the script's to destroy.
+
+        Args:
+            group: as made by ``torch.distributed.new_group``.
+        """
+        if group is None:
+            destroy_topology()
+        else:
+            dist.destroy_process_group(group)
+
     def __repr__(self) -> str:
         here = self.topology
         return f"{type(self).__name__}(rank={here.rank}/{here.world_size}, device={here.device})"
+
+
+def _group_options(given: dict[str, Any], owner: type[Any]) -> InitProcessGroupKwargs:
+    options = [field.name for field in fields(InitProcessGroupKwargs)]
+    known = [name for name in inspect.signature(owner).parameters if name != "kwargs"] + options
+    for name in given:
+        if name not in options:
+            text = f"{owner.__name__}() has no option {name!r}; use some of {known}."
+            raise TypeError(text + nearest(name, known))
+    return InitProcessGroupKwargs(**given)
 
 
 class AcceleratorState(PartialState):
     """A :class:`PartialState` that also knows the options given by the launcher.
 
     Args:
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the launcher's where ``None``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the launcher's where
+            ``None``.
         cpu: as for :class:`PartialState`.
+        **kwargs: as for :class:`PartialState`.
 
     Example:
         >>> from accel_callbacks import AcceleratorState
@@ -68,10 +141,25 @@ class AcceleratorState(PartialState):
         'bf16'
     """
 
-    def __init__(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
-        super().__init__(cpu)
+    def __init__(
+        self, mixed_precision: str | None = None, cpu: bool | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(cpu, **kwargs)
         explicit = {"mixed_precision": mixed_precision, "cpu": cpu}
         self._config = resolve_config(explicit, os.environ)
+
+    @classmethod
+    def of(cls, config: AcceleratorConfig) -> AcceleratorState:
+        """The state of an Accelerator with these options.
+
+        Example:
+            >>> from accel_callbacks import AcceleratorConfig, AcceleratorState
+            >>> AcceleratorState.of(AcceleratorConfig(cpu=True, debug=True)).debug
+            True
+        """
+        state = cls(config.mixed_precision, cpu=config.cpu)
+        state._config = config
+        return state
 
     @property
     def config(self) -> AcceleratorConfig:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any, ParamSpec, TypeVar, overload
 
 from accel_callbacks import collectives
-from accel_callbacks.failures import share_failure, shared_failure
+from accel_callbacks.failures import share_failure
+from accel_callbacks.splitting import split_between_processes
 from accel_callbacks.state import process_rank
+from accel_callbacks.turns import local_main_process_first, main_process_first
 
 __all__ = [
     "ProcessControl",
@@ -27,6 +29,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def _only(
@@ -174,43 +177,6 @@ def is_main_process() -> bool:
     return process_rank()[0] == 0
 
 
-@contextmanager
-def _goes_first(leading: bool, where: str) -> Iterator[None]:
-    if leading:
-        with shared_failure(where):
-            yield
-    else:
-        share_failure(None, where)
-        yield
-
-
-def main_process_first() -> AbstractContextManager[None]:
-    """Context manager: rank 0 runs the block first, the others when it has finished.
-
-    If rank 0 raises, the others are released with :class:`RemoteError` instead of waiting.
-
-    Raises:
-        RemoteError: rank 0 failed in its turn.
-
-    Example:
-        >>> from accel_callbacks import main_process_first
-        >>> with main_process_first():
-        ...     vocabulary = {"a": 0, "b": 1}
-    """
-    return _goes_first(process_rank()[0] == 0, "main_process_first")
-
-
-def local_main_process_first() -> AbstractContextManager[None]:
-    """Context manager: the first process of each machine runs the block before the others.
-
-    Example:
-        >>> from accel_callbacks import local_main_process_first
-        >>> with local_main_process_first():
-        ...     cache = [1, 2]
-    """
-    return _goes_first(process_rank()[2] == 0, "local_main_process_first")
-
-
 class ProcessControl:
     """The process methods that Accelerator and PartialState share."""
 
@@ -260,9 +226,27 @@ class ProcessControl:
     local_main_process_first = staticmethod(local_main_process_first)
     synchronize = staticmethod(synchronize)
 
+    @property
+    def debug(self) -> bool | None:
+        """Whether processes compare before a collective; None for what ``ACCEL_DEBUG`` says."""
+        return None
+
     def wait_for_everyone(self) -> None:
         """Wait until every process is here."""
-        collectives.barrier()
+        collectives.barrier(debug=self.debug)
+
+    def split_between_processes(
+        self, inputs: T, apply_padding: bool = False
+    ) -> AbstractContextManager[T]:
+        """This process's share of ``inputs``; see :func:`accel_callbacks.split_between_processes`.
+
+        Example:
+            >>> from accel_callbacks import PartialState
+            >>> with PartialState(cpu=True).split_between_processes(["a", "b"]) as prompts:
+            ...     print(prompts)
+            ['a', 'b']
+        """
+        return split_between_processes(inputs, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process of each machine only."""

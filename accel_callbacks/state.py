@@ -5,16 +5,28 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["DistributedType", "Topology", "destroy_topology", "process_rank", "resolve_topology"]
+from accel_callbacks import collectives
+from accel_callbacks.devices import pick_device
+from accel_callbacks.failing import begin_again, group_is_torn
+from accel_callbacks.joining import GroupOptions, backend_for, join_group
+
+__all__ = [
+    "DistributedType",
+    "Topology",
+    "destroy_topology",
+    "is_initialized",
+    "process_rank",
+    "resolve_topology",
+]
 
 
 class DistributedType(str, Enum):
@@ -29,6 +41,18 @@ class DistributedType(str, Enum):
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    # No run is of these kinds here; scripts for Accelerate compare with them all the same.
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
 
 
 @dataclass(frozen=True)
@@ -69,9 +93,17 @@ class Topology:
 _current: Topology | None = None
 _owns_group = False
 _exit_hook_set = False
+_joined_with: GroupOptions | None = None  # None where the group was there before us
 
 
-def resolve_topology(*, cpu: bool = False, timeout: timedelta | None = None) -> Topology:
+def resolve_topology(
+    *,
+    cpu: bool = False,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+    anew: bool = False,
+) -> Topology:
     """Find out where this process stands, joining the process group on the first call.
 
     The answer is a fact of the process: later calls return the same object.
@@ -79,10 +111,18 @@ def resolve_topology(*, cpu: bool = False, timeout: timedelta | None = None) -> 
     Args:
         cpu: compute on the CPU even where an accelerator is there.
         timeout: how long a collective may wait; torch's default where ``None``.
+        backend: of ``torch.distributed``; the one that fits the device where ``None``.
+        init_method: URL to meet at; the address that the launcher set where ``None``.
+        anew: where an error has ended a run, join a new group together with all processes.
 
     Raises:
+        ValueError: a backend or an ``init_method`` that is unknown or cannot serve the device.
         RuntimeError: the launcher's variables are incomplete, there are more processes than
-            devices, or the process already settled on another device.
+            devices, or the process already settled on another device or backend.
+
+    Warns:
+        UserWarning: the process group is there already, with another ``timeout`` or
+            ``init_method``.
 
     Example:
         >>> from accel_callbacks.state import resolve_topology
@@ -90,15 +130,64 @@ def resolve_topology(*, cpu: bool = False, timeout: timedelta | None = None) -> 
         1
     """
     global _current
+    options = GroupOptions(backend, init_method, timeout)
+    if anew and group_is_torn():
+        _begin_again(options)
     if _current is None:
-        _current = _detect(cpu, timeout, os.environ)
+        grouped = dist.is_available() and dist.is_initialized()
+        _current = _detect(cpu, options, os.environ)
+        if grouped:
+            _check_group(_current, options)
     elif cpu and _current.device.type != "cpu":
         raise RuntimeError(
             f"cpu=True was asked for, but this process already computes on {_current.device}. "
             "The device belongs to the process: pass cpu=True to the first Accelerator or "
             "PartialState, or start the script with `accel launch --cpu`."
         )
+    else:
+        _check_group(_current, options)
+    if _current.backend is not None and dist.is_initialized():
+        collectives.store()  # all processes come here, so they count their groups alike
     return _current
+
+
+def _check_group(here: Topology, asked: GroupOptions) -> None:
+    """Options that come too late: the process group is there already."""
+    if here.backend is None:
+        return
+    if asked.backend and backend_for(here.device, asked.backend) != backend_for(
+        here.device, here.backend
+    ):
+        raise RuntimeError(
+            f"backend={asked.backend!r} was asked for, but the process group already uses "
+            f"{here.backend!r}. It belongs to the process: give backend= to the first Accelerator "
+            "or PartialState, or call destroy_process_group() before."
+        )
+    for option in ("timeout", "init_method"):
+        wanted, has = getattr(asked, option), getattr(_joined_with, option, None)
+        if wanted is not None and wanted != has:
+            warnings.warn(
+                f"{option}={wanted} has no effect: the process group is there already"
+                + (f", with {option}={has}. " if has is not None else ". ")
+                + "Give it to the first Accelerator or PartialState.",
+                stacklevel=4,
+            )
+
+
+def is_initialized() -> bool:
+    """True once an Accelerator or a state handle has found out where this process stands.
+
+    Example:
+        >>> from accel_callbacks import PartialState
+        >>> from accel_callbacks.state import destroy_topology, is_initialized
+        >>> destroy_topology()
+        >>> is_initialized()
+        False
+        >>> state = PartialState(cpu=True)
+        >>> is_initialized()
+        True
+    """
+    return _current is not None
 
 
 def destroy_topology() -> None:
@@ -112,8 +201,8 @@ def destroy_topology() -> None:
         >>> _ = resolve_topology(cpu=True)
         >>> destroy_topology()
     """
-    global _current, _owns_group
-    _current = None
+    global _current, _owns_group, _joined_with
+    _current = _joined_with = None
     if _owns_group and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
@@ -174,59 +263,37 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
         ) from None
 
 
-def _detect(cpu: bool, timeout: timedelta | None, env: Mapping[str, str]) -> Topology:
+def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topology:
     joined = _group_ranks(env)
     if joined is not None:
-        return Topology(_pick_device(cpu, joined[2]), *joined, backend=dist.get_backend())
+        return Topology(pick_device(cpu, joined[2]), *joined, backend=dist.get_backend())
     rank, world, local_rank, local_world = _ranks_from(env)
-    device = _pick_device(cpu, local_rank)
-    backend = _join(device, rank, world, timeout, env) if world > 1 else None
+    device = pick_device(cpu, local_rank)
+    backend = _join(device, rank, world, options, env) if world > 1 else None
     return Topology(device, rank, world, local_rank, local_world, backend)
 
 
-def _pick_device(cpu: bool, local_rank: int) -> torch.device:
-    if cpu or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
-        raise RuntimeError(
-            f"local rank {local_rank} has no device: this machine shows {count}. Start at most "
-            f"{count} processes here, or pass --cpu to `accel launch`."
-        )
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    # torch 2.6 has it under its older name only
-    select = getattr(torch.accelerator, "set_device_index", None)
-    (select or torch.accelerator.set_device_idx)(local_rank)
-    return torch.device(kind.type, local_rank)
-
-
 def _join(
-    device: torch.device, rank: int, world: int, timeout: timedelta | None, env: Mapping[str, str]
+    device: torch.device, rank: int, world: int, options: GroupOptions, env: Mapping[str, str]
 ) -> str:
-    global _owns_group, _exit_hook_set
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if missing:
-        raise RuntimeError(
-            f"{' and '.join(missing)} not set for {world} processes: start the script with "
-            "`accel launch --num_processes N` or `torchrun`."
-        )
-    backend = "gloo"
-    if device.type != "cpu":
-        # Both, so that objects and CPU tensors never travel through device memory.
-        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
-    store, _, _ = next(rendezvous("env://", rank, world))
-    # A restarted worker must not read the addresses that the attempt before it left behind.
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend,
-        store=dist.distributed_c10d.PrefixStore(f"accel_callbacks/attempt{attempt}", store),
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-    )
-    _owns_group = True
+    """Join the group, which is then ours to leave, at the latest when the process ends."""
+    global _owns_group, _exit_hook_set, _joined_with
+    backend = join_group(device, rank, world, options, env)
+    _owns_group, _joined_with = True, options
     if not _exit_hook_set:
         atexit.register(destroy_topology)
         _exit_hook_set = True
     return backend
+
+
+def _begin_again(asked: GroupOptions) -> None:
+    """An error has ended a run on all processes: where all of them go on, they join anew."""
+    global _joined_with
+    if not _owns_group or _current is None or _current.backend is None:
+        raise RuntimeError(
+            "the process group that the script made was broken by the error that ended a run: call "
+            "destroy_process_group() and init_process_group() on all processes, or let them end."
+        )
+    before = _joined_with or GroupOptions()
+    _joined_with = replace(before, timeout=asked.timeout or before.timeout)
+    begin_again(_current.backend, _joined_with.timeout)

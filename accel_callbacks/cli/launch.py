@@ -60,8 +60,13 @@ def _add_processes(parser: CommandParser) -> None:
 
 def _add_training(parser: CommandParser) -> None:
     """Add what the Accelerator of the script takes where it was given no argument."""
-    parser.option("--mixed_precision", choices=["no", "fp16", "bf16"])
+    parser.option("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
     parser.option("--gradient_accumulation_steps", type=positive_int, metavar="N")
+    parser.option(
+        "--debug",
+        action="store_true",
+        help="compare what the processes hold before each collective, and show who differs",
+    )
 
 
 def _add_running(parser: CommandParser) -> None:

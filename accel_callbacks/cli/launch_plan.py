@@ -143,6 +143,7 @@ def _child_environment(
         "ACCEL_MIXED_PRECISION": args.mixed_precision,
         "ACCEL_GRADIENT_ACCUMULATION_STEPS": args.gradient_accumulation_steps,
         "ACCEL_CPU": 1 if args.cpu else None,
+        "ACCEL_DEBUG": 1 if args.debug else None,
         "OMP_NUM_THREADS": threads,
     }
     defaults = {

@@ -12,12 +12,14 @@ from accel_callbacks import (
     Accelerator,
     broadcast,
     broadcast_object,
+    broadcast_object_list,
     gather,
     gather_object,
     pad_across_processes,
     reduce,
     send_to_device,
 )
+from accel_callbacks.collectives.debug import Call, differences
 
 
 class Pair(NamedTuple):
@@ -47,12 +49,15 @@ def test_gathered_tensors_need_no_gradients():
     assert not reduce(torch.ones(2, requires_grad=True) * 2).requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64],
+)
 def test_gather_and_broadcast_keep_the_type(dtype):
     tensor = torch.tensor([0, 1]).to(dtype)
     assert gather(tensor).dtype is dtype
     assert broadcast(tensor).dtype is dtype
-    assert torch.equal(broadcast(tensor), tensor)
+    assert broadcast(tensor).tolist() == tensor.tolist()
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
@@ -80,8 +85,60 @@ def test_a_weight_of_one_process_changes_nothing():
     assert reduce(torch.tensor(3.0), "mean", weight=torch.tensor(2)).item() == 3.0
     with pytest.raises(ValueError, match="weight="):
         reduce(torch.tensor(3.0), "sum", weight=2)
-    with pytest.raises(ValueError, match="median"):
-        reduce(torch.tensor(3.0), "median")
+    with pytest.raises(ValueError, match=r"'meen' is unknown.*Did you mean 'mean'"):
+        reduce(torch.tensor(3.0), "meen")
+
+
+def test_no_reduction_gives_what_this_process_has():
+    data = {"x": torch.tensor([1, 2]), "n": 3}
+    result = reduce(data, "none")
+    assert (result["x"].tolist(), result["n"]) == ([1, 2], 3)
+    assert result["x"] is not data["x"]
+    assert reduce(data, "none", scale=2)["n"] == 6
+
+
+def test_numbers_are_reduced_and_sent_as_numbers():
+    assert reduce([3, 2.5, True, 1j], "sum") == [3, 2.5, 1, 1j]
+    assert reduce({"n": 2**70}, "max") == {"n": 2**70}
+    means = reduce((3, True), "mean")
+    assert means == (3.0, 1.0)
+    assert [type(mean) for mean in means] == [float, float]
+    assert type(reduce(3, "sum")) is int
+    assert reduce(3, "sum", scale=0.5) == 1.5
+    assert reduce(3.0, weight=0) == 3.0
+    assert broadcast([1, 0.5, None]) == [1, 0.5, None]
+    gathered = gather((1, 0.1, True))
+    assert [number.tolist() for number in gathered] == [[1], [0.1], [True]]
+    assert [number.dtype for number in gathered] == [torch.int64, torch.float64, torch.bool]
+
+
+def test_bools_are_counted():
+    flags = torch.tensor([True, False])
+    assert reduce(flags, "sum").tolist() == [1, 0]
+    assert reduce(flags, "sum").dtype is torch.int64
+    assert reduce(flags, "max").dtype is torch.bool
+    assert reduce(flags, "mean").tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("how", [gather, reduce, broadcast])
+def test_sparse_tensors_are_refused_with_the_way_out(how):
+    with pytest.raises(TypeError, match=r"\.to_dense\(\)"):
+        how([torch.eye(2).to_sparse()])
+    with pytest.raises(TypeError, match="to_padded_tensor"):
+        how(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+
+
+def test_what_has_no_order_has_no_maximum():
+    with pytest.raises(TypeError, match=r"max of torch\.complex64 does not exist"):
+        reduce(torch.tensor([1j]), "max")
+
+
+@pytest.mark.parametrize("how", [broadcast, broadcast_object, broadcast_object_list])
+def test_a_process_that_is_not_there_cannot_send(how):
+    with pytest.raises(ValueError, match="from_process=1"):
+        how([1], from_process=1)
+    with pytest.raises(ValueError, match="from_process=-1"):
+        how([1], from_process=-1)
 
 
 def test_a_result_does_not_share_memory_with_the_input():
@@ -101,8 +158,15 @@ def test_padding_alone_changes_nothing():
 
 def test_objects():
     assert gather_object({"a": 1}) == [{"a": 1}]
-    assert gather_object([1, 2]) == [[1, 2]]
+    assert gather_object([1, 2]) == [1, 2]
+    assert gather_object((1, 2)) == [1, 2]
+    assert gather_object("ab") == ["ab"]
     assert broadcast_object({1, 2}) == {1, 2}
+    mine = [{"a": 1}, "b"]
+    assert broadcast_object_list(mine) is mine
+    assert mine == [{"a": 1}, "b"]
+    with pytest.raises(TypeError, match="use broadcast_object"):
+        broadcast_object_list((1, 2))
 
 
 def test_the_methods_are_the_functions():
@@ -135,3 +199,14 @@ def test_send_to_device_keeps_structures():
 
 def test_what_can_move_itself_is_moved_wherever_it_is():
     assert send_to_device(Pair(torch.ones(1), {"b": Movable()}), "cpu").right["b"] == "on cpu"
+
+
+def test_a_table_of_differences_joins_those_who_do_the_same():
+    calls = [Call("gather()", ("x: a", "y: b"), "train.py:3")] * 6
+    calls[1] = calls[4] = Call("reduce()", ("x: a",), "train.py:9")
+    assert differences(calls).splitlines() == [
+        "processes 1, 4 differ from processes 0, 2-3, 5, so nothing was sent:",
+        "  processes 0, 2-3, 5: gather() at train.py:3",
+        "      y: b",
+        "  processes 1, 4: reduce() at train.py:9",
+    ]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from accel_callbacks import (
     is_main_process,
 )
 from accel_callbacks.config import resolve_config
+from accel_callbacks.joining import GroupOptions, backend_for, join_group
+from accel_callbacks.state import is_initialized
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -46,6 +49,7 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(monkeyp
         "mixed_precision=bf16 (environment variable ACCEL_MIXED_PRECISION)",
         "gradient_accumulation_steps=2 (argument)",
         "cpu=True (argument)",
+        "debug=False (default)",
     ]
 
 
@@ -61,6 +65,7 @@ def test_false_is_an_argument_that_was_given(monkeypatch):
     [
         ("ACCEL_GRADIENT_ACCUMULATION_STEPS", "four"),
         ("ACCEL_CPU", "perhaps"),
+        ("ACCEL_DEBUG", "maybe"),
         ("ACCEL_MIXED_PRECISION", "bf32"),
     ],
 )
@@ -131,6 +136,57 @@ def test_a_topology_tells_its_place():
     assert Topology(torch.device("cuda:1"), world_size=2).distributed_type == "MULTI_GPU"
 
 
+def test_debug_is_an_option_like_the_others(monkeypatch):
+    assert not PartialState(cpu=True).debug
+    assert Accelerator(cpu=True, debug=True).debug
+    monkeypatch.setenv("ACCEL_DEBUG", "1")
+    assert PartialState(cpu=True).debug
+    assert AcceleratorState(cpu=True).debug
+    assert Accelerator(cpu=True).debug
+    assert not Accelerator(cpu=True, debug=False).debug
+
+
+def test_a_state_alone_knows_its_devices():
+    state = PartialState(cpu=True)
+    assert state.device.type == "cpu"
+    best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    assert state.default_device == (best or torch.device("cpu"))
+    state.set_device()
+    assert state.initialized
+    state.destroy_process_group()
+    assert not state.initialized
+    assert not is_initialized()
+
+
+@pytest.mark.parametrize("make", [PartialState, AcceleratorState])
+def test_options_of_the_process_group_are_checked(make):
+    make(cpu=True, backend="gloo", init_method="env://", timeout=timedelta(seconds=9))
+    with pytest.raises(TypeError, match=r"has no option 'time_out'.*Did you mean 'timeout'"):
+        make(cpu=True, time_out=3)
+    with pytest.raises(ValueError, match=r"'glo' is unknown.*Did you mean 'gloo'"):
+        make(cpu=True, backend="glo")
+    with pytest.raises(ValueError, match=r"'cpu:gloo,cuda:ncl' is unknown.*Did you mean 'nccl'"):
+        make(cpu=True, backend="cpu:gloo,cuda:ncl")
+    for method in ("tpc://host:1", "host:1"):
+        with pytest.raises(ValueError, match=f"init_method='{method}' is unknown"):
+            make(cpu=True, init_method=method)
+
+
+def test_a_backend_must_serve_the_device():
+    options = GroupOptions(backend="cpu:gloo", init_method="tcp://127.0.0.1:1")
+    with pytest.raises(ValueError, match="does not serve cuda tensors"):
+        join_group(torch.device("cuda"), 0, 2, options, {})
+    assert backend_for(torch.device("cuda"), "cpu:gloo,cuda:nccl") == "nccl"
+    assert backend_for(torch.device("cpu"), "nccl") is None
+    assert backend_for(torch.device("cpu"), "gloo") == "gloo"
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has nccl")
+def test_a_backend_that_torch_lacks_is_named():
+    with pytest.raises(ValueError, match="built without nccl"):
+        PartialState(cpu=True, backend="nccl")
+
+
 def test_two_accelerators_side_by_side_keep_their_own_state():
     one = Accelerator(cpu=True, gradient_accumulation_steps=2)
     two = Accelerator(cpu=True, mixed_precision="bf16")
@@ -181,3 +237,39 @@ def test_a_rank_is_known_before_any_accelerator_exists(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not is_main_process()
+
+
+def test_the_state_of_an_accelerator_has_its_options():
+    accel = Accelerator(cpu=True, debug=True, mixed_precision="bf16", gradient_accumulation_steps=4)
+    assert accel.state.debug
+    assert accel.state.mixed_precision == "bf16"
+    assert accel.state.config.gradient_accumulation_steps == 4
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"cpu": "no"}, {"gradient_accumulation_steps": 2.5}, {"gradient_accumulation_steps": "2"}],
+)
+def test_options_of_another_type_are_errors(option):
+    with pytest.raises(TypeError, match=f"{next(iter(option))}=.* must be of type"):
+        Accelerator(**{"cpu": True, **option})
+
+
+def test_scripts_can_compare_with_run_types_that_are_not_there():
+    assert Accelerator(cpu=True).distributed_type not in (DistributedType.XLA, DistributedType.FSDP)
+
+
+def test_each_object_may_have_a_placement_of_its_own():
+    class Moves(torch.nn.Linear):
+        moved = False
+
+        def to(self, *args, **kwargs):
+            self.moved = True
+            return super().to(*args, **kwargs)
+
+    first, second = Moves(1, 1), Moves(1, 1)
+    accel = Accelerator(cpu=True)
+    accel.prepare(first, "anything", second, device_placement=[True, None, False])
+    assert [first.moved, second.moved] == [True, False]
+    with pytest.raises(ValueError, match=r"1 entries for 2 objects"):
+        accel.prepare(Moves(1, 1), "anything", device_placement=[True])

@@ -90,3 +90,9 @@ def make_pool(size: int, folder: Path) -> Iterator[Pool]:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Two processes."""
     yield from make_pool(2, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="module")
+def pool_of_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Four processes."""
+    yield from make_pool(4, tmp_path_factory.mktemp("pool"))

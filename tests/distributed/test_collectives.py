@@ -1,9 +1,15 @@
-"""Collectives and process control on two real processes."""
+"""Collectives on two real processes."""
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
+import threading
+import types
+from collections import defaultdict
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,11 +19,11 @@ from accel_callbacks import (
     PartialState,
     broadcast,
     broadcast_object,
+    broadcast_object_list,
+    gather,
     gather_object,
-    main_process_first,
-    main_process_only,
-    on_process,
-    synchronize,
+    pad_across_processes,
+    reduce,
 )
 
 pytestmark = pytest.mark.distributed
@@ -30,6 +36,20 @@ def accelerator(**options) -> Accelerator:
 class Pair(NamedTuple):
     left: torch.Tensor
     right: dict
+
+
+@dataclass(frozen=True)
+class Stats:
+    loss: torch.Tensor
+    count: int
+    more: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "more", [torch.tensor([self.count])])
+
+
+def rank() -> int:
+    return PartialState(cpu=True).process_index
 
 
 def gathers() -> list:
@@ -140,88 +160,262 @@ def test_pad_across_processes(pool):
 
 
 def objects() -> list:
-    rank = PartialState(cpu=True).process_index
+    me = rank()
+    mine = [{"rank": me}, f"text {me}"] if me else [None]
+    filled = broadcast_object_list(mine, from_process=1)
     return [
-        gather_object({"rank": rank}),
-        broadcast_object(f"from {rank}", from_process=1),
-        broadcast(torch.tensor([rank]), from_process=1).tolist(),
+        gather_object({"rank": me}),
+        gather_object([me] * (me + 1)),
+        gather_object((me,)),
+        gather_object(f"r{me}"),
+        gather_object([me] if me else "text"),
+        broadcast_object(f"from {me}", from_process=1),
+        filled is mine and mine,
+        broadcast(torch.tensor([me]), from_process=1).tolist(),
     ]
 
 
-def test_gather_object_keeps_dicts(pool):
-    assert pool.run(objects) == [[[{"rank": 0}, {"rank": 1}], "from 1", [1]]] * 2
-
-
-def decorated() -> list:
-    accel = accelerator()
-    calls = [
-        main_process_only(lambda: "main")(),
-        on_process(lambda: "one", process_index=1)(),
-        accel.on_last_process(lambda: "last")(),
-        accel.on_local_main_process(lambda: "local")(),
+def test_gather_object_joins_lists_and_keeps_dicts(pool):
+    expected = [
+        [{"rank": 0}, {"rank": 1}],
+        [0, 1, 1],
+        [0, 1],
+        ["r0", "r1"],
+        ["text", [1]],
+        "from 1",
+        [{"rank": 1}, "text 1"],
+        [1],
     ]
-    return calls
+    assert pool.run(objects) == [expected] * 2
 
 
-def test_decorators_choose_the_process_at_each_call(pool):
-    assert pool.run(decorated) == [["main", None, None, "local"], [None, "one", "last", None]]
+LOCKS = {"threading": threading.Lock, "multiprocessing": multiprocessing.Lock}
 
 
-def fails_in_synchronize(failing: int) -> None:
-    rank = PartialState(cpu=True).process_index
-    with synchronize("download"):
-        if rank == failing:
-            raise ValueError("no such file")
+def sends_what_cannot_be_sent(how: str, sender: int, lock: str) -> None:
+    value = LOCKS[lock]() if rank() == sender else "fine"
+    {
+        "gather_object": lambda: gather_object(value),
+        "broadcast_object": lambda: broadcast_object(value, from_process=sender),
+        "broadcast_object_list": lambda: broadcast_object_list([value], from_process=sender),
+    }[how]()
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_in_synchronize_reaches_every_rank(pool, failing):
-    outcomes = pool.outcomes(fails_in_synchronize, failing)
-    assert outcomes[failing][0] == "ValueError"
-    kind, text = outcomes[1 - failing]
-    assert kind == "RemoteError"
-    assert f"rank {failing} failed in download" in text
-    assert "no such file" in text
+@pytest.mark.parametrize("lock", LOCKS)  # the first is a TypeError of pickle, the other is not
+@pytest.mark.parametrize("sender", [0, 1])
+@pytest.mark.parametrize("how", ["gather_object", "broadcast_object", "broadcast_object_list"])
+def test_an_object_that_cannot_be_sent_is_an_error_on_all_processes(pool, how, sender, lock):
+    for name, text in pool.outcomes(sends_what_cannot_be_sent, how, sender, lock):
+        assert name == "TypeError"
+        assert f"process {sender} passed an object that cannot be sent" in text
+        assert "lock" in text.lower()
+    assert pool.run(gathers) == [["Pair", [0, 1], [0.0, 1.0], "cpu"]] * 2  # the group goes on
 
 
-def synchronized_work() -> int:
-    @synchronize
-    def work() -> int:
-        return PartialState(cpu=True).process_index
-
-    return work()
-
-
-def test_synchronize_decorates_and_the_group_survives_the_errors(pool):
-    assert pool.run(synchronized_work) == [0, 1]
+def sends_what_another_does_not_know(sender: int) -> int:
+    value: object = "fine"
+    if rank() == sender:
+        module = types.ModuleType(f"known_on_{sender}")
+        value = type("Unknown", (), {"__module__": module.__name__})()
+        module.Unknown = type(value)
+        sys.modules[module.__name__] = module
+    return len(gather_object(value))
 
 
-def main_fails_first() -> None:
-    rank = PartialState(cpu=True).process_index
-    with main_process_first():
-        if rank == 0:
-            raise OSError("disk full")
+@pytest.mark.parametrize("sender", [0, 1])
+def test_an_object_of_an_unknown_class_is_an_error_where_it_is_unknown(pool, sender):
+    outcomes = pool.outcomes(sends_what_another_does_not_know, sender)
+    assert outcomes[sender] == ("ok", 2)
+    assert outcomes[1 - sender][0] == "ModuleNotFoundError"
+    assert pool.run(gathers) == [["Pair", [0, 1], [0.0, 1.0], "cpu"]] * 2  # the group goes on
 
 
-def test_main_process_first_releases_the_others_when_the_main_one_raises(pool):
-    (main, _), (other, text) = pool.outcomes(main_fails_first)
-    assert (main, other) == ("OSError", "RemoteError")
-    assert "disk full" in text
+def structures() -> dict:
+    me = rank()
+    stats = Stats(torch.tensor([1.0 + me]), 3 + me)
+    table = defaultdict(list, {("a", 1): torch.tensor([me]), None: {7, 8}})
+    summed, sent = reduce(stats, "sum"), broadcast(stats, from_process=1)
+    gathered, grouped = gather(stats), gather(table)
+    return {
+        "summed": [type(summed).__name__, summed.loss.tolist(), summed.count],
+        "inside": summed.more[0].tolist(),
+        "sent": [sent.loss.tolist(), sent.count, type(sent.count).__name__],
+        "gathered": [gathered.loss.tolist(), gathered.count.tolist(), gathered.more[0].tolist()],
+        "table": [grouped["a", 1].tolist(), sorted(grouped[None]), grouped["new"]],
+    }
 
 
-def order_of_main_first(path: str) -> str:
-    import time
-
-    rank = PartialState(cpu=True).process_index
-    with main_process_first():
-        if rank == 0:
-            time.sleep(0.3)
-        with open(path, "a") as file:
-            file.write(str(rank))
-    accelerator().wait_for_everyone()
-    with open(path) as file:
-        return file.read()
+def test_structures_come_back_as_they_went_in(pool):
+    expected = {
+        "summed": ["Stats", [3.0], 7],
+        "inside": [7],
+        "sent": [[2.0], 4, "int"],
+        "gathered": [[1.0, 2.0], [3, 4], [3, 4]],
+        "table": [[0, 1], [7, 8], []],
+    }
+    assert pool.run(structures) == [expected] * 2
 
 
-def test_main_process_first_runs_the_main_one_first(pool, tmp_path):
-    assert pool.run(order_of_main_first, str(tmp_path / "order")) == ["01", "01"]
+def filled_in_another_order() -> list:
+    me = rank()
+    data = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
+    if me:
+        data = dict(reversed(data.items()))
+    results = [gather(data), reduce(data, "sum"), broadcast(data, from_process=1)]
+    numbers = reduce({"x": 1, "y": 2} if me else {"y": 2, "x": 1}, "sum")
+    return [[result["a"].tolist(), result["b"].tolist()] for result in results] + [numbers]
+
+
+def test_dicts_that_were_filled_in_another_order_meet_by_key(pool):
+    expected = [[[1, 1], [2, 2]], [[2], [4]], [[1], [2]], {"x": 2, "y": 4}]
+    assert pool.run(filled_in_another_order) == [expected] * 2
+
+
+def numbers() -> list:
+    me = rank()
+    mixed = [me + 1, 0.5 if me else 1, bool(me), 2**70 + me]
+    return [
+        reduce(mixed, "sum"),
+        reduce(mixed, "max"),
+        reduce(mixed, "min", scale=2),
+        reduce(me + 1, weight=[3, 1][me]),
+        reduce([me, True], "mean"),
+        reduce(float("nan") if me else 1.0, "max") != 1.0,
+        reduce(float("nan") if me else 1.0, "mean", weight=1 - me),
+        broadcast({"n": me, "f": me / 2}, from_process=1),
+        gather([me, me / 4 if me else 0, bool(me)])[1].tolist(),
+    ]
+
+
+def test_numbers_are_combined_exactly_and_stay_numbers(pool):
+    expected = [
+        [3, 1.5, 1, 2**71 + 1],
+        [2, 1, True, 2**70 + 1],
+        [2, 1.0, 0, 2**71],
+        1.25,
+        [0.5, 1.0],
+        True,
+        1.0,
+        {"n": 1, "f": 0.5},
+        [0, 0.25],
+    ]
+    assert pool.run(numbers) == [expected] * 2
+
+
+MOVED = [
+    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16",
+    "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128",
+]  # fmt: skip
+
+
+def moves(dtype: str) -> list:
+    kind, me = getattr(torch, dtype), rank()
+    mine = torch.tensor([[1, 0, 1], [me, 1, 0]]).to(kind)
+    sent = broadcast(mine, from_process=1)
+    even, uneven = gather(mine), gather(mine[: 1 + me])
+    padded = pad_across_processes(mine[: 1 + me], pad_index=1)
+    turned = gather(mine.T)  # not contiguous
+    empty = gather(mine[:0])
+    results = [sent, even, uneven, padded, turned, empty]
+    assert all(result.dtype is kind for result in results)
+    return [result.to(torch.complex128).real.tolist() for result in results]
+
+
+@pytest.mark.parametrize("dtype", MOVED)
+def test_every_type_is_moved_as_it_is(pool, dtype):
+    top, low, high = [1, 0, 1], [0, 1, 0], [1, 1, 0]
+    first = [[top, high], [top, low, top, high], [top, top, high], [top, [1, 1, 1]]]
+    second = [*first[:3], [top, high]]
+    turned = [[1, 0], [0, 1], [1, 0], [1, 1], [0, 1], [1, 0]]
+    assert pool.run(moves, dtype) == [[*first, turned, []], [*second, turned, []]]
+
+
+def reduces_types(dtype: str) -> dict:
+    kind, me = getattr(torch, dtype), rank()
+    value = torch.tensor([me, 1]).to(kind)
+    found = {how: reduce(value, how) for how in ("sum", "mean", "max", "min")}
+    return {how: (str(x.dtype)[6:], x.double().tolist()) for how, x in found.items()}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [name for name in MOVED if "complex" not in name and name != "uint64"],
+)
+def test_every_type_is_reduced(pool, dtype):
+    whole = "float" not in dtype
+    expected = {
+        "sum": ("int64" if dtype == "bool" else dtype, [1, 2]),
+        "mean": ("float32" if whole else dtype, [0.5, 1]),
+        "max": (dtype, [1, 1]),
+        "min": (dtype, [0, 1]),
+    }
+    assert pool.run(reduces_types, dtype) == [expected] * 2
+
+
+def reduces_what_is_hard() -> dict:
+    me = rank()
+    half = torch.tensor([60000.0], dtype=torch.float16)
+    steps = torch.full((1,), 256.0 if me else 1.0, dtype=torch.bfloat16)
+    return {
+        "no overflow": reduce(half, "mean").tolist(),
+        "one rounding": reduce(steps, "sum", scale=3).tolist(),
+        "exact": reduce(torch.tensor([2**53 + me]), "sum").tolist(),
+        "complex": reduce(torch.tensor([1j + me]), "mean").tolist(),
+        "conjugate": reduce(torch.tensor([1j]).conj(), "sum").tolist(),
+        "turned": reduce(torch.arange(4).reshape(2, 2).T * (me + 1), "sum").tolist(),
+        "empty": list(reduce(torch.zeros(0, 3)).shape),
+        "nothing here": reduce(torch.tensor(float("nan") if me else 2.0), weight=1 - me).item(),
+        "gradients": reduce(torch.ones(1, requires_grad=True)).requires_grad,
+        "none": reduce(torch.tensor([me]), "none").tolist(),
+    }
+
+
+def test_nothing_is_lost_on_the_way(pool):
+    first, second = pool.run(reduces_what_is_hard)
+    expected = {
+        "no overflow": [60000.0],
+        "one rounding": [772.0],
+        "exact": [2**54 + 1],
+        "complex": [0.5 + 1j],
+        "conjugate": [-2j],
+        "turned": [[0, 6], [3, 9]],
+        "empty": [0, 3],
+        "nothing here": 2.0,
+        "gradients": False,
+    }
+    assert first == {**expected, "none": [0]}
+    assert second == {**expected, "none": [1]}
+
+
+def pads_structures() -> list:
+    me = rank()
+    data = {
+        "b": torch.ones(2, 1 + 2 * me, dtype=torch.bool),
+        "a": [torch.ones(3, 3 - me), torch.tensor(5)],
+        "n": 7,
+    }
+    padded = pad_across_processes(data, dim=1, pad_index=0, pad_first=True)
+    return [
+        padded["b"].long().tolist()[0],
+        padded["a"][0].tolist()[0],
+        padded["a"][1].item(),
+        padded["n"],
+        list(pad_across_processes(torch.ones(1 + me), dim=-1).shape),
+    ]
+
+
+def fails_to_pad() -> None:
+    pad_across_processes(torch.ones(2, 3 + rank()), dim=0)
+
+
+def test_structures_are_padded_along_any_dimension(pool):
+    first, second = pool.run(pads_structures)
+    assert first == [[0, 0, 1], [1, 1, 1], 5, 7, [2]]
+    assert second == [[1, 1, 1], [0, 1, 1], 5, 7, [2]]
+
+
+def test_what_differs_elsewhere_cannot_be_padded(pool):
+    for name, text in pool.outcomes(fails_to_pad):
+        assert name == "ValueError"
+        assert "process 1 differs from process 0" in text
+        assert "value: float32 (*, 4) on cpu" in text

@@ -1,0 +1,40 @@
+"""Collectives over nested structures of tensors, and over plain objects.
+
+Every function works on one process too, where it changes nothing but the container.
+"""
+
+from accel_callbacks.collectives.debug import begin as begin
+from accel_callbacks.collectives.gathering import gather, pad_across_processes
+from accel_callbacks.collectives.gathering import gather_sized as gather_sized
+from accel_callbacks.collectives.gathering import numbers_to_tensors as numbers_to_tensors
+from accel_callbacks.collectives.gathering import rows_held as rows_held
+from accel_callbacks.collectives.gathering import sizes_on_all as sizes_on_all
+from accel_callbacks.collectives.group import current_turn as current_turn
+from accel_callbacks.collectives.group import on_backend as on_backend
+from accel_callbacks.collectives.group import rank as rank
+from accel_callbacks.collectives.group import refuse_in_turn as refuse_in_turn
+from accel_callbacks.collectives.group import store as store
+from accel_callbacks.collectives.group import turn as turn
+from accel_callbacks.collectives.group import world_size as world_size
+from accel_callbacks.collectives.nested import map_leaves as map_leaves
+from accel_callbacks.collectives.nested import map_tensors as map_tensors
+from accel_callbacks.collectives.nested import tensors_in as tensors_in
+from accel_callbacks.collectives.objects import all_objects as all_objects
+from accel_callbacks.collectives.objects import any_process as any_process
+from accel_callbacks.collectives.objects import barrier as barrier
+from accel_callbacks.collectives.objects import (
+    broadcast_object,
+    broadcast_object_list,
+    gather_object,
+)
+from accel_callbacks.collectives.reducing import broadcast, reduce
+
+__all__ = [
+    "broadcast",
+    "broadcast_object",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+]

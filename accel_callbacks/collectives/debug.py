@@ -1,0 +1,128 @@
+"""What comes before a collective: the processes compare what each is about to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_callbacks.collectives.exchange import exchange
+from accel_callbacks.collectives.group import refuse_in_turn, world_size
+from accel_callbacks.collectives.nested import is_number, is_tensor, leaves
+from accel_callbacks.errors import DistributedOperationException
+
+__all__ = ["Call", "begin", "contents", "differences", "whole"]
+
+_SHOWN = 8  # entries of one process in a table
+
+
+class Call(NamedTuple):
+    """What one process is about to do; the place is for the reader and is not compared."""
+
+    text: str
+    contents: tuple[str, ...] = ()
+    place: str = ""
+
+
+def begin(
+    operation: str,
+    debug: bool | None = None,
+    holds: Callable[[], Sequence[str]] = tuple,
+    **arguments: Any,
+) -> None:
+    """Refuse what would hang; in debug mode, compare what all processes are about to do.
+
+    Args:
+        operation: the name of the collective.
+        debug: whether to compare; what ``ACCEL_DEBUG`` says if ``None``.
+        holds: gives what must be alike on all processes, such as :func:`contents`.
+        **arguments: of the collective, alike on all processes.
+
+    Raises:
+        DistributedOperationException: on all processes, where they differ.
+        RuntimeError: in a block in which the processes take turns.
+    """
+    if world_size() == 1:
+        return
+    refuse_in_turn(operation)
+    if not (_asked_for() if debug is None else debug):
+        return
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    calls = exchange(Call(f"{operation}({given})", tuple(holds()), _place()))
+    if len({call[:2] for call in calls}) > 1:
+        raise DistributedOperationException(
+            differences(calls) + "\nMake the same call on all processes, with tensors alike in "
+            "structure, type, shape and kind of device."
+        )
+
+
+def _asked_for() -> bool:
+    text = os.environ.get("ACCEL_DEBUG")
+    if text is None:
+        return False
+    from accel_callbacks.config import resolve_config
+
+    return resolve_config({}, {"ACCEL_DEBUG": text}).debug
+
+
+def contents(data: Any, text_of: Callable[[torch.Tensor], str]) -> list[str]:
+    """One line for each tensor and number of a nested structure: where it is, and what."""
+    found = leaves(data, lambda leaf: is_tensor(leaf) or is_number(leaf), by_key=True)
+    return [
+        f"{path or 'value'}: {text_of(value) if is_tensor(value) else 'number'}"
+        for path, value in found
+    ]
+
+
+def whole(tensor: torch.Tensor, shape: Sequence[object] | None = None) -> str:
+    """Type, shape and kind of device of a tensor; ``shape`` stands in for its own."""
+    sizes = ", ".join(map(str, tensor.shape if shape is None else shape))
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    kind = "" if dense else f"{str(tensor.layout).removeprefix('torch.')} "
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind}{dtype} ({sizes}) on {tensor.device.type}"
+
+
+def differences(calls: Sequence[Call]) -> str:
+    """A table of what the processes are about to do, those that do the same in one row."""
+    ranks: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for index, call in enumerate(calls):
+        ranks.setdefault(call[:2], []).append(index)
+    usual = max(ranks.values(), key=len)  # of as many, the first
+    odd = [index for index in range(len(calls)) if index not in usual]
+    common = set.intersection(*(set(call.contents) for call in calls))
+    verb = "differ" if len(odd) > 1 else "differs"
+    rows = [f"{_processes(odd)} {verb} from {_processes(usual)}, so nothing was sent:"]
+    for (text, held), where in ranks.items():
+        place = calls[where[0]].place
+        rows.append(f"  {_processes(where)}: {text}" + (f" at {place}" if place else ""))
+        own = [entry for entry in held if entry not in common]
+        rows += [f"      {entry}" for entry in own[:_SHOWN]]
+        rows += [f"      and {len(own) - _SHOWN} more"] if len(own) > _SHOWN else []
+    return "\n".join(rows)
+
+
+def _processes(ranks: Sequence[int]) -> str:
+    """``process 0``, or ``processes 0, 2-5``."""
+    spans: list[list[int]] = []
+    for index in ranks:
+        if spans and index == spans[-1][-1] + 1:
+            spans[-1].append(index)
+        else:
+            spans.append([index])
+    text = ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)
+    return f"process{'es' if len(ranks) > 1 else ''} {text}"
+
+
+def _place() -> str:
+    """File and line of the call outside of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if module not in ("accel_callbacks", "contextlib", "functools"):
+            break
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -1,0 +1,216 @@
+"""One walk over nested structures: containers are rebuilt as what they were, leaves are mapped.
+
+Containers are lists, deques, tuples, named tuples, mappings of any class and dataclasses. All
+else is a leaf; what a function does not ask for (text, sets, objects) stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserList, deque
+from collections.abc import Callable, Mapping, MutableMapping
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+__all__ = [
+    "Leaf",
+    "is_container",
+    "is_named_tuple",
+    "is_number",
+    "is_tensor",
+    "leaves",
+    "map_leaves",
+]
+__all__ += ["map_tensors", "tensors_in"]
+
+T = TypeVar("T")
+Items = list[tuple[Any, Any]]  # what a child is found by, and the child
+
+
+class _Kind(NamedTuple):
+    """How to take one kind of container apart, and to make another one of the same class."""
+
+    items: Callable[[Any], Items]
+    rebuild: Callable[[Any, Items], Any]
+    path: Callable[[Any], str]
+    cheap: bool = False  # rebuilt even where no leaf has changed
+
+
+class Leaf(NamedTuple):
+    """A leaf and where it is, ``['x'][0]`` say."""
+
+    path: str
+    value: Any
+
+
+def is_tensor(value: Any) -> bool:
+    """True for a tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def is_number(value: Any) -> bool:
+    """True for Python's numbers; members of an enumeration are names, not numbers."""
+    return isinstance(value, (bool, int, float, complex)) and not isinstance(value, Enum)
+
+
+def is_container(value: Any) -> bool:
+    """True for what :func:`map_leaves` looks into."""
+    return _kind_of(value) is not None
+
+
+def is_named_tuple(value: Any) -> bool:
+    """True for instances of ``NamedTuple`` and ``namedtuple`` classes."""
+    return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
+
+
+def map_leaves(
+    data: T, fn: Callable[[Any], Any], is_leaf: Callable[[Any], bool], *, by_key: bool = False
+) -> T:
+    """Apply ``fn`` to each leaf that ``is_leaf`` asks for, keeping the structure.
+
+    Args:
+        data: anything.
+        fn: called on the leaves in order.
+        is_leaf: also asked about containers, which can be leaves so.
+        by_key: go through mappings in the order of their keys where these are text, so that
+            processes that filled them in another order meet.
+    """
+    if is_leaf(data):
+        return cast(T, fn(data))
+    kind = _kind_of(data)
+    if kind is None:
+        return data
+    items = kind.items(data)
+    mapped: list[Any] = [None] * len(items)
+    for place in _order(data, items, by_key):
+        mapped[place] = map_leaves(items[place][1], fn, is_leaf, by_key=by_key)
+    if not kind.cheap and all(new is old for new, (_, old) in zip(mapped, items, strict=True)):
+        return data
+    labels = (label for label, _ in items)
+    return cast(T, kind.rebuild(data, list(zip(labels, mapped, strict=True))))
+
+
+def leaves(
+    data: Any, is_leaf: Callable[[Any], bool], *, by_key: bool = False, path: str = ""
+) -> list[Leaf]:
+    """The leaves that ``is_leaf`` asks for, in the order in which :func:`map_leaves` meets them."""
+    if is_leaf(data):
+        return [Leaf(path, data)]
+    kind = _kind_of(data)
+    if kind is None:
+        return []
+    items = kind.items(data)
+    found: list[Leaf] = []
+    for place in _order(data, items, by_key):
+        label, child = items[place]
+        found += leaves(child, is_leaf, by_key=by_key, path=path + kind.path(label))
+    return found
+
+
+def map_tensors(data: T, fn: Callable[[torch.Tensor], Any]) -> T:
+    """Apply ``fn`` to each tensor of a nested structure, keeping the structure."""
+    if isinstance(data, torch.Tensor):
+        return cast(T, fn(data))
+    kind: Any = type(data)
+    if kind is tuple or kind is list:  # what models return, quickly
+        return cast(T, kind([map_tensors(item, fn) for item in cast(Any, data)]))
+    return map_leaves(data, fn, is_tensor, by_key=True)
+
+
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    """The tensors of a nested structure, in the order in which :func:`map_tensors` meets them."""
+    return [leaf.value for leaf in leaves(data, is_tensor, by_key=True)]
+
+
+def _order(data: Any, items: Items, by_key: bool) -> list[int]:
+    places = list(range(len(items)))
+    if by_key and isinstance(data, Mapping) and all(type(key) is str for key, _ in items):
+        places.sort(key=lambda place: items[place][0])
+    return places
+
+
+def _kind_of(data: Any) -> _Kind | None:
+    if type(data) in _EXACT:
+        return _EXACT[type(data)]
+    for kind, belongs in _KINDS:
+        if belongs(data):
+            return kind
+    return None
+
+
+def _copy_of(data: Any, items: Items) -> Any:
+    """A copy with new entries; it keeps what the class knows besides (a default factory, say)."""
+    new = copy.copy(data)
+    for key, value in items:
+        new[key] = value
+    return new
+
+
+def _copy_of_mapping(data: Any, items: Items) -> Any:
+    return _copy_of(data, items) if isinstance(data, MutableMapping) else type(data)(dict(items))
+
+
+def _copy_of_dataclass(data: Any, items: Items) -> Any:
+    new = copy.copy(data)
+    for name, value in items:
+        object.__setattr__(new, name, value)  # frozen ones too
+    return new
+
+
+def _fields(data: Any) -> Items:
+    names = (field.name for field in dataclasses.fields(data))
+    return [(name, getattr(data, name)) for name in names if hasattr(data, name)]
+
+
+def _values(items: Items) -> list[Any]:
+    return [value for _, value in items]
+
+
+def _subscript(key: Any) -> str:
+    # The text of other objects may hold an address, which differs between processes.
+    plain = isinstance(key, (str, int, float, bytes, type(None)))
+    return f"[{key!r}]" if plain else f"[{type(key).__name__}]"
+
+
+def _is_dataclass(data: Any) -> bool:
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def _by_index(data: Any) -> Items:
+    return list(enumerate(data))
+
+
+def _by_key(data: Any) -> Items:
+    return list(data.items())
+
+
+def _by_field(data: Any) -> Items:
+    return list(zip(data._fields, data, strict=True))
+
+
+_LIST = _Kind(_by_index, lambda _, items: _values(items), _subscript, cheap=True)
+_TUPLE = _Kind(_by_index, lambda _, items: tuple(_values(items)), _subscript, cheap=True)
+_DICT = _Kind(_by_key, lambda _, items: dict(items), _subscript, cheap=True)
+_NAMED = _Kind(_by_field, lambda data, items: data._make(_values(items)), lambda name: f".{name}")
+_MAPPING = _Kind(_by_key, _copy_of_mapping, _subscript)
+_TUPLE_LIKE = _Kind(_by_index, lambda data, items: type(data)(_values(items)), _subscript)
+_SEQUENCE = _Kind(_by_index, _copy_of, _subscript)
+_DATACLASS = _Kind(_fields, _copy_of_dataclass, lambda name: f".{name}")
+
+_EXACT: dict[type, _Kind | None] = {
+    list: _LIST,
+    tuple: _TUPLE,
+    dict: _DICT,
+    str: None,
+    torch.Size: None,
+}
+_KINDS: tuple[tuple[_Kind, Callable[[Any], bool]], ...] = (
+    (_MAPPING, lambda data: isinstance(data, Mapping)),
+    (_NAMED, is_named_tuple),
+    (_TUPLE_LIKE, lambda data: isinstance(data, tuple) and not isinstance(data, torch.Size)),
+    (_SEQUENCE, lambda data: isinstance(data, (list, deque, UserList))),
+    (_DATACLASS, _is_dataclass),
+)

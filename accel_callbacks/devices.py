@@ -1,0 +1,51 @@
+"""The device of this process."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["pick_device", "select_device"]
+
+
+def pick_device(cpu: bool, local_rank: int) -> torch.device:
+    """The device of the process with this index on its machine, made torch's current one.
+
+    Args:
+        cpu: leave other devices alone.
+        local_rank: index among the processes of this machine, which is that of its device.
+
+    Raises:
+        RuntimeError: this machine has fewer devices.
+
+    Example:
+        >>> from accel_callbacks.devices import pick_device
+        >>> pick_device(cpu=True, local_rank=1)
+        device(type='cpu')
+    """
+    if cpu or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise RuntimeError(
+            f"local rank {local_rank} has no device: this machine shows {count}. Start at most "
+            f"{count} processes here, or pass --cpu to `accel launch`."
+        )
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device = torch.device(kind.type, local_rank)
+    select_device(device)
+    return device
+
+
+def select_device(device: torch.device) -> None:
+    """Make a device the current one of torch in this thread; nothing to do for the CPU.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.devices import select_device
+        >>> select_device(torch.device("cpu"))
+    """
+    if device.type != "cpu":
+        # torch 2.6 has it under its older name only
+        select = getattr(torch.accelerator, "set_device_index", None)
+        (select or torch.accelerator.set_device_idx)(device.index or 0)

@@ -1,0 +1,147 @@
+"""How the processes of a run find each other: by which backend, and where."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from accel_callbacks.errors import nearest
+
+__all__ = ["GroupOptions", "backend_for", "join_group"]
+
+_SCHEMES = ("env", "tcp", "file")
+
+# Where this process has met others, and how often: facts of the process, as its group is.
+_met: dict[tuple[str, ...], tuple[dist.distributed_c10d.Store, int]] = {}
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How to join the process group; None where the device or the launcher decides.
+
+    Args:
+        backend: of torch.distributed, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``, say.
+        init_method: URL to meet at, ``"env://"``, ``"tcp://host:port"`` or ``"file:///path"``.
+        timeout: how long a collective waits.
+
+    Raises:
+        ValueError: a backend or a kind of URL that does not exist.
+
+    Example:
+        >>> from accel_callbacks.joining import GroupOptions
+        >>> GroupOptions(backend="glo")
+        Traceback (most recent call last):
+        ValueError: backend='glo' is unknown to this torch. Did you mean 'gloo'?
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            for name in _backends_of(self.backend).values():
+                _check_backend(name, self.backend)
+        if self.init_method is not None:
+            scheme = self.init_method.partition("://")[0]
+            if "://" not in self.init_method or scheme not in _SCHEMES:
+                raise ValueError(
+                    f"init_method={self.init_method!r} is unknown; use env://, tcp://host:port or "
+                    f"file:///path.{nearest(scheme, _SCHEMES)}"
+                )
+
+
+def _check_backend(name: str, given: str) -> None:
+    known = [backend for backend in dist.Backend.backend_list if backend != "undefined"]
+    if name not in known:
+        raise ValueError(f"backend={given!r} is unknown to this torch.{nearest(name, known)}")
+    available = getattr(dist, f"is_{name}_available", None)
+    if available is not None and not available():
+        raise ValueError(
+            f"backend={given!r}: this torch was built without {name}. Leave backend= out to get "
+            "the one that fits the device."
+        )
+
+
+def _backends_of(backend: str) -> dict[str, str]:
+    """Device type to backend; one name without a device serves all, under ``""``."""
+    entries = (entry.rpartition(":") for entry in backend.lower().split(","))
+    return {kind: name for kind, _, name in entries}
+
+
+def backend_for(device: torch.device, backend: str) -> str | None:
+    """The part of a backend string that serves a device, None if none does.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.joining import backend_for
+        >>> backend_for(torch.device("cpu"), "cpu:gloo,cuda:nccl")
+        'gloo'
+    """
+    parts = _backends_of(backend)
+    serving = parts.get(device.type, parts.get(""))
+    return None if serving == "nccl" and device.type != "cuda" else serving
+
+
+def join_group(
+    device: torch.device, rank: int, world: int, options: GroupOptions, env: Mapping[str, str]
+) -> str:
+    """Join the default process group, and return its backend string.
+
+    Raises:
+        RuntimeError: the address to meet at is missing.
+        ValueError: the backend cannot serve the device.
+    """
+    meet_at = options.init_method or "env://"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing and meet_at.startswith("env://"):
+        raise RuntimeError(
+            f"{' and '.join(missing)} not set for {world} processes: start the script with "
+            "`accel launch --num_processes N` or `torchrun`."
+        )
+    backend = options.backend or _default_backend(device)
+    if backend_for(device, backend) is None:
+        raise ValueError(
+            f"backend={backend!r} does not serve {device.type} tensors, and this process computes "
+            f"on {device}. Leave backend= out, or use {_default_backend(device)!r}."
+        )
+    # It binds the default group when it is imported, and would keep the connections of ours.
+    importlib.import_module("torch.distributed.nn.functional")
+    store = _meeting_place(meet_at, rank, world, env)
+    store.set_timeout(options.timeout or dist.distributed_c10d.default_pg_timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=options.timeout,
+    )
+    return backend
+
+
+def _meeting_place(
+    meet_at: str, rank: int, world: int, env: Mapping[str, str]
+) -> dist.distributed_c10d.Store:
+    """The store of the next group; what it keeps is read by the processes of this group only."""
+    address = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    place = (meet_at, *address, str(rank), str(world))
+    known = _met.get(place)
+    # The server is kept: another one at the same port might come up after its first client.
+    store, joined = known if known is not None else (next(rendezvous(meet_at, rank, world))[0], 0)
+    _met[place] = store, joined + 1
+    # A restarted worker must not read the addresses that the attempt before it left behind.
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.distributed_c10d.PrefixStore(f"accel_callbacks/attempt{attempt}/{joined}", store)
+
+
+def _default_backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    # Both, so that objects and CPU tensors never travel through device memory.
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"

@@ -1,0 +1,259 @@
+"""Helpers over nested structures of tensors that scripts import from ``accelerate.utils``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from accel_callbacks.collectives.nested import (
+    is_container,
+    is_named_tuple,
+    is_tensor,
+    leaves,
+    map_leaves,
+    map_tensors,
+)
+from accel_callbacks.collectives.objects import barrier
+from accel_callbacks.describing import (
+    TensorInformation,
+    find_batch_size,
+    find_device,
+    get_data_structure,
+    get_shape,
+    initialize_tensors,
+    is_tensor_information,
+)
+
+__all__ = [
+    "TensorInformation",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "find_batch_size",
+    "find_device",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
+    "pad_input_tensors",
+    "recursively_apply",
+    "slice_tensors",
+    "wait_for_everyone",
+]
+
+T = TypeVar("T")
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """True for a tensor.
+
+    Example:
+        >>> from accel_callbacks.operations import is_torch_tensor
+        >>> is_torch_tensor([1.0])
+        False
+    """
+    return is_tensor(tensor)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """True for an instance of a named tuple.
+
+    Example:
+        >>> from typing import NamedTuple
+        >>> from accel_callbacks.operations import is_namedtuple
+        >>> Pair = NamedTuple("Pair", [("left", int), ("right", int)])
+        >>> is_namedtuple(Pair(1, 2)), is_namedtuple((1, 2))
+        (True, False)
+    """
+    return is_named_tuple(data)
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The items as a list, tuple or named tuple of the class of ``obj``.
+
+    Example:
+        >>> from accel_callbacks.operations import honor_type
+        >>> honor_type((0, 0), [1, 2])
+        (1, 2)
+    """
+    return obj._make(generator) if is_named_tuple(obj) else type(obj)(generator)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to the tensors of a nested structure, keeping the structure.
+
+    Args:
+        func: called with a tensor, ``*args`` and ``**kwargs``.
+        data: lists, tuples, named tuples, mappings and dataclasses, in any nesting.
+        *args: for ``func``.
+        test_type: what it is applied to, if not to tensors.
+        error_on_other_type: refuse what is neither a container nor passes ``test_type``, instead
+            of leaving it as it is.
+        **kwargs: for ``func``.
+
+    Raises:
+        TypeError: see ``error_on_other_type``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.operations import recursively_apply
+        >>> recursively_apply(torch.add, {"x": torch.ones(1), "name": "a"}, 2)
+        {'x': tensor([3.]), 'name': 'a'}
+    """
+    if error_on_other_type:
+        for path, value in leaves(data, lambda leaf: test_type(leaf) or not is_container(leaf)):
+            if not test_type(value):
+                raise TypeError(f"{path or 'data'} is a {type(value).__name__}, which is refused.")
+    return map_leaves(data, lambda leaf: func(leaf, *args, **kwargs), test_type)
+
+
+def listify(data: Any) -> Any:
+    """The same structure with numbers and lists of numbers in place of tensors.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.operations import listify
+        >>> listify({"x": torch.ones(2, dtype=torch.bfloat16)})
+        {'x': [1.0, 1.0]}
+    """
+    return map_tensors(data, lambda tensor: tensor.detach().tolist())
+
+
+def slice_tensors(
+    data: Any,
+    tensor_slice: slice,
+    process_index: int | None = None,
+    num_processes: int | None = None,
+) -> Any:
+    """A slice of each tensor of a nested structure, along its first dimension.
+
+    Args:
+        data: the structure.
+        tensor_slice: which rows.
+        process_index: not used; it is there for functions that replace this one.
+        num_processes: not used either.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.operations import slice_tensors
+        >>> slice_tensors([torch.arange(4)], slice(1, 3))
+        [tensor([1, 2])]
+    """
+    return map_tensors(data, lambda tensor: tensor[tensor_slice])
+
+
+def concatenate(data: Sequence[T], dim: int = 0) -> T:
+    """Join structures that are alike: each tensor with those at the same place in the others.
+
+    Args:
+        data: one or more structures. What is no tensor is taken from the first one.
+        dim: the dimension to join along.
+
+    Raises:
+        ValueError: nothing to join, or structures that differ.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.operations import concatenate
+        >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
+        {'x': tensor([1., 0.])}
+    """
+    if not data:
+        raise ValueError("there is nothing to concatenate: pass at least one structure.")
+    found = [leaves(one, is_tensor, by_key=True) for one in data]
+    places = [[leaf.path for leaf in one] for one in found]
+    for index, place in enumerate(places):
+        if place != places[0]:
+            raise ValueError(
+                f"the structures differ: the first has tensors at {places[0]}, number {index} at "
+                f"{place}."
+            )
+    each = iter(
+        [torch.cat([leaf.value for leaf in column], dim) for column in zip(*found, strict=True)]
+    )
+    return map_tensors(data[0], lambda _: next(each))
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """The tensors of a nested structure in float32 where they are in float16 or bfloat16.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.operations import convert_to_fp32
+        >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16)])
+        [tensor([1.])]
+    """
+    low = (torch.float16, torch.bfloat16)
+    return map_tensors(tensor, lambda one: one.float() if one.dtype in low else one)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that :func:`convert_to_fp32` is applied to what it returns.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.operations import convert_outputs_to_fp32
+        >>> convert_outputs_to_fp32(torch.nn.Linear(1, 1).bfloat16())(
+        ...     torch.ones(1).bfloat16()
+        ... ).dtype
+        torch.float32
+    """
+
+    @functools.wraps(model_forward, updated=())
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Fill batches with zeros up to the next multiple of ``num_processes``.
+
+    Args:
+        tensor: a nested structure; tensors of another size than ``batch_size`` along ``dim`` stay
+            as they are.
+        batch_size: samples in the batch.
+        num_processes: into how many equal parts it is to be split.
+        dim: the dimension of the samples.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.operations import pad_input_tensors
+        >>> pad_input_tensors(torch.ones(3), batch_size=3, num_processes=2)
+        tensor([1., 1., 1., 0.])
+    """
+    missing = -batch_size % num_processes
+
+    def pad(one: torch.Tensor) -> torch.Tensor:
+        has = -one.dim() <= dim < one.dim()
+        if not missing or not has or one.shape[dim] != batch_size:
+            return one
+        shape = list(one.shape)
+        shape[dim] = missing
+        return torch.cat([one, one.new_zeros(shape)], dim=dim)
+
+    return map_tensors(tensor, pad)
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process is here.
+
+    Example:
+        >>> from accel_callbacks import wait_for_everyone
+        >>> wait_for_everyone()
+    """
+    barrier()

@@ -1,0 +1,148 @@
+"""Scripts that end with an error on one of two processes: both end, and both say which."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = """
+import sys, time
+from datetime import timedelta
+import torch
+from accel_callbacks import Accelerator
+
+how, failing = sys.argv[1], int(sys.argv[2])
+accel = Accelerator(cpu=True, timeout=timedelta(seconds=300))
+model = torch.nn.Linear(1, 1)
+model, data = accel.prepare(model, torch.utils.data.DataLoader(torch.ones(8, 1), 2))
+
+def loop():
+    for index, batch in enumerate(data):
+        if index == 1 and accel.process_index == failing:
+            raise ValueError("no space left")
+        if index == 1 and how == "late":
+            time.sleep(2)
+        accel.backward(model(batch).sum())
+
+if how == "plain":
+    loop()
+elif how == "plain, ended":
+    try:
+        loop()
+    finally:
+        accel.end_training()
+elif how == "alone again":
+    try:
+        with accel.run("demo"):
+            loop()
+    except ValueError:
+        Accelerator(cpu=True)
+else:
+    with accel.run("demo"):
+        loop()
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_script(*args: str, code: str = SCRIPT) -> list[tuple[int, str]]:
+    """Exit code and errors of each of two processes."""
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *args],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("how", ["run", "late"])
+def test_a_script_that_fails_tells_the_error_on_all_processes(how, failing):
+    outcomes = run_script(how, str(failing))
+    assert [code for code, _ in outcomes] == [1, 1]
+    assert "RemoteError" not in outcomes[failing][1]
+    # also where the process that kept the report has had its end before it was read
+    assert f"RemoteError: rank {failing} failed" in outcomes[1 - failing][1]
+    assert "ValueError: no space left" in outcomes[1 - failing][1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("how", ["plain", "plain, ended"])
+def test_a_script_without_a_run_ends_too(how, failing):
+    outcomes = run_script(how, str(failing))
+    assert [code for code, _ in outcomes] == [1, 1]
+    assert "ValueError: no space left" in outcomes[failing][1]
+    assert "RuntimeError" in outcomes[1 - failing][1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_does_not_begin_again_where_the_others_have_ended(failing):
+    outcomes = run_script("alone again", str(failing))
+    assert [code for code, _ in outcomes] == [1, 1]
+    assert "has ended" in outcomes[failing][1]
+    assert "start the script again" in outcomes[failing][1]
+
+
+OWN_GROUP = """
+import os, sys
+import torch.distributed as dist
+from accel_callbacks import Accelerator
+
+rank = int(os.environ["RANK"])
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
+
+def start(name):
+    own = dist.PrefixStore(name, store)  # else gloo may read the addresses of the group before
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=2)
+    return Accelerator(cpu=True)
+
+for name in ("first", "second"):
+    try:
+        with (accel := start(name)).run(name):
+            1 / accel.process_index
+            accel.wait_for_everyone()
+    except Exception as error:
+        print(type(error).__name__, str(error).partition(":")[0], file=sys.stderr)
+    try:
+        Accelerator(cpu=True)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_broken_group_that_the_script_made_is_the_scripts_to_make_anew():
+    outcomes = run_script(code=OWN_GROUP)
+    assert [code for code, _ in outcomes] == [0, 0]
+    assert "ZeroDivisionError" in outcomes[0][1]
+    assert "RemoteError rank 0 failed in the run 'first'" in outcomes[1][1]
+    assert "RemoteError rank 0 failed in the run 'second'" in outcomes[1][1]
+    for _, text in outcomes:
+        assert "call destroy_process_group() and init_process_group()" in text
