@@ -1,24 +1,36 @@
-"""Moving batches to the device of this process."""
+"""Batches on the device of this process, the next one on its way while one is computed with."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
-__all__ = ["device_mover", "send_to_device"]
+from accel_callbacks.collectives.nested import leaves, map_leaves
+from accel_callbacks.data.sources import Delivery
+
+__all__ = ["Feed", "device_feed", "send_to_device"]
+
+Pairs = Iterator[tuple[Any, Delivery]]
+Feed = Callable[[Pairs], Pairs]
 
 
-def send_to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Iterable[str] | None = None,
+) -> Any:
     """A nested structure with its tensors (and all that has ``.to``) on a device.
 
     Args:
-        batch: tensors in lists, tuples, named tuples, dicts or dataclasses; the rest stays.
+        tensor: tensors in lists, tuples, named tuples, dicts or dataclasses; the rest stays.
         device: where to.
         non_blocking: do not wait for copies from pinned memory.
+        skip_keys: keys of dicts, on any level, whose values stay where they are.
 
     Example:
         >>> import torch
@@ -26,17 +38,46 @@ def send_to_device(batch: Any, device: torch.device | str, non_blocking: bool = 
         >>> send_to_device((torch.ones(1), "label"), "cpu")
         (tensor([1.]), 'label')
     """
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=non_blocking)
-    if type(batch) in (tuple, list):
-        return type(batch)(send_to_device(item, device, non_blocking) for item in batch)
-    if type(batch) is dict:
-        return {key: send_to_device(item, device, non_blocking) for key, item in batch.items()}
-    if isinstance(batch, _Movable):
-        return batch.to(device)
-    return apply_to_collection(
-        batch, _Movable, lambda item: send_to_device(item, device, non_blocking)
-    )
+    skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
+    return _send(tensor, device, non_blocking, skipped)
+
+
+def _send(item: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.to(device, non_blocking=non_blocking)
+    kind = type(item)
+    if kind in (tuple, list):
+        return kind(_send(one, device, non_blocking, skipped) for one in item)
+    if isinstance(item, _Movable):
+        return _send_object(item, device, non_blocking)
+    if isinstance(item, Mapping):
+        moved = {
+            key: one if key in skipped else _send(one, device, non_blocking, skipped)
+            for key, one in item.items()
+        }
+        return moved if kind is dict else _like(item, moved)
+    return map_leaves(item, lambda one: _send(one, device, non_blocking, skipped), _has_own_way)
+
+
+def _has_own_way(item: Any) -> bool:
+    return isinstance(item, (_Movable, Mapping))
+
+
+def _like(item: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping of the same class; it keeps what the class knows besides."""
+    if not isinstance(item, MutableMapping):
+        return type(item)(entries)  # type: ignore[call-arg]
+    new = copy(item)
+    for key, one in entries.items():
+        new[key] = one
+    return new
+
+
+def _send_object(item: Any, device: Any, non_blocking: bool) -> Any:
+    try:
+        return item.to(device, non_blocking=non_blocking)
+    except TypeError:  # many a ``to`` takes a device only
+        return item.to(device)
 
 
 class _Movable(ABC):
@@ -51,8 +92,84 @@ class _Movable(ABC):
         return callable(getattr(kind, "to", None))
 
 
-def device_mover(device: torch.device) -> Callable[[Any], Any] | None:
-    """A function that moves a batch to the device, ``None`` where loaders deliver it there."""
+def device_feed(device: torch.device, non_blocking: bool = True) -> Feed | None:
+    """What brings the batches of a loader to the device, ``None`` where they are there already.
+
+    Args:
+        device: where to.
+        non_blocking: copy the next batch while the current one is computed with, where the device
+            can do both at once; from pinned memory the copy does not hold up the program either.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.data.device import device_feed
+        >>> device_feed(torch.device("cpu")) is None
+        True
+    """
     if device.type == "cpu":
         return None
-    return lambda batch: send_to_device(batch, device, non_blocking=True)
+    module = getattr(torch, device.type, None)
+    if non_blocking and hasattr(module, "Stream") and hasattr(module, "stream"):
+        return StreamFeed(device, module)
+    return lambda pairs: _moved(pairs, device, non_blocking)
+
+
+def _moved(pairs: Pairs, device: torch.device, non_blocking: bool) -> Pairs:
+    for batch, delivery in pairs:
+        yield send_to_device(batch, device, non_blocking), delivery
+
+
+class StreamFeed:
+    """Copies one batch ahead, on a stream of its own.
+
+    Args:
+        device: where to.
+        module: the torch module of that kind of device, ``torch.cuda`` say.
+    """
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self._device = device
+        self._module = module
+
+    def __call__(self, pairs: Pairs) -> Pairs:
+        side = self._module.Stream(self._device)
+        ahead: tuple[Any, Delivery, Any] | None = None
+        for batch, delivery in pairs:
+            with self._module.stream(side):
+                copy = _send_tensors(batch, self._device)
+                copied = side.record_event()
+            if ahead is not None:
+                yield self._handed_over(*ahead)
+            ahead = copy, delivery, copied
+        if ahead is not None:
+            yield self._handed_over(*ahead)
+
+    def _handed_over(self, batch: Any, delivery: Delivery, copied: Any) -> tuple[Any, Delivery]:
+        """The batch for the stream that computes, when its copy is done."""
+        stream = self._module.current_stream(self._device)
+        stream.wait_event(copied)
+        for tensor in _tensors_in(batch):
+            if tensor.device.type == self._device.type:
+                # Its memory is of the side stream: not to be used there again before it is done.
+                tensor.record_stream(stream)
+        # Objects with a ``to`` of their own hide their tensors, so they are copied here.
+        return send_to_device(batch, self._device, non_blocking=True), delivery
+
+
+def _send_tensors(item: Any, device: torch.device) -> Any:
+    """The structure with its tensors on their way; other objects with ``to`` stay."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device, non_blocking=True)
+    if isinstance(item, _Movable):
+        return item
+    return map_leaves(item, lambda one: _send_tensors(one, device), _is_movable)
+
+
+def _is_movable(item: Any) -> bool:
+    return isinstance(item, _Movable)
+
+
+def _tensors_in(item: Any) -> list[torch.Tensor]:
+    """All but those inside of objects that move by themselves."""
+    found = (leaf.value for leaf in leaves(item, _is_movable))
+    return [one for one in found if isinstance(one, torch.Tensor)]

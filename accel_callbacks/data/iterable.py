@@ -1,85 +1,240 @@
-"""Sharding of datasets that can only be iterated."""
+"""Sharding of datasets that can only be iterated, in whichever process reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-__all__ = ["CollateShare", "IterableShards"]
+from accel_callbacks.data.order import mix_seed
+from accel_callbacks.data.plan import fill_up, split_evenly
+
+__all__ = ["CollateShare", "IterableShards", "Piece", "has_state"]
 
 
-class IterableShards(IterableDataset[tuple[list[Any], int]]):
+class Piece(NamedTuple):
+    """What one process gets of a global batch, and where the stream goes on after it.
+
+    Args:
+        batch: the samples of this process, collated on the way. For a reader of all processes'
+            parts, a list of them.
+        real: samples of the global batch, each counted once (ready batches count as one).
+        padded: the same with the repetitions.
+        worker: index of the worker process that read it, 0 without any.
+        mark: that worker's place after it: ``read`` (samples of this pass so far), ``ended``, and
+            the dataset's own ``state`` if it has any.
+    """
+
+    batch: Any
+    real: int
+    padded: int
+    worker: int
+    mark: dict[str, Any]
+
+
+def has_state(dataset: Any) -> bool:
+    """Whether a dataset can say where it is, and go on there."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class IterableShards(IterableDataset["Piece | None"]):
     """Reads the whole stream and keeps this process's piece of each global batch.
 
-    Each item is ``(samples, real)``: the samples of this process, and how many samples the
-    global batch really has, so that padding of the tail is known even across loader workers.
+    The tail is filled up with its own samples, so that it is the same after a resume. If not
+    ``even``, it is split as evenly as it goes, and joins the batch before it where it has fewer
+    samples than there are processes.
+
+    Args:
+        dataset: the user's.
+        batch_size: samples of one process; ``None`` if the dataset yields ready batches, of which
+            each process then gets one.
+        drop_last: leave out what does not fill a global batch.
+        rank: this process.
+        world_size: number of processes.
+        every_rank: yield the pieces of all processes, as a list.
+        stateful: ask the dataset for its state after each batch.
 
     Example:
         >>> from accel_callbacks.data.iterable import IterableShards
-        >>> list(IterableShards(range(5), batch_size=2, drop_last=False, rank=1, world_size=2))
-        [([2, 3], 4), ([0], 1)]
+        >>> shards = IterableShards(range(5), batch_size=2, drop_last=False, rank=1, world_size=2)
+        >>> [(piece.batch, piece.real, piece.mark["read"]) for piece in shards]
+        [([2, 3], 4, 4), ([4], 1, 5)]
     """
 
     def __init__(
         self,
         dataset: Iterable[Any],
         *,
-        batch_size: int,
+        batch_size: int | None,
         drop_last: bool,
         rank: int,
         world_size: int,
+        every_rank: bool = False,
+        stateful: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.rank = rank
         self.world_size = world_size
+        self.every_rank = every_rank
+        self.stateful = stateful
+        self.resume: Mapping[str, Any] | None = None  # where the next pass begins
         # In shared memory, so that a loader worker which outlives an epoch sees the next one.
-        self._epoch = torch.zeros(1, dtype=torch.int64)
-        self._epoch.share_memory_()  # type: ignore[no-untyped-call]
+        self._pass = torch.tensor([0, 0, 1])
+        self._pass.share_memory_()  # type: ignore[no-untyped-call]
 
-    def __iter__(self) -> Iterator[tuple[list[Any], int]]:
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(int(self._epoch))
-        stream = iter(self.dataset)
-        size = self.batch_size * self.world_size
-        opening: list[Any] = []
-        while batch := list(islice(stream, size)):
-            opening = opening or batch[: self.world_size]
-            if len(batch) < size and self.drop_last:
-                return
-            each = -(-len(batch) // self.world_size)
-            missing = each * self.world_size - len(batch)
-            padded = batch + [opening[i % len(opening)] for i in range(missing)]
-            yield padded[self.rank * each : (self.rank + 1) * each], len(batch)
+    @property
+    def even(self) -> bool:
+        """Fill the tail up with repetitions."""
+        return bool(self._pass[2])
+
+    @even.setter
+    def even(self, even: bool) -> None:
+        self._pass[2] = even
+
+    @property
+    def size(self) -> int:
+        """What the dataset yields for a full global batch."""
+        return (self.batch_size or 1) * self.world_size
+
+    def set_pass(self, seed: int, epoch: int) -> None:
+        """The dataset is told the epoch with its next pass, or its generator is seeded."""
+        self._pass[0], self._pass[1] = epoch, mix_seed(seed, epoch)
 
     def __len__(self) -> int:
         """Samples of the whole stream; TypeError if it does not know."""
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def set_epoch(self, epoch: int) -> None:
-        """The dataset is told with its next pass, if it has a ``set_epoch``."""
-        self._epoch.fill_(epoch)
+    def __iter__(self) -> Iterator[Piece | None]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        set_dataset_epoch(self.dataset, int(self._pass[0]), int(self._pass[1]))
+        # Once only: a worker that outlives this pass begins the next at its beginning.
+        resume, self.resume = self.resume, None
+        mark: Mapping[str, Any] = {"read": 0, "ended": False, "state": None}
+        if resume is not None:
+            mark = resume["workers"][worker]
+            if worker < resume["turn"]:  # workers take turns from the first one on
+                yield None
+        if mark["ended"]:
+            if mark["state"] is not None and self.stateful:  # for the pass after this one
+                self.dataset.load_state_dict(mark["state"])  # type: ignore[attr-defined]
+            return
+        stream, read = self._go_on(mark), mark["read"]
+        batches = self._batches(stream, read)
+        joins = self.world_size > 1 and self.batch_size is not None and not self.even
+        for items, place in self._joined(batches) if joins else batches:
+            yield self._cut(items, worker, place)
+
+    def _go_on(self, mark: Mapping[str, Any]) -> Iterator[Any]:
+        """The stream from a mark on: through the state of the dataset, else by reading up to it."""
+        if mark["state"] is not None and self.stateful:
+            dataset: Any = self.dataset
+            fresh = None
+            try:
+                fresh = deepcopy(dataset.state_dict())
+                dataset.load_state_dict(mark["state"])
+                stream = iter(dataset)
+                return chain(list(islice(stream, 1)), stream)  # some look at it only now
+            except Exception as problem:
+                with suppress(Exception):
+                    dataset.load_state_dict(fresh)
+                warnings.warn(
+                    f"{type(self.dataset).__name__} does not take its saved state ({problem!r}): "
+                    f"its first {mark['read']} samples are read and dropped instead.",
+                    stacklevel=2,
+                )
+        return islice(iter(self.dataset), mark["read"], None)
+
+    def _batches(
+        self, stream: Iterator[Any], read: int
+    ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+        """What is read for each global batch, with the mark after it."""
+        while items := list(islice(stream, self.size)):
+            read += len(items)
+            ended = len(items) < self.size
+            if ended and self.drop_last:
+                return
+            # Taken now: reading on would move it. At its end a dataset may have begun anew.
+            known = self.stateful and not ended
+            state = deepcopy(self.dataset.state_dict()) if known else None  # type: ignore[attr-defined]
+            yield items, {"read": read, "ended": ended, "state": state}
+
+    def _joined(
+        self, batches: Iterator[tuple[list[Any], dict[str, Any]]]
+    ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+        """Put a tail that has no sample for each process to the batch before it."""
+        held: tuple[list[Any], dict[str, Any]] | None = None
+        for items, mark in batches:
+            if held is None:
+                held = items, mark
+            elif len(items) < self.world_size:
+                held = held[0] + items, mark
+            else:
+                yield held
+                held = items, mark
+        if held is None:
+            return
+        # The rest of a pass that was begun elsewhere is filled up: else it would be lost.
+        if len(held[0]) < self.world_size and held[1]["read"] == len(held[0]):
+            raise ValueError(
+                f"a pass over {type(self.dataset).__name__} has {len(held[0])} samples (of one "
+                f"worker, where there are workers) for {self.world_size} processes, and with "
+                "even_batches=False none is read twice: leave even_batches on for this loader, "
+                "or use fewer workers or processes."
+            )
+        yield held
+
+    def _cut(self, items: list[Any], worker: int, mark: dict[str, Any]) -> Piece:
+        whole = self.even or self.batch_size is None or len(items) < self.world_size
+        real = len(items)
+        padded = -(-real // self.world_size) * self.world_size if whole else real
+        if self.every_rank:
+            batch: Any = [self._piece(items, rank) for rank in range(self.world_size)]
+        else:
+            batch = self._piece(items, self.rank)
+        return Piece(batch, real, padded, worker, mark)
+
+    def _piece(self, items: list[Any], rank: int) -> Any:
+        if self.batch_size is None:
+            return items[rank % len(items)]
+        if self.even or len(items) < self.world_size:
+            return fill_up(items, items, rank, self.world_size)
+        return split_evenly(items, rank, self.world_size)
+
+
+def set_dataset_epoch(dataset: Any, epoch: int, seed: int) -> None:
+    """Tell a dataset the epoch; one that has a generator instead gets it seeded."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    generator = getattr(dataset, "generator", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
 
 
 class CollateShare:
-    """Collate the samples of a share with the user's function and keep the count.
+    """Collate the samples of a share with the user's function and keep what belongs to it.
+
+    Args:
+        collate_fn: the user's, or one that calls it for each process.
 
     Example:
-        >>> from accel_callbacks.data.iterable import CollateShare
-        >>> CollateShare(sum)(([1, 2], 4))
-        (3, 4)
+        >>> from accel_callbacks.data.iterable import CollateShare, Piece
+        >>> CollateShare(sum)(Piece([1, 2], 4, 4, 0, {})).batch
+        3
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
 
-    def __call__(self, item: tuple[list[Any], int]) -> tuple[Any, int]:
-        """Collate the samples, pass the count on."""
-        samples, real = item
-        return self.collate_fn(samples), real
+    def __call__(self, piece: Piece | None) -> Piece | None:
+        """Collate the samples, pass the rest on."""
+        return None if piece is None else piece._replace(batch=self.collate_fn(piece.batch))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
-from accel_callbacks.data.iterable import IterableShards
-from accel_callbacks.data.order import mix_seed
-from accel_callbacks.data.plan import BatchPlan, SamplePlan
-from accel_callbacks.data.shares import ShareSource
-from accel_callbacks.data.sources import Source
-from accel_callbacks.data.streams import StreamSource
-from accel_callbacks.state import Topology
+from accel_callbacks.data.device import Feed
+from accel_callbacks.data.sources import Delivery, Source
+from accel_callbacks.data.streams import StatefulSource
+from accel_callbacks.data.workers import keep_workers, stop_workers
 
-__all__ = ["DataLoaderShard", "loader_seed", "prepare_loader"]
+__all__ = ["DataLoaderShard", "LoopEvents"]
+
+_TAKEN_OVER = (
+    "another pass over this prepared loader was begun before this one ended, and a loader has one "
+    "place in its data: prepare a second DataLoader(...) over the dataset, and use that inside of "
+    "(or beside) the loop over this one."
+)
 
 
 class LoopEvents(Protocol):
@@ -38,8 +41,11 @@ class DataLoaderShard(DataLoader[Any]):
         position: samples of this epoch delivered so far, over all processes.
         real: samples of the current global batch, each counted once.
         padded: samples of the current global batch as read, repetitions included.
+        done: training has read it to its end in the epoch of the run that is open.
         kept: see :class:`accel_callbacks.data.sources.Delivery`.
         left: batches left in the epoch with the current one, ``None`` if unknown.
+        origin: the torch loader that was prepared.
+        rng_types: the random generators that each pass synchronises.
 
     Example:
         >>> import torch
@@ -55,15 +61,19 @@ class DataLoaderShard(DataLoader[Any]):
         source: Source,
         *,
         events: LoopEvents,
-        move: Callable[[Any], Any] | None,
+        feed: Feed | None,
         seed: int,
+        origin: DataLoader[Any] | None = None,
+        rng_types: Sequence[Any] = (),
         **options: Any,
     ) -> None:
-        super().__init__(**source.loader_options(), **options)
+        super().__init__(**{**options, **source.loader_options()})
         self._source = source
         self._events = events
-        self._move = move
+        self._feed = feed
         self.seed = seed
+        self.origin = origin
+        self.rng_types = rng_types
         self.epoch = -1
         self.position = 0
         self.finished = False
@@ -73,10 +83,16 @@ class DataLoaderShard(DataLoader[Any]):
         self.on_last = False
         self.batch_index = 0
         self.trained = False  # the last pass was a training pass
+        self.done = False
         self.passes = 0
         self._continue = False
-        self._skip_pass = False
+        self._skip_pass = self._nothing_left = False
         self._next_epoch: int | None = None
+        self._start: int | None = None
+        self._opened = 0
+        # Where a stream goes on after the current batch, and after the one before it.
+        self._stream: Mapping[str, Any] | None = None
+        self._stream_before: Mapping[str, Any] | None = None
         self._before: tuple[int, int, bool, int | None, bool] = (-1, 0, False, None, False)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -91,42 +107,130 @@ class DataLoaderShard(DataLoader[Any]):
         """Samples of a full global batch, ``None`` where batches vary."""
         return self._source.total_batch_size
 
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset, over all processes; TypeError if it does not know."""
+        dataset: Any = self.dataset
+        return int(dataset.total_length if hasattr(dataset, "total_length") else len(dataset))
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that was delivered is the last of this pass, which is still open."""
+        return self.on_last
+
+    @property
+    def remainder(self) -> int:
+        """Samples of an epoch over its full global batches; -1 if unknown or dropped."""
+        return self._source.remainder
+
+    @property
+    def even_batches(self) -> bool:
+        """Fill the last batch up with repetitions; may be set, for the next pass.
+
+        Raises:
+            ValueError: set to ``False`` for a loader that cannot do without.
+        """
+        return self._source.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._source.even_batches = even
+
+    def get_sampler(self) -> Any:
+        """The sampler that the order comes from, ``None`` for a stream."""
+        return getattr(self._source, "sampler", None)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Take the order from another sampler, from the next pass on."""
+        if self.get_sampler() is None:
+            raise TypeError("a stream has an order of its own, and no sampler to set.")
+        self._source.sampler = sampler  # type: ignore[attr-defined]
+
     def batches(self) -> Iterator[Any]:
         """The batches of the next epoch, or the rest of the one that was resumed, on the device."""
         if self._skip_pass:
-            self._skip_pass = False
+            self._skip_pass, self.finished = False, True
             return
         self._begin()
         self.left = self._source.remaining()
         self.batch_index = self._source.begun()
         assert isinstance(self.generator, torch.Generator)
         self.generator.manual_seed(self._source.worker_seed(self.seed, self.epoch, self.position))
-        move = self._move
-        for item, delivery in self._source.deliver(super().__iter__()):
-            if move is not None:
-                item = move(item)
-            self.real, self.padded, self.kept = delivery.real, delivery.padded, delivery.kept
-            self.position += delivery.real
-            self.on_last = self.left == 1 if delivery.last is None else delivery.last
-            yield item
-            self.batch_index += 1
-            if self.left is not None:
-                self.left -= 1
-        self.finished = True
+        self._opened += 1
+        opened = self._opened
+        here = vars(self)  # torch's DataLoader looks at each attribute that is set; these are ours
+        try:
+            for item, (real, padded, last, kept, state) in self._deliver():
+                left = self.left
+                here["real"], here["padded"], here["kept"] = real, padded, kept
+                here["position"] = self.position + real
+                here["on_last"] = left == 1 if last is None else last
+                here["_stream_before"], here["_stream"] = self._stream, state
+                yield item
+                if opened != self._opened:
+                    raise RuntimeError(_TAKEN_OVER)
+                here["batch_index"] = self.batch_index + 1
+                if left is not None:
+                    here["left"] = left - 1
+            self.finished = True
+        finally:
+            if opened == self._opened:  # no newer pass has taken the place of this one
+                self.on_last = False
+
+    def _deliver(self) -> Iterator[tuple[Any, Delivery]]:
+        """What the source delivers, on the device; counts travel with each batch."""
+        if isinstance(self._source, StatefulSource) and self._source.fresh_workers:
+            stop_workers(self)
+        items = super().__iter__()
+        if self.persistent_workers:
+            keep_workers(self)
+        pairs = self._source.deliver(items)
+        return pairs if self._feed is None else self._feed(pairs)
 
     def _begin(self) -> None:
         self._before = (self.epoch, self.position, self._continue, self._next_epoch, self.finished)
         if not self._continue:
             self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
             self.position = 0
-        self._continue, self._next_epoch, self.finished = False, None, False
+        continues, start = self._continue, self._start
+        self._continue, self._next_epoch, self._start = False, None, None
+        self.finished = self._nothing_left = False
+        self._synchronize()
         self._source.begin(self.seed, self.epoch, self.position)
+        if start is not None:
+            self._seek(start, continues)
+
+    def _seek(self, start: int, continues: bool) -> None:
+        """Begin at a batch of the epoch; where a resumed epoch is at its end, of the next one."""
+        if continues and start < self._source.begun() and self._source.remaining() == 0:
+            self.epoch += 1
+            self.position = 0
+            self._source.begin(self.seed, self.epoch, 0)
+        position = self._source.position_of(start)
+        if position != self.position:
+            self.position = position
+            self._source.begin(self.seed, self.epoch, position)
+
+    def _synchronize(self) -> None:
+        """Give all processes the random generators of the main one, if that was asked for."""
+        if not self.rng_types:
+            return
+        from accel_callbacks.rng_sync import synchronize_rng_states
+
+        own = getattr(self.get_sampler(), "generator", None)
+        own = getattr(self.origin, "generator", None) if own is None else own
+        types = [one for one in self.rng_types if own is not None or one != "generator"]
+        synchronize_rng_states(types, own)
 
     def set_epoch(self, epoch: int) -> None:
         """Use this epoch's order in the next pass; without it, passes count up from 0."""
         if epoch != self.epoch:
             self._continue = False
         self._next_epoch = epoch
+
+    def start_at(self, batch: int | None) -> None:
+        """Begin the next pass at this batch of its epoch; see ``skip_first_batches``."""
+        self._start = batch
 
     def end_pass(self) -> None:
         """The loop over this epoch was left: the next pass is a new epoch."""
@@ -136,25 +240,48 @@ class DataLoaderShard(DataLoader[Any]):
     def rewind(self) -> None:
         """Begin again with the first epoch."""
         self.end_pass()
+        self.begin_epoch(counted=True)
         self.epoch = -1
+
+    def begin_epoch(self, *, counted: bool) -> None:
+        """An epoch begins, ``counted`` by ``run.epochs`` or one that is a pass of a plain loop."""
+        if self._nothing_left:  # of two in a ``zip``, the second is not asked for its empty rest
+            self._continue = self._nothing_left = False
+        if counted:
+            self.done = self._skip_pass = False
 
     def undo_pass(self) -> None:
         """It was only a look at the first batch: the next pass is this one again."""
         self.epoch, self.position, self._continue, self._next_epoch, self.finished = self._before
+        self._stream = self._stream_before
 
     def skip_next_pass(self) -> None:
         """Deliver nothing in the next pass: the resumed run had read this epoch to its end."""
         self._skip_pass = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Seed, epoch, and how many global samples of it were delivered."""
+    def state_dict(self, *, again: bool = False) -> dict[str, Any]:
+        """Seed, epoch, and how many global samples of it were delivered; the place in a stream.
+
+        Args:
+            again: as it was before the current batch, which is to be delivered again.
+        """
+        stream = self._stream_before if again else self._stream
         return {
             "seed": self.seed,
             "epoch": self.epoch,
-            "position": self.position,
+            "position": self.position - self.real if again else self.position,
             "finished": self.finished,
             "trained": self.trained,
+            "done": self.done,
+            "last": self.on_last and not again,
+            **({} if stream is None else {"stream": stream}),
         }
+
+    def resume_problem(self, state: Mapping[str, Any]) -> str | None:
+        """Why a resume from this state would not be exact, ``None`` if it is."""
+        if isinstance(self._source, StatefulSource):
+            return self._source.problem(state.get("stream"))
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken, with the next ``for``."""
@@ -163,74 +290,9 @@ class DataLoaderShard(DataLoader[Any]):
         self.position = state["position"]
         self.finished = state["finished"]
         self.trained = state["trained"]
+        self.done, self._nothing_left = state["done"], state["last"]
+        self._stream = state.get("stream")
+        if isinstance(self._source, StatefulSource):
+            self._source.restore(self._stream)
         # An evaluation is not continued, it is run again.
         self._continue = self.epoch >= 0 and self.trained and not self.finished
-
-
-_KEPT = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
-
-
-def loader_seed(loader: DataLoader[Any]) -> int:
-    """What this process would seed the order with: torch's seed and that of its own generator."""
-    own = getattr(loader, "generator", None)
-    seeds = [own.initial_seed()] if isinstance(own, torch.Generator) else []
-    return mix_seed(torch.initial_seed(), *seeds)
-
-
-def prepare_loader(
-    loader: DataLoader[Any],
-    *,
-    topology: Topology,
-    events: LoopEvents,
-    move: Callable[[Any], Any] | None,
-    seed: int,
-) -> DataLoaderShard:
-    """Rebuild a torch DataLoader as a :class:`DataLoaderShard` for this process.
-
-    Raises:
-        ValueError: the loader shards already, or cannot be sharded.
-    """
-    options = {name: getattr(loader, name) for name in _KEPT}
-    options["generator"] = torch.Generator()  # so that the program's own generator is left alone
-    rank, world = topology.rank, topology.world_size
-    source = _source_of(loader, rank, world)
-    return DataLoaderShard(source, events=events, move=move, seed=seed, **options)
-
-
-def _source_of(loader: DataLoader[Any], rank: int, world: int) -> Source:
-    sampler = loader.sampler
-    inside = getattr(loader.batch_sampler, "sampler", None)
-    if isinstance(sampler, DistributedSampler) or isinstance(inside, DistributedSampler):
-        raise ValueError(
-            "the loader has a DistributedSampler, and prepare() shards too: drop the sampler "
-            "and pass shuffle=True instead."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        if loader.batch_size is None:
-            raise ValueError(
-                "an iterable dataset with batch_size=None cannot be sharded: let it yield "
-                "samples and give the loader a batch_size."
-            )
-        shards = IterableShards(
-            loader.dataset,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-            rank=rank,
-            world_size=world,
-        )
-        return StreamSource(loader, shards)
-    if loader.batch_sampler is None:  # batch_size=None: each index is a batch of its own
-        return ShareSource(loader, SamplePlan(1, False, rank, world), sampler, batched=False)
-    if type(loader.batch_sampler) is BatchSampler:
-        batches = loader.batch_sampler
-        plan = SamplePlan(batches.batch_size, batches.drop_last, rank, world)
-        return ShareSource(loader, plan, batches.sampler, batched=True)
-    return ShareSource(loader, BatchPlan(rank, world), loader.batch_sampler, batched=True)

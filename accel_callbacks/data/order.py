@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.data.samplers import SeedableRandomSampler
+
 __all__ = ["epoch_order", "mix_seed"]
 
 _MASK = (1 << 64) - 1
@@ -36,7 +38,8 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
     """All that a sampler (or batch sampler) yields in this epoch, the same on every process.
 
     The sampler runs with every random generator it may draw from seeded by (seed, epoch), and
-    the generators of the program are put back as they were.
+    the generators of the program are put back as they were. A
+    :class:`accel_callbacks.SeedableRandomSampler` is asked for its own order of this seed.
 
     Args:
         sampler: any finite sampler; one with ``set_epoch`` is told the epoch.
@@ -54,6 +57,8 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
     """
     if type(sampler) is torch.utils.data.SequentialSampler:
         return range(len(sampler))
+    if isinstance(sampler, SeedableRandomSampler):
+        return sampler.order(seed, epoch)
     mixed = mix_seed(seed, epoch)
     own = _generators_of(sampler)
     before = [generator.get_state() for generator in own]
@@ -61,23 +66,32 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
         with _seeded(mixed):
             for generator in own:
                 generator.manual_seed(mixed)
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+            for owner in _with_inner(sampler):
+                _tell(owner, seed, epoch)
             return list(sampler)
     finally:
         for generator, state in zip(own, before, strict=True):
             generator.set_state(state)
 
 
+def _with_inner(sampler: Any) -> tuple[Any, Any]:
+    """A batch sampler (say), and the sampler inside it."""
+    return sampler, getattr(sampler, "sampler", None)
+
+
+def _tell(sampler: Any, seed: int, epoch: int) -> None:
+    """The epoch, to a sampler that wants to know, and the seed to one that has its own."""
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed = seed
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
 def _generators_of(sampler: Any) -> list[torch.Generator]:
     """The generators of a sampler and of the sampler inside it."""
-    found = []
-    for owner in (sampler, getattr(sampler, "sampler", None)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found.append(generator)
-    return found
+    found = (getattr(owner, "generator", None) for owner in _with_inner(sampler))
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 @contextmanager

@@ -1,44 +1,110 @@
-"""The batches of an iterable dataset."""
+"""The batches of an iterable dataset, and the way back to any of them."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel_callbacks.data.iterable import CollateShare, IterableShards
+from accel_callbacks.data.iterable import CollateShare, IterableShards, Piece
 from accel_callbacks.data.order import mix_seed
 from accel_callbacks.data.sources import Delivery
 
-__all__ = ["StreamSource"]
+__all__ = ["StatefulSource", "StreamSource", "check_even", "leads_to", "ready_kept"]
+
+State = Mapping[str, Any]
 
 
-class StreamSource:
-    """The batches of an iterable dataset; one is read ahead, to know which is the last."""
+class StatefulSource(ABC):
+    """A source whose place is more than a count of samples.
 
-    def __init__(self, loader: DataLoader[Any], shards: IterableShards) -> None:
-        self._loader = loader
+    Attributes:
+        fresh_workers: worker processes that outlived the last pass cannot be used for the one
+            that was begun.
+    """
+
+    fresh_workers: bool
+
+    @abstractmethod
+    def restore(self, state: State | None) -> None:
+        """Remember a ``Delivery.state``, for a pass that begins there or later in that epoch."""
+
+    @abstractmethod
+    def problem(self, state: State | None) -> str | None:
+        """Why a resume from this state cannot be exact, ``None`` if it is."""
+
+
+class StreamSource(StatefulSource):
+    """The batches of an iterable dataset; one is read ahead, to know which is the last.
+
+    Args:
+        loader: the user's.
+        shards: reads the stream, in each worker process.
+        collate_fn: makes the batch of this process; the loader's own if ``None``.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        shards: IterableShards,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
         self._shards = shards
-        self._position = 0
-        self._warned = False
+        self._collate = CollateShare(collate_fn or loader.collate_fn)
+        self._workers = loader.num_workers
+        self._begun: tuple[int, int] | None = None  # (epoch, position)
+        self._again: State | None = None  # how the pass that was begun last can be begun again
+        self._first: State | None = None  # the dataset before any pass
+        self._restored: State | None = None
+        self._rewind = self._warned = self.fresh_workers = False
+        self._skip = 0
 
     @property
-    def total_batch_size(self) -> int | None:
-        """Samples of a full global batch."""
-        return self._shards.batch_size * self._shards.world_size
+    def even_batches(self) -> bool:
+        """Fill the tail up with repetitions, from the next pass on."""
+        return self._shards.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        check_even(even, self._shards.batch_size)
+        self._shards.even = even
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether what does not fill a global batch is left out."""
+        return self._shards.drop_last
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a full global batch; ready batches count as one."""
+        return self._shards.size
+
+    @property
+    def remainder(self) -> int:
+        """Samples of an epoch over its full global batches; -1 if unknown or dropped."""
+        if self._shards.drop_last or self._shards.batch_size is None:
+            return -1
+        try:
+            return len(self._shards) % self._shards.size
+        except TypeError:
+            return -1
 
     def loader_options(self) -> dict[str, Any]:
         """The arguments that make a torch loader read from this source."""
-        collate = CollateShare(self._loader.collate_fn)
-        return {"dataset": self._shards, "batch_size": None, "collate_fn": collate}
+        return {"dataset": self._shards, "batch_size": None, "collate_fn": self._collate}
 
     def steps(self) -> int:
         """Batches of a whole epoch; TypeError where the dataset has no length."""
-        total = len(self._shards)
-        size = self._shards.batch_size * self._shards.world_size
-        return total // size if self._shards.drop_last else -(-total // size)
+        shards = self._shards
+        full, tail = divmod(len(shards), shards.size)
+        joins = not shards.even and full and tail < shards.world_size
+        return full if shards.drop_last or joins else full + (tail > 0)
 
     def remaining(self) -> int | None:
         """A stream may end earlier than its length says, so the end is found by reading ahead."""
@@ -46,39 +112,165 @@ class StreamSource:
 
     def begun(self) -> int:
         """Batches of this epoch before the position that was begun at."""
-        return self._position // (self._shards.batch_size * self._shards.world_size)
+        return 0 if self._begun is None else self._begun[1] // self._shards.size
+
+    def position_of(self, batches: int) -> int:
+        """Global samples before this batch of the epoch."""
+        return batches * self._shards.size
 
     def worker_seed(self, seed: int, epoch: int, position: int) -> int:
         """The same stream on every rank and after a resume."""
         return mix_seed(seed, epoch)
 
-    def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Tell the dataset the epoch, and note how much to skip."""
-        self._shards.set_epoch(epoch)
-        self._position = position
-        if position and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"resuming an iterable dataset reads and drops its first {position} samples; "
-                "a map-style dataset resumes at once.",
-                stacklevel=2,
-            )
+    # --- where a pass begins ------------------------------------------------------------------
 
-    def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
-        """Each batch with its counts, one behind, skipping those before the resumed position."""
-        skipped = 0
-        ahead: tuple[Any, int] | None = None
-        for item in items:
-            if skipped < self._position:
-                skipped += item[1]
+    def restore(self, state: State | None) -> None:
+        """Remember where to go on; ``None`` is the beginning."""
+        self._restored = deepcopy(state)
+        self._begun = None
+        self._rewind = True
+
+    def problem(self, state: State | None) -> str | None:
+        """Why a resume from this state cannot be exact, ``None`` if it is."""
+        if state is None:
+            return None
+        if "own" in state:
+            return "each process had read its own shards"
+        if not state.keys() >= {"epoch", "position", "turn", "workers"}:
+            return "its saved state is not understood"
+        there, here = len(state["workers"]), max(self._workers, 1)
+        if there != here:
+            return f"it was saved with {there} worker processes and is read with {here}"
+        return None
+
+    def begin(self, seed: int, epoch: int, position: int) -> None:
+        """Tell the dataset the epoch, and find the way to the position."""
+        again = self._begun == (epoch, position)
+        if not again:
+            self._again, self._skip = self._way_to(epoch, position)
+        self._begun = (epoch, position)
+        self._shards.set_pass(seed, epoch)
+        self._shards.resume = self._again
+        self.fresh_workers = again or self._rewind or self._again is not None
+        if self._again is None:
+            self._again = self._at_rest()
+        if self._first is None:
+            self._first = self._at_rest()
+        self._rewind = False
+
+    def _way_to(self, epoch: int, position: int) -> tuple[State | None, int]:
+        """(where the readers begin, global samples that are dropped after that)."""
+        state, problem = self._restored, self.problem(self._restored)
+        usable = state is not None and problem is None
+        if state is not None and usable and state["epoch"] < epoch:  # of a pass before this one
+            self._restored, usable = None, False
+            first = state["workers"][0]
+            if position == 0 and self._workers == 0 and first["ended"] and first["state"]:
+                return _one_reader(first["state"]), 0
+        if position == 0:
+            return (self._first if self._rewind else None), 0
+        if state is not None and usable and leads_to(state, epoch, position):
+            self._tell(state)
+            return state, position - state["position"]
+        self.warn_of_skipping(position, problem)
+        # One reader counts to the sample; of several, only the order of their batches is known.
+        if self._workers < 2:
+            return {"turn": 0, "workers": [_mark(position)]}, 0
+        return None, position
+
+    def _tell(self, state: State) -> None:
+        """Say so if the way to a known place is to read up to it."""
+        marks = [mark for mark in state["workers"] if mark["read"] and not mark["ended"]]
+        if marks and (not self._shards.stateful or any(mark["state"] is None for mark in marks)):
+            self.warn_of_skipping(state["position"], None)
+
+    def warn_of_skipping(self, position: int, problem: str | None) -> None:
+        """Say that samples are read to be dropped: once, or why it has to be."""
+        if self._warned and problem is None:
+            return
+        self._warned = True
+        why = "one with state_dict and load_state_dict, or a map-style dataset, resumes at once"
+        warnings.warn(
+            f"resuming an iterable dataset reads and drops its first {position} samples; "
+            f"{problem or why}.",
+            stacklevel=4,
+        )
+
+    def _at_rest(self) -> State | None:
+        """The dataset in this process as it is between two passes."""
+        if self._workers or not self._shards.stateful:
+            return None
+        with suppress(Exception):  # some have none before their first pass
+            return _one_reader(deepcopy(self._shards.dataset.state_dict()))  # type: ignore[attr-defined]
+        return None
+
+    # --- a pass -------------------------------------------------------------------------------
+
+    def deliver(self, items: Iterator[Piece | None]) -> Iterator[tuple[Any, Delivery]]:
+        """Each batch with its counts, one behind, without those before the position."""
+        assert self._begun is not None
+        epoch, position = self._begun
+        resumed = self._shards.resume
+        count = max(self._workers, 1)
+        marks = [_mark(0) for _ in range(count)] if resumed is None else list(resumed["workers"])
+        skip, dropped = self._skip, 0
+        ahead: tuple[Any, Delivery] | None = None
+        for piece in items:
+            if piece is None:
+                continue
+            marks[piece.worker] = piece.mark
+            if dropped + piece.real <= skip:
+                dropped += piece.real
                 continue
             if ahead is not None:
-                yield self._counted(ahead, last=False)
-            ahead = item
+                yield ahead
+            position += piece.real
+            place = {"epoch": epoch, "position": position, "turn": (piece.worker + 1) % count}
+            state = {**place, "workers": list(marks)}
+            ahead = piece.batch, self._delivery(piece, state)
         if ahead is not None:
-            yield self._counted(ahead, last=True)
+            batch, delivery = ahead
+            yield batch, delivery._replace(last=True, state=self._ended(delivery.state))
 
-    def _counted(self, item: tuple[Any, int], *, last: bool) -> tuple[Any, Delivery]:
-        batch, real = item
-        world = self._shards.world_size
-        return batch, Delivery(real, -(-real // world) * world, last)
+    def _delivery(self, piece: Piece, state: State) -> Delivery:
+        kept = None
+        if self._shards.batch_size is None and piece.real < piece.padded:
+            # Ready batches are repeated as a whole, and nobody counts their samples.
+            kept = ready_kept(piece.real, piece.padded)
+        return Delivery(piece.real, piece.padded, last=False, kept=kept, state=state)
+
+    def _ended(self, state: State | None) -> State:
+        """The state after the last batch: the next pass of the dataset begins where it is now."""
+        assert state is not None
+        rest = self._at_rest()
+        after = None if rest is None else rest["workers"][0]["state"]
+        ended = [{**mark, "ended": True, "state": after} for mark in state["workers"]]
+        return {**state, "workers": ended}
+
+
+def leads_to(state: State, epoch: int, position: int) -> bool:
+    """Whether a place is in this epoch, and not after this position."""
+    return bool(state["epoch"] == epoch and state["position"] <= position)
+
+
+def ready_kept(real: int, padded: int) -> Sequence[int]:
+    """Whole batches that are kept: those of the first processes."""
+    return [sys.maxsize if rank < real else 0 for rank in range(padded)]
+
+
+def check_even(even: bool, batch_size: int | None) -> None:
+    """Raise ValueError where there is nothing that could be split."""
+    if not even and batch_size is None:
+        raise ValueError(
+            "a loader with batch_size=None reads ready batches, which cannot be split: give it a "
+            "batch_size, or leave even_batches on."
+        )
+
+
+def _mark(read: int) -> dict[str, Any]:
+    return {"read": read, "ended": False, "state": None}
+
+
+def _one_reader(state: Any) -> State:
+    """The beginning of a pass for the one reader, with the dataset in this state."""
+    return {"turn": 0, "workers": [{"read": 0, "ended": False, "state": state}]}

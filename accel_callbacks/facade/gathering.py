@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.counting import gather_counted, gather_counted_objects
 from accel_callbacks.facade.parts import Parts
 
 __all__ = ["GatherMethods"]
@@ -18,6 +18,11 @@ T = TypeVar("T")
 class GatherMethods(Parts):
     """What brings values of all processes together."""
 
+    @property
+    def debug(self) -> bool:
+        """Whether the processes compare what they hold before each collective method."""
+        return self.config.debug
+
     def gather(self, tensor: T) -> T:
         """Concatenate each tensor over all processes; see :func:`accel_callbacks.gather`.
 
@@ -27,18 +32,22 @@ class GatherMethods(Parts):
             >>> Accelerator(cpu=True).gather(torch.tensor([1, 2]))
             tensor([1, 2])
         """
-        return collectives.gather(tensor)
+        return collectives.gather(tensor, debug=self.debug)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop what was read twice to fill up the last batch.
 
         Call it inside of the loop over a prepared loader: that loader knows how many samples of
-        its current batch are real.
+        its current batch are real. Outside of any loop it only gathers. Of loops inside of each
+        other the innermost counts; of loaders side by side, as in ``zip``, the one whose batch
+        has the size of what is gathered.
 
         Args:
-            input_data: a tensor of shape ``(batch, ...)`` or a nested structure of them; anything
-                else is gathered as objects. Batches may have another size on each process.
-            use_gather_object: gather objects; lists are joined in rank order.
+            input_data: a tensor of shape ``(batch, ...)`` or a nested structure of them, with
+                lists of other objects between them; anything else is gathered as objects. Batches
+                may have another size on each process.
+            use_gather_object: gather objects; lists and tuples become one list in rank order,
+                and of anything else there is a list with what each process has.
 
         Returns:
             The same structure over the samples of all processes, each counted once. Tensors that
@@ -55,24 +64,12 @@ class GatherMethods(Parts):
             >>> [accel.gather_for_metrics(batch).tolist() for batch in loader]
             [[0, 1], [2]]
         """
-        loader = self.loop.active[-1] if self.loop.active else None
-        real, padded = (loader.real, loader.padded) if loader is not None else (0, 0)
-        tensors = [] if use_gather_object else collectives.tensors_in(input_data)
-        # Asked first, so that no process takes another way than the rest.
-        sizes = None if use_gather_object else collectives.sizes_on_all(tensors)
-        if not tensors:
-            parts = collectives.gather_object(input_data)
-            joined = list(chain(*parts)) if isinstance(input_data, list) else parts
-            return joined[:real] if len(joined) == padded else joined
-        # A tensor without dimensions becomes one with an entry for each process, not each sample.
-        per_sample = iter([tensor.dim() > 0 for tensor in tensors])
-
-        def keep_real(gathered: torch.Tensor) -> torch.Tensor:
-            whole = next(per_sample) and gathered.shape[0] == padded
-            return gathered[:real] if whole else gathered
-
-        gathered = collectives.gather_sized(input_data, sizes)
-        return collectives.map_tensors(gathered, keep_real)
+        tensors = () if use_gather_object else input_data
+        collectives.begin("gather_for_metrics", self.debug, lambda: collectives.rows_held(tensors))
+        active = self.loop.active
+        if use_gather_object:
+            return gather_counted_objects(input_data, active)
+        return gather_counted(input_data, active)
 
     def reduce(
         self,
@@ -80,7 +77,7 @@ class GatherMethods(Parts):
         reduction: str = "sum",
         scale: float = 1.0,
         *,
-        weight: float | torch.Tensor = 1.0,
+        weight: float | torch.Tensor | None = None,
     ) -> T:
         """Combine each tensor over all processes; see :func:`accel_callbacks.reduce`.
 
@@ -90,7 +87,7 @@ class GatherMethods(Parts):
             >>> Accelerator(cpu=True).reduce(torch.tensor(2.0), "mean", weight=5)
             tensor(2.)
         """
-        return collectives.reduce(tensor, reduction, scale, weight=weight)
+        return collectives.reduce(tensor, reduction, scale, weight=weight, debug=self.debug)
 
     def pad_across_processes(
         self, tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False
@@ -105,4 +102,4 @@ class GatherMethods(Parts):
             >>> Accelerator(cpu=True).pad_across_processes(torch.ones(2)).shape
             torch.Size([2])
         """
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, debug=self.debug)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
+from accel_callbacks.data.batch_plan import BatchPlan
 from accel_callbacks.data.iterable import IterableShards
 from accel_callbacks.data.order import epoch_order, mix_seed
-from accel_callbacks.data.plan import BatchPlan, SamplePlan
+from accel_callbacks.data.plan import SamplePlan
 
 WORLDS = (1, 2, 3, 4)
 
@@ -113,14 +114,149 @@ def test_whole_batches_resume_exactly_on_another_number_of_processes(world):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_stream_is_split_as_a_sequential_dataset_is(world, drop_last):
+    def streamed(count, rank):
+        shards = IterableShards(
+            range(count), batch_size=3, drop_last=drop_last, rank=rank, world_size=world
+        )
+        return list(shards)
+
     for count in range(21):
-        for rank in range(world):
-            plan = SamplePlan(3, drop_last, rank, world)
-            expected = [(list(s.indices), s.real) for s in plan.shares(range(count), 0)]
-            shards = IterableShards(
-                range(count), batch_size=3, drop_last=drop_last, rank=rank, world_size=world
-            )
-            assert list(shards) == expected
+        plans = [SamplePlan(3, drop_last, rank, world) for rank in range(world)]
+        pieces = list(zip(*(streamed(count, rank) for rank in range(world)), strict=True))
+        steps = steps_of(plans, range(count), 0)
+        assert [step[0].real for step in pieces] == [step[0].real for step in steps]
+        assert [[len(piece.batch) for piece in step] for step in pieces] == [
+            [len(share.indices) for share in step] for step in steps
+        ]
+        # What fills a stream up is of its tail: its start is gone.
+        read = [[n for piece in step for n in piece.batch][: step[0].real] for step in pieces]
+        assert read == [
+            [n for share in step for n in share.indices][: step[0].real] for step in steps
+        ]
+
+
+# --- without repetitions -------------------------------------------------------------------
+
+
+def plans_without(world, **options):
+    return [SamplePlan(rank=rank, world_size=world, even=False, **options) for rank in range(world)]
+
+
+def read_once(steps):
+    """What the ranks read, in rank order; fails where something fills up or a rank has nothing."""
+    seen = []
+    for shares in steps:
+        real, padded = check_step(shares)
+        together = [sample for share in shares for sample in share.indices]
+        assert len(together) == real == padded
+        assert all(share.indices for share in shares)
+        seen += together
+    return seen
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
+def test_without_even_batches_everything_is_read_once_in_as_many_steps_by_all(world, batch_size):
+    plans = plans_without(world, batch_size=batch_size, drop_last=False)
+    size = world * batch_size
+    for count in (0, *range(world, 4 * size + 1)):
+        order = [100 - i for i in range(count)]
+        plans[0].check(order)
+        steps = steps_of(plans, order, 0)
+        assert read_once(steps) == order
+        assert plans[0].steps(count) == len(steps)
+        sizes = [len(share.indices) for shares in steps for share in shares]
+        assert max(sizes, default=0) <= batch_size + 1
+        assert all(
+            max(map(len, step)) - min(map(len, step)) <= 1
+            for step in [[share.indices for share in shares] for shares in steps]
+        )
+        tail = count % size
+        assert len(steps) == count // size + (tail >= world or (0 < tail < size and count < size))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_without_even_batches_a_resume_at_any_step_reads_the_rest_once(world):
+    plans = plans_without(world, batch_size=2, drop_last=False)
+    for count in range(world, 8 * world):
+        order = list(range(count))
+        whole = steps_of(plans, order, 0)
+        for step in range(len(whole) + 1):
+            position = plans[0].position_of(order, step)
+            assert position == sum(shares[0].real for shares in whole[:step])
+            assert steps_of(plans, order, position) == whole[step:]
+            assert plans[0].remaining(order, position) == len(whole) - step
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_resume_in_a_tail_that_is_too_short_for_all_still_reads_it(world):
+    plans = plans_without(world, batch_size=2, drop_last=False)
+    order = list(range(12))
+    (shares,) = steps_of(plans, order, 11)  # one process had stopped before the last sample
+    assert check_step(shares) == (1, world)
+    assert shares[0].indices == [11]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_fewer_samples_than_processes_are_refused_without_even_batches(world):
+    for plan in plans_without(world, batch_size=2, drop_last=False):
+        with pytest.raises(ValueError, match=rf"1 samples for {world} processes.*even_batches"):
+            plan.check([0])
+    for plan in plans_without(world, batch_size=2, drop_last=True):
+        plan.check([0])  # it is dropped by all
+        assert list(plan.shares([0], 0)) == []
+    for rank in range(world):
+        with pytest.raises(ValueError, match="even_batches"):
+            BatchPlan(rank, world, even=False).check([["a"]])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("split", [False, True])
+def test_whole_batches_without_even_batches_are_read_once(world, split):
+    plans = [BatchPlan(rank, world, even=False, split=split) for rank in range(world)]
+    for count in range(2, 21):
+        batches = varying_batches(count)
+        order = [sample for batch in batches for sample in batch]
+        if len(order) < world:
+            continue
+        whole = steps_of(plans, batches, 0)
+        assert read_once(whole) == order
+        assert plans[0].steps(count) in (None, len(whole))
+        if not split:
+            full = count // world - (len(whole) == count // world and count % world > 0)
+            assert [[share.indices for share in shares] for shares in whole[:full]] == [
+                batches[i : i + world] for i in range(0, full * world, world)
+            ]
+        for step in range(len(whole) + 1):
+            position = plans[0].position_of(batches, step)
+            rest = steps_of(plans, batches, position)
+            assert [share.real for shares in rest for share in shares[:1]] == [
+                shares[0].real for shares in whole[step:]
+            ]
+            assert read_once(rest) == order[position:]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_split_batches_of_any_size_are_filled_up(world):
+    plans = [BatchPlan(rank, world, split=True) for rank in range(world)]
+    for count in range(12):
+        batches = varying_batches(count)
+        steps = steps_of(plans, batches, 0)
+        assert [shares[0].real for shares in steps] == [len(batch) for batch in batches]
+        assert real_samples(steps, world) == [sample for batch in batches for sample in batch]
+        assert all(len({len(share.indices) for share in shares}) == 1 for shares in steps)
+        assert plans[0].steps(count) == count
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("even", [False, True])
+def test_the_position_of_a_step_is_what_the_steps_before_it_read(drop_last, even):
+    for world in WORLDS:
+        plan = SamplePlan(2, drop_last, 0, world, even)
+        for count in range(world, 25):
+            real = [share.real for share in plan.shares(range(count), 0)]
+            for step in range(len(real) + 3):
+                assert plan.position_of(range(count), step) == sum(real[:step])
 
 
 # --- order ---------------------------------------------------------------------------------

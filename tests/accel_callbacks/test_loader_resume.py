@@ -20,8 +20,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accel_callbacks import Accelerator, DataLoaderShard, Topology
-from accel_callbacks.data.loader import prepare_loader
+from accel_callbacks import Accelerator, DataLoaderShard
+from accel_callbacks.data.preparing import prepare_loader
+from accel_callbacks.data.sources import Setting
 
 
 def prepare(loader, **options):
@@ -496,9 +497,9 @@ def test_workers_of_different_ranks_draw_different_noise():
     def noise(rank):
         loader = prepare_loader(
             DataLoader(Augmented(), 2, num_workers=1),
-            topology=Topology(torch.device("cpu"), rank=rank, world_size=2),
+            Setting(rank=rank, world_size=2),
             events=JustBatches(),
-            move=None,
+            feed=None,
             seed=0,
         )
         return values(loader)
@@ -534,11 +535,6 @@ def test_a_distributed_sampler_is_refused_with_what_to_do():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
     with pytest.raises(ValueError, match="drop the sampler and pass shuffle=True"):
         prepare(DataLoader(range(8), 2, sampler=sampler))
-
-
-def test_an_unbatched_stream_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match="give the loader a batch_size"):
-        prepare(DataLoader(Stream(8), batch_size=None))
 
 
 def test_a_distributed_sampler_inside_of_a_batch_sampler_is_refused_too():

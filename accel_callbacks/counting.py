@@ -1,0 +1,137 @@
+"""Each sample of a gathered batch once: what a loader read twice is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from accel_callbacks import collectives
+
+__all__ = ["Tally", "gather_counted", "gather_counted_objects"]
+
+
+class Tally(Protocol):
+    """What a prepared loader knows of its current batch; see ``DataLoaderShard``."""
+
+    real: int
+    padded: int
+    kept: Sequence[int] | None
+    trained: bool
+
+
+def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
+    """Collective: gather the tensors of a structure, and its lists of objects, each sample once.
+
+    Args:
+        data: tensors of shape ``(batch, ...)``, or lists of objects, in any nesting.
+        active: the loaders that are being iterated, the innermost last.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.counting import gather_counted
+        >>> gather_counted({"x": torch.ones(2), "names": ["a", "b"]}, [])
+        {'x': tensor([1., 1.]), 'names': ['a', 'b']}
+    """
+    tensors = collectives.tensors_in(data)
+    # Asked first, so that no process takes another way than the rest.
+    sizes = collectives.sizes_on_all(tensors)
+    if not tensors:
+        return gather_counted_objects(data, active)
+    if not isinstance(data, torch.Tensor):
+        data = _gather_lists(data, active)
+    numbers = iter(range(len(tensors)))
+    world = collectives.world_size()
+
+    def keep_real(gathered: torch.Tensor) -> torch.Tensor:
+        index = next(numbers)
+        each = [len(gathered) // world] * world if sizes is None else [s[index] for s in sizes]
+        # A tensor without dimensions becomes one with an entry for each process, not each sample.
+        keep = _counts(each, active, per_sample=tensors[index].dim() > 0)
+        if keep == each:
+            return gathered
+        pieces = zip(torch.split(gathered, each), keep, strict=True)
+        return torch.cat([piece[:count] for piece, count in pieces])
+
+    counted = collectives.map_tensors(collectives.gather_sized(data, sizes), keep_real)
+    counted = collectives.numbers_to_tensors(counted)
+    return apply_to_collection(counted, _Joined, lambda joined: joined.items)
+
+
+def gather_counted_objects(data: Any, active: Sequence[Tally]) -> list[Any]:
+    """Collective: lists and tuples as one list with each sample once, else a list of what each had.
+
+    Example:
+        >>> from accel_callbacks.counting import gather_counted_objects
+        >>> gather_counted_objects(["a", "b"], []), gather_counted_objects({"a": 1}, [])
+        (['a', 'b'], [{'a': 1}])
+    """
+    return _join(collectives.all_objects(data), active)
+
+
+def _join(parts: Sequence[Any], active: Sequence[Tally]) -> list[Any]:
+    per_sample = all(isinstance(part, (list, tuple)) for part in parts)
+    pieces = parts if per_sample else [[part] for part in parts]
+    each = [len(piece) for piece in pieces]
+    keep = _counts(each, active, per_sample=per_sample)
+    return list(chain(*(piece[:count] for piece, count in zip(pieces, keep, strict=True))))
+
+
+def _counts(each: list[int], active: Sequence[Tally], *, per_sample: bool) -> list[int]:
+    """How many entries at the start of each process's piece are counted, of this many."""
+    total = sum(each)
+    loader = _loader_of(total, active)
+    if loader is None:
+        return each
+    whole = per_sample and total == loader.padded
+    if loader.kept is not None:  # a process that has read nothing new gives nothing
+        counts = zip(loader.kept, each, strict=True)
+        return [min(kept, size) if whole or not kept else size for kept, size in counts]
+    if not whole:
+        return each
+    before = [sum(each[:rank]) for rank in range(len(each))]
+    return [
+        min(max(loader.real - start, 0), size) for start, size in zip(before, each, strict=True)
+    ]
+
+
+def _loader_of(total: int, active: Sequence[Tally]) -> Tally | None:
+    """The innermost loader; of loaders side by side, as in ``zip``, the one with such a batch."""
+    if not active:
+        return None
+    inner = active[-1]
+    if inner.padded == total:
+        return inner
+    # An evaluation inside of a training loop never counts by the loader of that loop.
+    beside = (one for one in reversed(active) if one.trained == inner.trained)
+    return next((one for one in beside if one.padded == total), inner)
+
+
+class _Joined:
+    """Holds a joined list where its part was, until the tensors around it are gathered too."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
+def _gather_lists(data: Any, active: Sequence[Tally]) -> Any:
+    """Lists without tensors, such as the texts of a batch, are joined over the processes."""
+    found: list[list[Any]] = []
+    _map_plain_lists(data, found.append)
+    if not found:
+        return data
+    on_all = collectives.all_objects(found)
+    joined = iter([_Joined(_join(parts, active)) for parts in zip(*on_all, strict=True)])
+    return _map_plain_lists(data, lambda _: next(joined))
+
+
+def _map_plain_lists(data: Any, fn: Callable[[list[Any]], Any]) -> Any:
+    def visit(items: list[Any]) -> Any:
+        if not collectives.tensors_in(items):
+            return fn(items)
+        return [_map_plain_lists(item, fn) for item in items]
+
+    return apply_to_collection(data, list, visit)

@@ -1,0 +1,129 @@
+"""The options of prepared loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from accel_callbacks.errors import nearest
+
+__all__ = ["DataLoaderConfiguration", "checked_config", "checked_rng_types"]
+
+_SWITCHES = (
+    "split_batches",
+    "even_batches",
+    "use_seedable_sampler",
+    "non_blocking",
+    "use_stateful_dataloader",
+)
+
+
+@dataclass(frozen=True)
+class DataLoaderConfiguration:
+    """How prepared loaders share their data among the processes.
+
+    Args:
+        split_batches: the batch size of a loader is that of all processes together, and must be
+            a multiple of their number. Off by default: it is that of one process.
+        dispatch_batches: only the main process reads, and sends each process its part. ``None``
+            (default) is ``False``: each process reads its own part.
+        even_batches: fill the last batch of an epoch up with samples of its start, so that all
+            processes get the same number of them. On by default. Off, nothing is read twice: the
+            last samples are split as evenly as it goes, and where there are fewer of them than
+            processes they join the batch before, so that all processes still take the same
+            number of steps. Streams that are sharded at the source are always filled up: their
+            shards are uneven, and no sample is to be lost.
+        use_seedable_sampler: ``shuffle=True`` gives the orders of
+            :class:`accel_callbacks.SeedableRandomSampler`, which are those of Hugging Face
+            Accelerate. Off by default. The order is a function of seed and epoch either way.
+        data_seed: the seed of the order; torch's seed where ``None``.
+        non_blocking: do not wait for copies from pinned memory to the device. On by default.
+        use_stateful_dataloader: a stream with ``state_dict`` and ``load_state_dict`` is resumed
+            through them (default). Off, it is read again up to the place, which is also exact
+            for what such a state leaves out: that of a Hugging Face dataset lacks the samples in
+            its shuffle buffer.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: a negative seed.
+
+    Example:
+        >>> from accel_callbacks.data.configuration import DataLoaderConfiguration
+        >>> config = DataLoaderConfiguration(even_batches=False, data_seed=7)
+        >>> config.split_batches, config.even_batches
+        (False, False)
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = True
+    use_stateful_dataloader: bool = True
+
+    def __post_init__(self) -> None:
+        for name in _SWITCHES:
+            self._check(name, bool, "True or False")
+        if self.dispatch_batches is not None:
+            self._check("dispatch_batches", bool, "True, False or None")
+        if self.data_seed is not None:
+            self._check("data_seed", int, "a whole number or None")
+            if self.data_seed < 0:
+                raise ValueError(f"data_seed={self.data_seed} must not be negative.")
+
+    def _check(self, name: str, kind: type, allowed: str) -> None:
+        value = getattr(self, name)
+        # A bool is an int to Python, and no seed.
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise TypeError(f"{name}={value!r} must be {allowed}.")
+
+
+def checked_config(config: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    """The configuration that was given, or the default one.
+
+    Raises:
+        TypeError: it is something else.
+
+    Example:
+        >>> from accel_callbacks.data.configuration import checked_config
+        >>> checked_config(None).even_batches
+        True
+    """
+    if config is None:
+        return DataLoaderConfiguration()
+    if not isinstance(config, DataLoaderConfiguration):
+        raise TypeError(
+            f"dataloader_config={config!r} must be a DataLoaderConfiguration(...) of "
+            "accel_callbacks; one of another library has to be made anew."
+        )
+    return config
+
+
+def checked_rng_types(rng_types: Iterable[Any] | None) -> tuple[Any, ...]:
+    """The random generators to synchronise, none where ``None``.
+
+    Raises:
+        TypeError: a single name instead of several.
+        ValueError: an unknown one.
+
+    Example:
+        >>> from accel_callbacks.data.configuration import checked_rng_types
+        >>> checked_rng_types(["torch"]), checked_rng_types(None)
+        (('torch',), ())
+    """
+    if rng_types is None:
+        return ()
+    from accel_callbacks.rng_sync import RNGType
+
+    if isinstance(rng_types, str):
+        raise TypeError(f"rng_types={rng_types!r} must be a list: [{rng_types!r}].")
+    known = [kind.value for kind in RNGType]
+    chosen = tuple(rng_types)
+    for one in chosen:
+        if one not in known:
+            raise ValueError(
+                f"{one!r} in rng_types is unknown; use {known}.{nearest(str(one), known)}"
+            )
+    return chosen

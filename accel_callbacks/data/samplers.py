@@ -1,0 +1,179 @@
+"""Samplers that can be used alone: a shuffle with a seed, and the shard of a batch sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler
+
+__all__ = ["BatchSamplerShard", "SeedableRandomSampler"]
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A RandomSampler whose order is that of ``torch.randperm``, seeded by its seed plus the epoch.
+
+    Each pass is the next epoch, unless :meth:`set_epoch` is called. No generator of the program
+    is drawn from. The orders are those of the class of this name in Hugging Face Accelerate.
+
+    Args:
+        data_source: what is sampled from.
+        replacement: draw with replacement; off by default.
+        num_samples: samples of an epoch, all by default.
+        generator: its initial seed is the seed where ``data_seed`` is ``None``; it stays as it is.
+        data_seed: the seed; torch's (``torch.manual_seed``) where nothing says one.
+
+    Raises:
+        ValueError: ``num_samples`` is not positive.
+
+    Example:
+        >>> from accel_callbacks import SeedableRandomSampler
+        >>> sampler = SeedableRandomSampler(range(6), data_seed=5)
+        >>> list(sampler)
+        [5, 0, 1, 3, 4, 2]
+        >>> sampler.epoch
+        1
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, torch.Generator())
+        seeded = torch.default_generator if generator is None else generator
+        self.initial_seed = seeded.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self.epoch
+        yield from self.order(self.initial_seed, epoch)
+        if self.epoch == epoch:
+            self.set_epoch(epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use this epoch's order in the next pass."""
+        self.epoch = epoch
+
+    def order(self, seed: int, epoch: int) -> list[int]:
+        """The order of an epoch, as a function of the seed and the epoch alone."""
+        assert isinstance(self.generator, torch.Generator)
+        self.generator.manual_seed(seed + epoch)
+        return list(super().__iter__())
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of one process, of a batch sampler that all processes hold alike.
+
+    Process r takes batches r, r + num_processes, ... or, with ``split_batches``, the r-th slice
+    of each batch. ``prepare`` needs no such wrapper: it is for loaders that are built by hand.
+
+    Args:
+        batch_sampler: yields lists of indices, in the same order on all processes. One without
+            ``batch_size`` may yield batches of any size.
+        num_processes: how many processes share it.
+        process_index: which of them this is.
+        split_batches: slice each batch; its ``batch_size`` must be a multiple of
+            ``num_processes``.
+        even_batches: go on with samples (without a ``batch_size``, batches) from the start where
+            the last ones do not go around, so that all processes get as many of the same size.
+            Off, some get fewer.
+
+    Raises:
+        ValueError: ``split_batches`` with a batch size that cannot be split.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler
+        >>> from accel_callbacks import BatchSamplerShard
+        >>> batches = BatchSampler(range(5), batch_size=2, drop_last=False)
+        >>> [list(BatchSamplerShard(batches, 2, rank)) for rank in range(2)]
+        [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        size = getattr(batch_sampler, "batch_size", None)
+        if split_batches and (size is None or size % num_processes):
+            raise ValueError(
+                f"split_batches=True splits each batch over {num_processes} processes, but the "
+                f"batch sampler's batch_size is {size}: give it a multiple of {num_processes}."
+            )
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = size  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.sampler = getattr(batch_sampler, "sampler", batch_sampler)
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all processes."""
+        return len(self.batch_sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the batch sampler and its sampler the epoch, as far as they want to know."""
+        for one in (self.batch_sampler, self.sampler):
+            tell = getattr(one, "set_epoch", None)
+            if callable(tell):
+                tell(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        at_once = 1 if self.split_batches else self.num_processes
+        opening: list[list[Any]] = []
+        batches = iter(self.batch_sampler)
+        while group := list(islice(batches, at_once)):
+            opening = opening or group
+            piece = self._piece(group, opening)
+            if piece:
+                yield list(piece)
+
+    def _piece(self, group: list[list[Any]], opening: list[list[Any]]) -> Sequence[Any]:
+        """What this process reads of the batches of one step; empty if there is nothing for it."""
+        rank, size, world = self.process_index, self.batch_size, self.num_processes
+        whole = len(group) == (1 if self.split_batches else world)
+        full = whole and (size is None or all(len(batch) == size for batch in group))
+        if not full and self.drop_last:
+            return []
+        if size is None:
+            group = (
+                list(islice(chain(group, cycle(opening)), world)) if self.even_batches else group
+            )
+            return group[rank] if rank < len(group) else []
+        each = size // world if self.split_batches else size
+        samples = list(chain(*group))
+        if self.even_batches:
+            samples = list(islice(chain(samples, cycle(chain(*opening))), each * world))
+        return samples[rank * each : (rank + 1) * each]
+
+    def __len__(self) -> int:
+        """Batches of this process."""
+        at_once = 1 if self.split_batches else self.num_processes
+        full, more = divmod(len(self.batch_sampler), at_once)
+        if self.even_batches and not self.drop_last:
+            return full + (more > 0)
+        if self.drop_last:
+            return full
+        if not self.split_batches:
+            return full + (self.process_index < more)
+        tail = self._samples_over()
+        return full - (0 < tail <= self.process_index * (self.batch_size // self.num_processes))
+
+    def _samples_over(self) -> int:
+        """Samples after the full batches; 0 where the sampler does not say how many it has."""
+        try:
+            return len(self.sampler) % self.batch_size  # type: ignore[arg-type]
+        except TypeError:
+            return 0

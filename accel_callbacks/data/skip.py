@@ -1,0 +1,143 @@
+"""Beginning in the middle of an epoch, as scripts do that count their own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accel_callbacks.data.loader import DataLoaderShard
+
+__all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_first_batches"]
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler (or sampler) without its first batches.
+
+    Args:
+        batch_sampler: any iterable of batches of indices, or of indices.
+        skip_batches: how many to leave out.
+
+    Example:
+        >>> from accel_callbacks.data.skip import SkipBatchSampler
+        >>> sampler = SkipBatchSampler([[0, 1], [2, 3], [4]], 2)
+        >>> list(sampler), len(sampler)
+        ([[4]], 1)
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.sampler = getattr(batch_sampler, "sampler", batch_sampler)
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.batch_sampler, self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+class SkipDataLoader:
+    """A view of a loader, whose passes begin at a later batch of the epoch.
+
+    Made by :func:`skip_first_batches`. It has all attributes of the loader that it is a view of.
+
+    Args:
+        loader: prepared or not.
+        skip_batches: where passes begin, in batches from the start of the epoch.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from accel_callbacks.data.skip import SkipDataLoader
+        >>> [batch.tolist() for batch in SkipDataLoader(DataLoader(range(5), 2), 2)]
+        [[4]]
+    """
+
+    def __init__(self, loader: DataLoader[Any], skip_batches: int = 0) -> None:
+        self.loader = loader
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self.loader
+        if not isinstance(loader, DataLoaderShard):
+            yield from _rest_of(loader, self.skip_batches)
+            return
+        # Said when the pass begins, so that no other pass over the loader takes it.
+        loader.start_at(self.skip_batches)
+        try:
+            yield from loader
+        finally:
+            loader.start_at(None)
+
+    def __len__(self) -> int:
+        return max(len(self.loader) - self.skip_batches, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of an empty copy, which would ask for ever
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def _rest_of(loader: DataLoader[Any], batches: int) -> Iterator[Any]:
+    """A plain loader from this batch on; a map-style dataset is not read before it."""
+    if isinstance(loader.dataset, IterableDataset):
+        return islice(loader, batches, None)
+    options = {name: getattr(loader, name) for name in _KEPT}
+    if loader.batch_sampler is None:
+        options |= {"sampler": SkipBatchSampler(loader.sampler, batches), "batch_size": None}
+    else:
+        options["batch_sampler"] = SkipBatchSampler(loader.batch_sampler, batches)
+    return iter(DataLoader(loader.dataset, **options))
+
+
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+)
+
+
+def skip_first_batches(
+    dataloader: DataLoader[Any] | SkipDataLoader, num_batches: int = 0
+) -> SkipDataLoader:
+    """A view of a loader that leaves the first batches of an epoch out.
+
+    The place is counted from the start of the epoch. So the usual recipe is exact: after
+    ``load_state``, a pass over the view gives the rest of the epoch that was interrupted, and the
+    loader itself then gives the next one. (It is not needed: a prepared loader goes on by itself.)
+    Without ``load_state``, a pass over the view is the next epoch without its first batches. The
+    loader moves with its view: its epoch, its position and its end are right in both.
+
+    Args:
+        dataloader: prepared or not, with any dataset. Samples of a map-style one are not read to
+            be skipped.
+        num_batches: how many to leave out; more than there are leave nothing.
+
+    Returns:
+        The view. Its length is the number of batches left, if the loader has one.
+
+    Raises:
+        ValueError: ``num_batches`` is negative.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from accel_callbacks import Accelerator, skip_first_batches
+        >>> loader = Accelerator(cpu=True).prepare(DataLoader(range(6), batch_size=2))
+        >>> view = skip_first_batches(loader, 2)
+        >>> len(view), [batch.tolist() for batch in view]
+        (1, [[4, 5]])
+    """
+    if num_batches < 0:
+        raise ValueError(f"num_batches={num_batches} must be 0 or more.")
+    if isinstance(dataloader, SkipDataLoader):
+        return SkipDataLoader(dataloader.loader, dataloader.skip_batches + num_batches)
+    return SkipDataLoader(dataloader, num_batches)
