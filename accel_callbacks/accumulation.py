@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from accel_callbacks.normalizer import Normalizer
+from accel_callbacks.plugins.accumulation import GradientAccumulationPlugin
+
 __all__ = ["GradientWindow"]
 
 
@@ -13,6 +16,8 @@ class GradientWindow:
 
     Args:
         num_steps: micro-batches of a full window, at least 1.
+        plugin: the same with more options; instead of ``num_steps``.
+        averaged_over: processes over which the strategy averages gradients, 1 if it does not.
 
     Attributes:
         sync: true when the current micro-batch is the last of its window (and outside of
@@ -21,6 +26,7 @@ class GradientWindow:
         index: number of windows closed so far.
         touched: gradients of the current micro-batch are there.
         dirty: a window was left before its end, and its gradients are still there.
+        normalizer: counts what ``backward(normalizer=...)`` was told.
 
     Raises:
         ValueError: ``num_steps`` is below 1.
@@ -37,11 +43,28 @@ class GradientWindow:
         4 False; 4 False; 4 False; 4 True; 2 False; 2 True;
     """
 
-    __slots__ = ("dirty", "divisor", "index", "num_steps", "position", "sync", "touched")
+    __slots__ = (
+        "dirty",
+        "divisor",
+        "index",
+        "normalizer",
+        "num_steps",
+        "plugin",
+        "position",
+        "sync",
+        "touched",
+    )
 
-    def __init__(self, num_steps: int = 1) -> None:
+    def __init__(
+        self,
+        num_steps: int = 1,
+        plugin: GradientAccumulationPlugin | None = None,
+        averaged_over: int = 1,
+    ) -> None:
+        self.normalizer = Normalizer(averaged_over)
+        self.plugin = plugin or GradientAccumulationPlugin(num_steps)
         self.position = 0
-        self.resize(num_steps)
+        self.resize(self.plugin.num_steps)
         self.sync = True
         self.index = 0
         self.touched = False
@@ -66,6 +89,8 @@ class GradientWindow:
             remaining: micro-batches left in the epoch, this one included; ``None`` if unknown.
             last: this is the last one of the epoch.
         """
+        if not self.plugin.sync_with_dataloader:
+            remaining, last = None, False
         if self.position == 0:
             known = remaining is not None and remaining < self.num_steps
             self.divisor = remaining if known and remaining else self.num_steps
@@ -77,6 +102,11 @@ class GradientWindow:
         """End the micro-batch, and the window with it if it was the last."""
         if self.sync:
             self.close()
+
+    def leave_loader(self) -> None:
+        """The pass over the training data is over: a window does not outlive it, unless told to."""
+        if self.is_open and self.plugin.sync_with_dataloader:
+            self.abandon()
 
     def close(self) -> None:
         """End the window here, whatever its length."""

@@ -38,9 +38,11 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         loop = self._loop
         if loop.window.dirty:
             loop.drop_gradients()
-        remaining, last = loop.remaining()
+        remaining, last = loop.deliveries.remaining(loop.active[-1] if loop.active else None)
         loop.window.enter(remaining, last)
-        if not loop.window.sync and self._strategy.has_gradient_sync:
+        window = loop.window
+        local = not window.sync and not window.plugin.sync_each_batch
+        if local and self._strategy.has_gradient_sync:
             self._stack = ExitStack()
             for model in self._models:
                 self._stack.enter_context(self._strategy.no_sync(model))

@@ -1,4 +1,4 @@
-"""What surrounds the batches of a prepared loader, as training, as mere data, as validation."""
+"""What surrounds epochs, and the batches of a loader as training, as mere data, as validation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,39 @@ from accel_callbacks.data.loader import DataLoaderShard
 if TYPE_CHECKING:
     from accel_callbacks.loop import Loop
 
-__all__ = ["evaluation_pass", "feeding_pass", "training_pass"]
+__all__ = ["counted_epochs", "evaluation_pass", "feeding_pass", "training_pass"]
+
+
+def counted_epochs(loop: Loop, total: int) -> Iterator[int]:
+    """The epochs of ``run.epochs``, with their hooks."""
+    run = loop.run
+    loop.settle()
+    run.max_epochs = total
+    run.epochs_done = run.first_epoch  # passes before this, to warm up say, do not count
+    run.agree()
+    if run.epochs_done >= total:
+        run.accelerator._notice(f"nothing left to do: {run.epochs_done} epochs are done")
+    if run.should_stop or run.epochs_done >= total:
+        return
+    loop.begin_training()
+    loop.epochs_counted = True
+    try:
+        for epoch in range(run.epochs_done, total):
+            run.current_epoch = epoch
+            if not run.epoch_open:
+                loop.open_epoch(counted=True)
+            yield epoch
+            loop.settle()
+            loop.end_epoch(epoch, counted=True)
+            run.agree()
+            if run.should_stop:
+                return
+    except GeneratorExit:
+        if run.epoch_open:
+            loop.left_open.append(lambda: loop.end_epoch(run.current_epoch, counted=True))
+        raise
+    finally:
+        loop.epochs_counted = False
 
 
 def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
@@ -20,9 +52,10 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
         return
     loop.begin_training()
     token = loop.enter(loader, outer=True)
+    done, loader.done = loader.done, False
     loader.trained = True
     run.num_training_batches = _length(loader)
-    start_hooks = loop.dispatch["on_train_batch_start"]
+    start_hooks = loop.dispatch.hooks["on_train_batch_start"]
     index, batch, seen, looked = -1, None, 0, False
     try:
         for batch in loader.batches():
@@ -34,7 +67,7 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
                 hook(run, loop.model, batch, index)
             yield batch
             _end_batch(loop, batch, index)
-            if run.should_stop:
+            if run.should_stop and not loop.window.is_open:
                 loop.stop_pass(loader)
                 break
     except GeneratorExit:
@@ -44,6 +77,7 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
         looked = seen == 1 and not loop.worked and len(loop.optimizers) > 0
         if looked:
             loader.undo_pass()
+            loader.done = done
         else:
             loader.end_pass()
             if loop.worked:
@@ -51,6 +85,7 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
         raise
     finally:
         if loop.leave(loader, token) and not looked:
+            loader.done = loader.finished
             loop.close_plain_epoch(loader.epoch)
     loop.settle()
 
@@ -60,7 +95,7 @@ def _end_batch(loop: Loop, batch: Any, index: int) -> None:
     if loop.left_open:
         loop.settle()
     loop.worked = True  # whatever the body did with it, this batch is done
-    hooks = loop.dispatch["on_train_batch_end"]
+    hooks = loop.dispatch.hooks["on_train_batch_end"]
     if hooks:
         outputs = None if loop.last_loss is None else {"loss": loop.last_loss.detach()}
         for hook in hooks:
@@ -75,7 +110,7 @@ def feeding_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
     loader.trained = True
     try:
         for batch in loader.batches():
-            loop.note_delivery(loader)
+            loop.deliveries.note(loader)
             yield batch
     except GeneratorExit:
         if loader.passes == token:
@@ -95,8 +130,8 @@ def evaluation_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
     loop.eval_loaders += 1
     token = loop.enter(loader, outer=False)
     loader.trained = False
-    start_hooks = loop.dispatch["on_validation_batch_start"]
-    end_hooks = loop.dispatch["on_validation_batch_end"]
+    start_hooks = loop.dispatch.hooks["on_validation_batch_start"]
+    end_hooks = loop.dispatch.hooks["on_validation_batch_end"]
     try:
         for batch in loader.batches():
             index = loader.batch_index

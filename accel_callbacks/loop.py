@@ -11,7 +11,13 @@ import torch
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch import Dispatcher
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.iteration import evaluation_pass, feeding_pass, training_pass
+from accel_callbacks.deliveries import Deliveries
+from accel_callbacks.iteration import (
+    counted_epochs,
+    evaluation_pass,
+    feeding_pass,
+    training_pass,
+)
 from accel_callbacks.run import TrainingRun
 
 __all__ = ["Loop"]
@@ -35,7 +41,7 @@ class Loop:
         active: loaders being iterated, the innermost last.
         worked: the current training batch was trained on.
         stepped: optimizers that stepped since the global step was last counted.
-        fresh: training loaders that delivered a batch since the last micro-batch began.
+        deliveries: training loaders that moved on since the last micro-batch began.
         left_open: what is fired by the next thing that the script does.
 
     Example:
@@ -60,17 +66,16 @@ class Loop:
         self.optimizers = optimizers
         self.model: torch.nn.Module | None = None
         self.active: list[DataLoaderShard] = []
-        self.fresh: list[DataLoaderShard] = []
+        self.deliveries = Deliveries()
         self.left_open: list[Callable[[], None]] = []
         self.evaluating = 0
         self.eval_loaders = 0
         self.last_loss: torch.Tensor | None = None
         self.worked = False
         self.epochs_counted = False
-        self._fresh_before: list[DataLoaderShard] = []
         self.stepped: set[int] = set()
         self._outer: DataLoaderShard | None = None
-        self._cut_short = False
+        self._cut_short = self._passed = False
         self._settling = self._fit_started = self._train_started = False
 
     @property
@@ -81,9 +86,14 @@ class Loop:
         training = not self.models or any(model.training for model in self.models)
         return "train" if training else "validation"
 
+    @property
+    def between_passes(self) -> bool:
+        """Prepared loaders are used, and none is being iterated now."""
+        return self._passed and not self.active
+
     def fire(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks with the run and the model in front."""
-        for method in self.dispatch[hook]:
+        for method in self.dispatch.hooks[hook]:
             method(self.run, self.model, *args)
 
     def settle(self) -> None:
@@ -103,7 +113,7 @@ class Loop:
         """``setup``, the restoring of a checkpoint, ``on_fit_start``; once a run."""
         if self._fit_started:
             return
-        self._fit_started = self.run.begun = True
+        self._fit_started = True
         self.fire("setup", "fit")
         if restore is not None:
             restore()
@@ -118,27 +128,38 @@ class Loop:
 
     def end_fit(self, error: BaseException | None = None) -> None:
         """The end of a run, well or with an error; an error of an end hook is one too."""
-        if not self._fit_started:
-            return
         try:
             if error is None:
-                self.settle()
-                if self._train_started:
-                    self.fire("on_train_end")
-                self.fire("on_fit_end")
-                self.fire("teardown", "fit")
+                self.finish_fit()
         except BaseException as problem:
             error = problem
             raise
         finally:
             if error is not None:
-                self._fire_safely("on_exception", error)
-                self._fire_safely("teardown", "fit")
-            self._reset()
+                self.fail_fit(error)
+
+    def finish_fit(self) -> None:
+        """The hooks of a run that ends well; where one raises, the run is not over yet."""
+        if not self._fit_started:
+            return
+        self.settle()
+        if self._train_started:
+            self.fire("on_train_end")
+        self.fire("on_fit_end")
+        self.fire("teardown", "fit")
+        self._reset()
+
+    def fail_fit(self, error: BaseException) -> None:
+        """The hooks of a run that ends with an error."""
+        if not self._fit_started:
+            return
+        self._fire_safely("on_exception", error)
+        self._fire_safely("teardown", "fit")
+        self._reset()
 
     def _fire_safely(self, hook: str, *args: Any) -> None:
         """Call a hook while an error unwinds: a second error is shown, and hides nothing."""
-        for method in self.dispatch[hook]:
+        for method in self.dispatch.hooks[hook]:
             try:
                 method(self.run, self.model, *args)
             except Exception:
@@ -147,49 +168,34 @@ class Loop:
     def _reset(self) -> None:
         """Forget the run that was, so that another can begin."""
         self._fit_started = self._train_started = self.epochs_counted = False
+        self._drop_passes()
+
+    def forget(self) -> None:
+        """What was prepared is gone: drop what belongs to it, without any hook."""
+        self._drop_passes()
+        self.window.close()
+        self.model = self.last_loss = None
+        self.window.normalizer.forget()
+        self.window.dirty = self._passed = False
+
+    def _drop_passes(self) -> None:
+        """No loop is open any more."""
         self._cut_short = False
-        for group in (self.left_open, self.active, self.fresh, self._fresh_before):
+        for group in (self.left_open, self.active, self.deliveries, self.stepped):
             group.clear()
-        self.stepped.clear()
         self._outer = None
         self.evaluating = 0
-        self.window.close()
+        if not self.run.awaits_training:  # else the open window is that of the checkpoint
+            self.window.abandon()
 
     # --- epochs -------------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[int]:
         """Count epochs; see ``TrainingRun.epochs``."""
-        run = self.run
-        self.settle()
-        run.max_epochs = total
-        run.epochs_done = run.first_epoch  # passes before this, to warm up say, do not count
-        run.agree()
-        if run.epochs_done >= total:
-            run.accelerator._notice(f"nothing left to do: {run.epochs_done} epochs are done")
-        if run.should_stop or run.epochs_done >= total:
-            return
-        self.begin_training()
-        self.epochs_counted = True
-        try:
-            for epoch in range(run.epochs_done, total):
-                run.current_epoch = epoch
-                if not run.epoch_open:
-                    run.epoch_open = True
-                    self.fire("on_train_epoch_start")
-                yield epoch
-                self.settle()
-                self._end_epoch(epoch, counted=True)
-                run.agree()
-                if run.should_stop:
-                    return
-        except GeneratorExit:
-            if run.epoch_open:
-                self.left_open.append(lambda: self._end_epoch(run.current_epoch, counted=True))
-            raise
-        finally:
-            self.epochs_counted = False
+        return counted_epochs(self, total)
 
-    def _end_epoch(self, epoch: int, *, counted: bool) -> None:
+    def end_epoch(self, epoch: int, *, counted: bool) -> None:
+        """``on_train_epoch_end``, and whether the epoch counts as done."""
         # An epoch that a stop cut short is not done: a resume goes on inside of it.
         if not self._cut_short:
             self.run.epoch_open = False
@@ -202,13 +208,19 @@ class Loop:
         """In a loop without ``run.epochs``, a pass over the training data is an epoch."""
         if not self.epochs_counted and not self.run.epoch_open:
             self.run.current_epoch = epoch
-            self.run.epoch_open = True
-            self.fire("on_train_epoch_start")
+            self.open_epoch(counted=False)
+
+    def open_epoch(self, *, counted: bool) -> None:
+        """``on_train_epoch_start``, and the loaders begin an epoch."""
+        self.run.epoch_open = True
+        for loader in self.run.accelerator.loaders:
+            loader.begin_epoch(counted=counted)
+        self.fire("on_train_epoch_start")
 
     def close_plain_epoch(self, epoch: int) -> None:
         """The pass is over; its end is fired when the script goes on."""
         if not self.epochs_counted and self.run.epoch_open:
-            self.left_open.append(lambda: self._end_epoch(epoch, counted=False))
+            self.left_open.append(lambda: self.end_epoch(epoch, counted=False))
 
     # --- iteration ----------------------------------------------------------------------------
 
@@ -227,6 +239,7 @@ class Loop:
         if loader in self.active:  # of an iterator that was kept and not read to its end
             self.active.remove(loader)
         self.active.append(loader)
+        self._passed = True
         if outer:
             self._outer = loader
         loader.passes += 1
@@ -238,8 +251,7 @@ class Loop:
             return False
         if self._outer is loader:
             self._outer = None
-            if self.window.is_open:
-                self.window.abandon()
+            self.window.leave_loader()
         if loader in self.active:
             self.active.remove(loader)
         return True
@@ -256,38 +268,21 @@ class Loop:
         """A training batch of the outer loader is delivered; nothing was done with it yet."""
         self.worked, self.last_loss = False, None
         self.stepped.clear()
-        self.note_delivery(loader)
-
-    def note_delivery(self, loader: DataLoaderShard) -> None:
-        """A loader moved on; in a loop without ``accumulate`` nobody ever takes the notes away."""
-        if loader not in self.fresh:
-            self.fresh.append(loader)
-
-    def remaining(self) -> tuple[int | None, bool]:
-        """(micro-batches left with this one if known, whether this is the last).
-
-        Loaders read side by side, as by ``zip``, end with the shortest; an outer loader that
-        moves on only now and then does not count.
-        """
-        now, self.fresh = self.fresh, []
-        chosen = [one for one in now if one in self._fresh_before] if len(now) > 1 else []
-        self._fresh_before = now
-        if self.active and self.active[-1] not in chosen:
-            chosen.append(self.active[-1])
-        known = [one.left for one in chosen if one.left is not None]
-        return min(known, default=None), any(one.on_last for one in chosen)
+        self.deliveries.note(loader)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer step; optimizers that take turns in one batch count as one."""
-        if not self.stepped or id(optimizer) in self.stepped:
-            self.stepped.clear()
+        stepped, own = self.stepped, id(optimizer)
+        if not stepped or own in stepped:
+            stepped.clear()
             self.run.global_step += 1
-        self.stepped.add(id(optimizer))
+        stepped.add(own)
 
     def drop_gradients(self) -> None:
         """Clear what a window gathered that was left before its end."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        self.window.normalizer.forget()
         self.window.dirty = False
 
     # --- evaluation ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.loop import Loop
+from accel_callbacks.normalizer import has_gradients, multiply_gradients
 from accel_callbacks.precision import Precision
 
 __all__ = ["AcceleratedOptimizer"]
@@ -78,45 +79,48 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def settle_gradients(self) -> None:
-        """Bring gradients to their true size, once a step: loss scale, and a short window."""
-        loop = self._loop
+        """Bring gradients to their true size, once a step: loss scale, and what a window weighs."""
+        window = self._loop.window
         self._precision.unscale(self.optimizer)
-        correction = loop.window.correction
-        if correction != 1.0 and self._settled_window != loop.window.index:
-            self._settled_window = loop.window.index
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(correction)
+        if window.normalizer.active:
+            window.normalizer.settle(self.optimizer)
+        elif window.correction != 1.0 and self._settled_window != window.index:
+            self._settled_window = window.index
+            multiply_gradients(self.optimizer, window.correction)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, if this is the end of a gradient window; takes what the optimizer takes."""
         loop = self._loop
-        if not loop.window.sync:
+        window = loop.window
+        if not window.sync:
             return None
-        hooks = loop.dispatch["on_before_optimizer_step"]
-        if hooks or loop.window.correction != 1.0:
+        hooks = loop.dispatch.hooks["on_before_optimizer_step"]
+        if hooks or window.normalizer.active or window.correction != 1.0:
             self.settle_gradients()
         for hook in hooks:
             hook(loop.run, loop.model, self)
         stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
         self.step_was_skipped = not stepped
-        loop.worked = loop.window.touched = True
-        loop.window.dirty = False
+        loop.worked = window.touched = True
+        window.dirty = window.normalizer.pending = False
         if stepped:
             loop.count_step(self)
-            for hook in loop.dispatch["on_after_optimizer_step"]:
+            for hook in loop.dispatch.hooks["on_after_optimizer_step"]:
                 hook(loop.run, loop.model, self)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, at the end of a gradient window or before its first backward."""
         loop = self._loop
-        if loop.window.may_clear:
-            for hook in loop.dispatch["on_before_zero_grad"]:
-                hook(loop.run, loop.model, self)
-            self.optimizer.zero_grad(set_to_none)
-            self._precision.forget(self.optimizer)
+        if not loop.window.may_clear:
+            return
+        for hook in loop.dispatch.hooks["on_before_zero_grad"]:
+            hook(loop.run, loop.model, self)
+        normalizer = loop.window.normalizer
+        if normalizer.pending and has_gradients(self.optimizer):  # given up, not stepped with
+            normalizer.forget()
+        self.optimizer.zero_grad(set_to_none)
+        self._precision.forget(self.optimizer)
 
     def train(self) -> None:
         """Training mode of schedule-free optimizers."""

@@ -29,7 +29,6 @@ class TrainingRun:
         global_step: optimizer steps taken; optimizers that take turns in one batch count as one
             step, and steps that fp16 skipped do not count.
         current_epoch: index of the current pass over the training data, from 0.
-        begun: True once hooks were called for this run.
         first_epoch: the epoch that the next ``epochs`` begins with.
         epochs_done: training epochs finished, those before a resume included.
         max_epochs: what ``epochs`` was called with, or ``None``.
@@ -65,9 +64,19 @@ class TrainingRun:
         self.callback_metrics: dict[str, Any] = {}
         self.resumed_from: str | None = None
         self.first_epoch = 0
-        self.begun = False
+        self.loaded_step: int | None = None  # where load_state led, until another run takes it over
         self._stop_request: str | None = None
         self._stop_reason: str | None = None
+
+    def start_over(self) -> None:
+        """Stand at the beginning, for another training; name, id and config stay."""
+        kept = {name: getattr(self, name) for name in ("run_id", "config")}
+        vars(self).update({**vars(TrainingRun(self.accelerator, self.name)), **kept})
+
+    @property
+    def awaits_training(self) -> bool:
+        """A checkpoint was loaded, and no step was taken since."""
+        return self.loaded_step == self.global_step
 
     @property
     def is_global_zero(self) -> bool:
@@ -104,8 +113,9 @@ class TrainingRun:
     def stop(self, reason: str = "requested") -> None:
         """Ask the run to stop, from any process; all processes stop at the same step.
 
-        With one process it takes effect at once. With several, the request is put to the vote
-        at the next step boundary (where a callback declares ``can_vote``) or epoch end.
+        With one process it takes effect after the batch, or the gradient window that is open.
+        With several, the request is put to the vote at the next step boundary (where a callback
+        declares ``can_vote``) or epoch end.
 
         Args:
             reason: shown at the end of the run and kept in :attr:`stop_reason`.
@@ -134,7 +144,7 @@ class TrainingRun:
     def agree(self) -> None:
         """Collective: stop everywhere if any process asked for it (one small all-reduce)."""
         if self._stop_reason is None and collectives.any_process(self._stop_request is not None):
-            reasons = collectives.gather_object(self._stop_request)
+            reasons = collectives.all_objects(self._stop_request)
             self._stop_reason = next(reason for reason in reasons if reason is not None)
 
     # --- epochs and state ---------------------------------------------------------------------
@@ -175,3 +185,4 @@ class TrainingRun:
         self.epoch_open = state["epoch_open"]
         self.batch_idx = state["batch_idx"]
         self.callback_metrics.update(state["metrics"])
+        self.loaded_step = self.global_step

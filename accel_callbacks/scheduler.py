@@ -14,8 +14,9 @@ __all__ = ["AcceleratedScheduler"]
 class AcceleratedScheduler:
     """Wraps a learning-rate scheduler; ``step`` counts real optimizer steps only.
 
-    Inside of a gradient window, and after an fp16 step that was skipped, ``step`` does nothing.
-    It takes what the scheduler takes, so a ``ReduceLROnPlateau`` gets its metric.
+    Inside of a gradient window, and after an fp16 step that was skipped, ``step`` does nothing; a
+    step after the loop over the data (once an epoch, say) always counts. It takes what the
+    scheduler takes, so a ``ReduceLROnPlateau`` gets its metric.
 
     Example:
         >>> import torch
@@ -32,20 +33,37 @@ class AcceleratedScheduler:
     """
 
     def __init__(
-        self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer], loop: Loop
+        self,
+        scheduler: Any,
+        optimizers: Sequence[AcceleratedOptimizer],
+        loop: Loop,
+        *,
+        step_with_optimizer: bool = True,
+        steps_at_once: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self._optimizers = tuple(optimizers)
         self._loop = loop
+        self._step_with_optimizer = step_with_optimizer
+        self._steps_at_once = steps_at_once
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler, if the optimizer stepped."""
-        if not self._loop.window.sync:
+        if self._step_with_optimizer and not self._counts():
             return
+        for _ in range(self._steps_at_once):
+            self.scheduler.step(*args, **kwargs)
+
+    def _counts(self) -> bool:
+        """Whether a call of ``step`` here belongs to a step that the optimizer took."""
+        loop = self._loop
+        window = loop.window
+        if not window.sync and window.plugin.adjust_scheduler:
+            return False
         for optimizer in self._optimizers:
             if optimizer.step_was_skipped:
-                return
-        self.scheduler.step(*args, **kwargs)
+                return loop.between_passes
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scheduler inside."""

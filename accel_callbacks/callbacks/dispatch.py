@@ -23,6 +23,9 @@ class Dispatcher:
         callbacks: in the order in which they are called; exit hooks run in reverse. Those with
             ``runs_last`` come after the others in every hook.
 
+    Attributes:
+        hooks: for each hook the methods to call, none where nobody overrides it.
+
     Raises:
         TypeError: a method begins with ``on_`` but is no hook.
         ValueError: two callbacks have one ``state_key``.
@@ -33,16 +36,16 @@ class Dispatcher:
         ...     def on_train_start(self, run, model):
         ...         print("hello")
         >>> dispatcher = Dispatcher([Hello()])
-        >>> for hook in dispatcher["on_train_start"]:
+        >>> for hook in dispatcher.hooks["on_train_start"]:
         ...     hook(None, None)
         hello
-        >>> dispatcher["on_train_end"]
+        >>> dispatcher.hooks["on_train_end"]
         ()
     """
 
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         self.callbacks: list[Any] = []
-        self._table: dict[str, tuple[Hook, ...]] = {}
+        self.hooks: dict[str, tuple[Hook, ...]] = {}
         self._unclaimed: dict[str, Any] = {}
         self.can_vote = False
         self.add(*callbacks)
@@ -64,10 +67,7 @@ class Dispatcher:
         last = [c for c in self.callbacks if getattr(c, "runs_last", False)]
         for hook in HOOKS:
             order = [*(reversed(first) if hook in EXIT_HOOKS else first), *last]
-            self._table[hook] = tuple(getattr(c, hook) for c in order if _overrides(c, hook))
-
-    def __getitem__(self, hook: str) -> tuple[Hook, ...]:
-        return self._table[hook]
+            self.hooks[hook] = tuple(getattr(c, hook) for c in order if _overrides(c, hook))
 
     @property
     def savers(self) -> list[Any]:
@@ -81,7 +81,7 @@ class Dispatcher:
             ValueError: a callback that votes or saves is missing on some.
         """
         names = [_name(c) for c in self.callbacks if getattr(c, "can_vote", False) or _saves(c)]
-        first, *others = collectives.gather_object(names)
+        first, *others = collectives.all_objects(names)
         for rank, here in enumerate(others, start=1):
             if here != first:
                 raise ValueError(

@@ -10,6 +10,8 @@ from accel_callbacks import collectives
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.config import AcceleratorConfig, ProjectConfiguration
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.gradient_state import GradientState
+from accel_callbacks.handles import AcceleratorState
 from accel_callbacks.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
@@ -48,6 +50,16 @@ class Parts(ProcessControl):
     def current_run(self) -> TrainingRun:
         """The run that hooks are called with; there always is one."""
         return self.loop.run
+
+    @property
+    def state(self) -> AcceleratorState:
+        """Where this process stands, with the options of this Accelerator."""
+        return AcceleratorState.of(self.config)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """A live view of the gradient window and of the loader being iterated."""
+        return GradientState(self.window, self.loop)
 
     @property
     def bare_models(self) -> list[torch.nn.Module]:

@@ -444,6 +444,20 @@ def test_an_iterator_that_is_kept_does_not_silence_the_loops_after_it(training):
     del kept
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_is_read_twice_at_a_time_is_an_error_that_says_what_to_do(training, workers):
+    t = training(workers=workers)
+    with pytest.raises(RuntimeError, match="prepare a second DataLoader"):
+        list(zip(t.train, t.train, strict=False))
+    passes = iter(t.train)
+    t.step(next(passes))
+    with t.accel.evaluate(t.model):
+        list(t.train)
+    with pytest.raises(RuntimeError, match="prepare a second DataLoader"):
+        next(passes)
+    assert len(list(t.train)) == 2
+
+
 def test_a_second_loader_inside_of_a_training_loop_is_data_and_no_epoch(training):
     t = training()
     extra = t.accel.prepare(DataLoader(range(2)))
@@ -548,7 +562,7 @@ def test_a_callback_that_runs_last_does_so_in_every_hook(recorder):
 
 def test_a_hook_nobody_overrides_costs_nothing(recorder):
     accel = Accelerator(cpu=True, callbacks=[Callback()])
-    assert all(accel._dispatch[hook] == () for hook in HOOKS)
+    assert all(accel._dispatch.hooks[hook] == () for hook in HOOKS)
 
 
 def test_hooks_that_are_set_on_the_instance_are_called(training):

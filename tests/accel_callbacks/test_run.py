@@ -330,6 +330,26 @@ def test_a_path_chooses_the_checkpoint_and_false_starts_afresh(training, tmp_pat
         assert (run.global_step, run.epochs_done, run.resumed_from) == (0, 0, None)
 
 
+@pytest.mark.parametrize("before", ["nothing", "evaluation", "look"])
+def test_a_run_goes_on_from_a_load_state_whatever_was_looked_at_since(training, tmp_path, before):
+    t = training(batches=3)
+    with t.accel.run("demo") as run:
+        whole = train(t, run, 2, lambda r: r.global_step == 4 and t.accel.save_state(tmp_path))
+    u = training(batches=3)
+    u.accel.load_state(tmp_path)
+    if before == "evaluation":
+        with u.accel.evaluate(u.model):
+            list(u.val)
+    elif before == "look":
+        next(iter(u.train))
+    with u.accel.run("demo", resume=False) as run:
+        assert run.global_step == 4
+        assert same(train(u, run, 2), whole)
+        assert run.global_step == 6
+    with u.accel.run("another", resume=False) as run:
+        assert run.global_step == 0
+
+
 def test_a_path_that_does_not_exist_is_an_error(training, tmp_path):
     t = training()
     with (
@@ -586,3 +606,102 @@ def test_two_runs_have_two_ids_and_a_resumed_one_keeps_its_own(training, tmp_pat
         ids.append(run.run_id)
     assert ids[0] != ids[1]
     assert ids[2] == ids[1]
+
+
+# --- where in the body of an epoch a save is -----------------------------------------------
+
+
+def in_turn(t, extra, note):
+    for batch in t.train:
+        t.step(batch)
+        note()
+    note()
+    for batch in extra:
+        t.step(batch)
+        note()
+
+
+def train_on(t):
+    for batch in t.train:
+        t.step(batch)
+
+
+def side_by_side(t, extra, note):
+    for batch, other in zip(t.train, extra, strict=False):
+        t.step(batch + other)
+        note()
+
+
+def inside(t, extra, note):
+    for batch in t.train:
+        for other in extra:
+            t.step(batch + other)
+        note()
+
+
+@pytest.mark.parametrize("body", [in_turn, side_by_side, inside])
+def test_a_resume_from_anywhere_in_an_epoch_takes_the_same_steps(training, tmp_path, body):
+    saved = []
+
+    def go(start, save):
+        t = training()
+        extra = t.accel.prepare(DataLoader(torch.arange(4.0).reshape(-1, 1), 2, shuffle=True))
+
+        def note():
+            if save:
+                saved.append(t.accel.save_state(tmp_path / str(len(saved))))
+
+        if start is not None:
+            t.accel.load_state(start)
+        with t.accel.run("demo", resume=False) as run:
+            for _ in run.epochs(3):
+                note()
+                body(t, extra, note)
+                note()
+        return run.global_step, t.model.weight.detach().clone()
+
+    steps, whole = go(None, save=True)
+    for path in saved:
+        assert go(path, save=False) == (steps, whole), path
+
+
+def test_an_evaluation_on_the_training_data_does_not_hide_that_its_epoch_is_trained(
+    training, tmp_path
+):
+    t = training()
+    with t.accel.run("demo") as run:
+        for _ in run.epochs(1):
+            train_on(t)
+            with t.accel.evaluate(t.model):
+                list(t.train)
+            t.accel.save_state(tmp_path)
+    u = training()
+    u.accel.load_state(tmp_path)
+    with u.accel.run("demo", resume=False) as run:
+        for _ in run.epochs(2):
+            train_on(u)
+    assert run.global_step == 4
+
+
+def test_in_a_plain_loop_too_loaders_side_by_side_begin_the_next_epoch_together(training, tmp_path):
+    def made():
+        t = training()
+        return t, t.accel.prepare(DataLoader(torch.arange(4.0).reshape(-1, 1), 2))
+
+    t, extra = made()
+    side_by_side(t, extra, lambda: t.accel.save_state(tmp_path))  # the last time in the last batch
+    u, other = made()
+    u.accel.load_state(tmp_path)
+    assert list(zip(u.train, other, strict=False)) == []
+    assert len(list(zip(u.train, other, strict=False))) == 2
+
+
+def test_a_stop_inside_of_a_gradient_window_waits_for_its_end(training):
+    t = training(batches=4, gradient_accumulation_steps=2)
+    with t.accel.run("demo") as run:
+        for _ in run.epochs(1):
+            for batch in t.train:
+                with t.accel.accumulate(t.model):
+                    t.step(batch)
+                run.stop("asked")
+    assert (run.global_step, t.train.position, t.accel.window.dirty) == (1, 4, False)

@@ -1,0 +1,73 @@
+"""How gradients are accumulated: the length of a window, and what ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_callbacks.plugins.base import KwargsHandler
+
+__all__ = ["GradientAccumulationPlugin", "chosen_steps"]
+
+
+@dataclass(frozen=True)
+class GradientAccumulationPlugin(KwargsHandler):
+    """Options of the gradient window; ``Accelerator(gradient_accumulation_plugin=...)``.
+
+    Args:
+        num_steps: micro-batches of a full window, 1 by default.
+        adjust_scheduler: a prepared scheduler moves once a window. If False, each call of its
+            ``step`` counts, so that it moves once a micro-batch.
+        sync_with_dataloader: a window ends with the epoch, averaged by its real length. If False,
+            a window that is not full goes on with the first batches of the next epoch.
+        sync_each_batch: processes average their gradients after each micro-batch instead of once
+            a window. It takes more communication, and less memory where gradients are sharded.
+
+    Raises:
+        TypeError: ``num_steps`` is no whole number.
+        ValueError: ``num_steps`` is below 1.
+
+    Example:
+        >>> from accel_callbacks import Accelerator, GradientAccumulationPlugin
+        >>> plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+        >>> Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps
+        4
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_steps, int):
+            raise TypeError(f"num_steps={self.num_steps!r} must be a whole number.")
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps} must be at least 1.")
+
+
+def chosen_steps(steps: int | None, plugin: GradientAccumulationPlugin | None) -> int | None:
+    """The length of a window, from the option or the plugin, whichever was given.
+
+    Raises:
+        TypeError: the plugin is none.
+        ValueError: both were given.
+
+    Example:
+        >>> from accel_callbacks.plugins.accumulation import (
+        ...     GradientAccumulationPlugin,
+        ...     chosen_steps,
+        ... )
+        >>> chosen_steps(None, GradientAccumulationPlugin(4))
+        4
+    """
+    if plugin is None:
+        return steps
+    if not isinstance(plugin, GradientAccumulationPlugin):
+        raise TypeError(
+            f"gradient_accumulation_plugin={plugin!r} must be a GradientAccumulationPlugin."
+        )
+    if steps is not None:
+        raise ValueError(
+            "give gradient_accumulation_steps= or gradient_accumulation_plugin=, not both."
+        )
+    return plugin.num_steps
