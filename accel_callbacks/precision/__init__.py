@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import torch
 
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.fp8 import AORecipeKwargs
 from accel_callbacks.precision.base import Precision
 from accel_callbacks.precision.bf16 import BF16
+from accel_callbacks.precision.fp8 import FP8
 from accel_callbacks.precision.fp16 import FP16
 
-__all__ = ["BF16", "FP16", "Precision", "create_precision"]
+__all__ = ["BF16", "FP8", "FP16", "Precision", "create_precision"]
 
-_REGISTRY: dict[str, type[Precision]] = {"no": Precision, "bf16": BF16, "fp16": FP16}
+_REGISTRY: dict[str, type[Precision]] = {"no": Precision, "bf16": BF16, "fp16": FP16, "fp8": FP8}
 
 
-def create_precision(name: str, device: torch.device) -> Precision:
+def create_precision(
+    name: str, device: torch.device, handlers: Handlers | None = None
+) -> Precision:
     """The precision of this name on this device.
+
+    Args:
+        name: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+        device: what the model computes on.
+        handlers: its options; all are the default where ``None``.
+
+    Raises:
+        ValueError: the device cannot compute in it, or there is a recipe for fp8 without fp8.
+        ImportError: fp8 without torchao.
 
     Example:
         >>> import torch
@@ -22,4 +36,7 @@ def create_precision(name: str, device: torch.device) -> Precision:
         >>> create_precision("bf16", torch.device("cpu")).name
         'bf16'
     """
-    return _REGISTRY[name](device)
+    handlers = handlers or Handlers()
+    if name != "fp8" and handlers.get(AORecipeKwargs) is not None:
+        raise ValueError(f"AORecipeKwargs needs mixed_precision='fp8', and it is {name!r}.")
+    return _REGISTRY[name](device, handlers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives import map_tensors
+from accel_callbacks.plugins.autocast import AutocastKwargs
+from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.precision.base import Precision, PreparedForward
 
 __all__ = ["Autocast"]
@@ -19,6 +22,13 @@ class Autocast(Precision):
 
     Subclasses set ``name`` and ``dtype``.
 
+    Args:
+        device: the device that the model computes on.
+        handlers: for their :class:`accel_callbacks.AutocastKwargs`.
+
+    Raises:
+        ValueError: the device has no autocast to this type.
+
     Example:
         >>> from accel_callbacks.precision import BF16
         >>> from accel_callbacks.precision.autocast import Autocast
@@ -28,9 +38,20 @@ class Autocast(Precision):
 
     dtype: torch.dtype
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
+        super().__init__(device, handlers)
+        self.options = self.handlers.get(AutocastKwargs, AutocastKwargs())
+        _check_device(self.name, device, self.dtype)
+
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Autocast on the device's type."""
-        return torch.autocast(self.device.type, dtype=self.dtype)
+        options = options or self.options
+        return torch.autocast(
+            self.device.type,
+            dtype=self.dtype,
+            enabled=options.enabled,
+            cache_enabled=options.cache_enabled,
+        )
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Run ``model.forward`` under autocast and upcast what it returns."""
@@ -39,10 +60,25 @@ class Autocast(Precision):
         return model
 
     def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Forward under autocast, with outputs in fp32."""
+        """Forward under autocast, with outputs in fp32 unless that was turned off."""
         with self.autocast():
             output = forward(*args, **kwargs)
-        return map_tensors(output, self._upcast)
+        return map_tensors(output, self._upcast) if self.options.upcast_outputs else output
 
     def _upcast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype is self.dtype else tensor
+
+
+def _check_device(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a device on which torch would fail later, or would silently not cast at all."""
+    try:
+        if not torch.amp.is_autocast_available(device.type):
+            raise RuntimeError(f"torch has no autocast for {device.type!r}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.autocast(device.type, dtype=dtype)
+    except (RuntimeError, Warning) as error:
+        raise ValueError(
+            f"mixed_precision={name!r} does not work on {device}: {error}. Use 'no', or another "
+            "precision that the device has."
+        ) from error

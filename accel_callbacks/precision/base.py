@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.plugins.autocast import AutocastKwargs
+from accel_callbacks.plugins.base import Handlers
+
 __all__ = ["Precision", "PreparedForward"]
 
 
@@ -18,6 +21,10 @@ class Precision:
 
     Args:
         device: the device that the model computes on.
+        handlers: its options; the defaults where ``None``.
+
+    Attributes:
+        scaler: the loss scaler, for fp16.
 
     Example:
         >>> import torch
@@ -30,11 +37,15 @@ class Precision:
     name = "no"
     scales_loss = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
         self.device = device
+        self.handlers = handlers or Handlers()
+        self.scaler: torch.amp.GradScaler | None = None
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Context in which operations run in this precision."""
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context in which operations run in this precision, or not where ``options`` say so."""
+        if options is not None and not options.enabled:
+            return torch.autocast(self.device.type, enabled=False)
         return nullcontext()
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -48,7 +59,11 @@ class Precision:
             del model.__dict__["forward"]
             if model.forward != prepared.original:  # it was set on the instance, not on the class
                 model.__dict__["forward"] = prepared.original
+            prepared.precision.release(model)
         return model
+
+    def release(self, model: torch.nn.Module) -> None:
+        """Take back what :meth:`wrap` changed besides the forward."""
 
     def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What a wrapped model does in the place of ``forward``."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.scaler import GradScalerKwargs
 from accel_callbacks.precision.autocast import Autocast
 
 __all__ = ["FP16"]
@@ -14,6 +16,14 @@ __all__ = ["FP16"]
 
 class FP16(Autocast):
     """Autocast to float16, with dynamic loss scaling shared by all optimizers.
+
+    Args:
+        device: the device that the model computes on.
+        handlers: for their :class:`accel_callbacks.GradScalerKwargs` and
+            :class:`accel_callbacks.AutocastKwargs`.
+
+    Raises:
+        ValueError: the device has no autocast to float16.
 
     Example:
         >>> import torch
@@ -24,11 +34,13 @@ class FP16(Autocast):
 
     name = "fp16"
     dtype = torch.float16
-    scales_loss = True
+    scaler: torch.amp.GradScaler
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.scaler = torch.amp.GradScaler(device.type)
+    def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
+        super().__init__(device, handlers)
+        options = self.handlers.get(GradScalerKwargs, GradScalerKwargs())
+        self.scaler = torch.amp.GradScaler(device.type, **options.to_kwargs())
+        self.scales_loss = options.enabled
         self._unscaled: set[int] = set()
         self._stepped = False
 
@@ -49,6 +61,8 @@ class FP16(Autocast):
         Raises:
             RuntimeError: a closure, which would compute new gradients that are still scaled.
         """
+        if not self.scales_loss:
+            return super().step(optimizer, *args, **kwargs)
         if args or kwargs:
             raise RuntimeError("fp16 cannot step with a closure; use bf16 instead.")
         if not _has_gradients(optimizer):  # the scaler refuses a step without any
@@ -73,10 +87,11 @@ class FP16(Autocast):
         return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore scale and growth counter."""
+        """Restore scale and growth counter; a state without any was saved without a scaler."""
         self._update()  # not of the scale that is about to be loaded
         self._unscaled.clear()
-        self.scaler.load_state_dict(dict(state))
+        if state:
+            self.scaler.load_state_dict(dict(state))
 
     def _update(self) -> None:
         # Put off until the next backward: an update forgets which optimizers were unscaled,

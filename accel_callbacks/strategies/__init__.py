@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.state import DistributedType, Topology
 from accel_callbacks.strategies.base import Strategy
 from accel_callbacks.strategies.ddp import DDP
@@ -16,8 +17,8 @@ _REGISTRY: dict[DistributedType, type[Strategy]] = {
 }
 
 
-def create_strategy(topology: Topology) -> Strategy:
-    """The strategy for this topology.
+def create_strategy(topology: Topology, handlers: Handlers | None = None) -> Strategy:
+    """The strategy for this topology, with the options that were given.
 
     Example:
         >>> import torch
@@ -26,4 +27,4 @@ def create_strategy(topology: Topology) -> Strategy:
         >>> create_strategy(Topology(torch.device("cpu"), world_size=2)).name
         'ddp'
     """
-    return _REGISTRY[topology.distributed_type](topology)
+    return _REGISTRY[topology.distributed_type](topology, handlers)

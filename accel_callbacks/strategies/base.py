@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from accel_callbacks.compiling import original
+from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.state import Topology
+from accel_callbacks.strategies.refusals import refuse_empty
 
 __all__ = ["Strategy"]
 
@@ -19,6 +22,7 @@ class Strategy(ABC):
 
     Args:
         topology: where this process stands.
+        handlers: the options that were given; none where ``None``.
 
     Example:
         >>> import torch
@@ -32,8 +36,22 @@ class Strategy(ABC):
     #: False where there is nothing to synchronise, so that no_sync can be left out.
     has_gradient_sync = False
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, handlers: Handlers | None = None) -> None:
         self.topology = topology
+        self.handlers = handlers or Handlers()
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Refuse a model that cannot be made ready, before anything is done to it.
+
+        Raises:
+            ValueError: why, and what to do instead.
+        """
+        refuse_empty(model)
+
+    @property
+    def averaged_over(self) -> int:
+        """Processes over which backward averages gradients."""
+        return self.topology.world_size if self.has_gradient_sync else 1
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -41,7 +59,7 @@ class Strategy(ABC):
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as the user built it."""
-        return model
+        return original(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""
@@ -49,6 +67,22 @@ class Strategy(ABC):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Context in which backward leaves gradients on this process."""
+        return nullcontext()
+
+    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Context in which backward synchronises after forwards that ran in :meth:`no_sync`."""
+        return nullcontext()
+
+    def join(
+        self, models: Sequence[Any], follow: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """Block in which processes may have unequal numbers of batches.
+
+        Args:
+            models: the wrapped models that are trained in it.
+            follow: called at its end, on all processes, with the rank that took all steps, if
+                others took fewer.
+        """
         return nullcontext()
 
     def clip_grad_norm_(

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
+from accel_callbacks.state import Topology
 from accel_callbacks.strategies.base import Strategy
+from accel_callbacks.strategies.comm_hooks import register_hook
+from accel_callbacks.strategies.refusals import refuse_distributed, refuse_spread
+from accel_callbacks.strategies.uneven import joined
 
 __all__ = ["DDP"]
 
 
 class DDP(Strategy):
     """torch's DistributedDataParallel around each model that has something to train.
+
+    Args:
+        topology: where this process stands.
+        handlers: for their :class:`accel_callbacks.DistributedDataParallelKwargs`.
 
     Example:
         >>> from accel_callbacks.strategies import DDP
@@ -25,19 +37,93 @@ class DDP(Strategy):
     name = "ddp"
     has_gradient_sync = True
 
+    def __init__(self, topology: Topology, handlers: Handlers | None = None) -> None:
+        super().__init__(topology, handlers)
+        default = DistributedDataParallelKwargs()
+        self.options = self.handlers.get(DistributedDataParallelKwargs, default)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Refuse models that are spread over devices or processes already."""
+        super().check(model)
+        refuse_spread(model)
+        refuse_distributed(model)
+
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap the model unless all of it is frozen."""
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        if len(frozen) == sum(1 for _ in model.parameters()):
             return model
         index = self.topology.device.index
-        return DistributedDataParallel(model, device_ids=None if index is None else [index])
+        wrapped = DistributedDataParallel(
+            model, device_ids=None if index is None else [index], **self.options.to_kwargs()
+        )
+        # Freed last: a group whose last reference the reducer has can lock up as it is freed.
+        wrapped.process_group = wrapped.__dict__.pop("process_group")
+        register_hook(wrapped, self.options)
+        if frozen:
+            wrapped.register_forward_pre_hook(_StillFrozen(frozen))
+        return wrapped
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The replica inside the wrapper."""
-        return model.module if isinstance(model, DistributedDataParallel) else model
+        model = super().unwrap(model)
+        if isinstance(model, DistributedDataParallel):
+            return self.unwrap(model.module)
+        return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """DDP's own no_sync, for models that it wraps."""
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
         return super().no_sync(model)
+
+    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """The reducer is told now what a forward outside of no_sync would have told it."""
+        if isinstance(model, DistributedDataParallel):
+            return _syncing(model)
+        return super().trigger_sync(model)
+
+    def join(
+        self, models: Sequence[Any], follow: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """torch's Join around the models that have something to average."""
+        return joined([one for one in models if self._takes_part(one)], follow)
+
+    def _takes_part(self, model: Any) -> bool:
+        if isinstance(model, Joinable):
+            return True
+        whole = isinstance(model, torch.nn.Module)
+        if whole and not any(parameter.requires_grad for parameter in model.parameters()):
+            return False
+        raise TypeError(
+            f"join_uneven_inputs got a {type(model).__name__} that averages nothing between "
+            "processes: pass models as prepare() returned them."
+        )
+
+
+class _StillFrozen:
+    """DDP averages what could be trained when it was made; training more would go unaveraged."""
+
+    def __init__(self, frozen: list[tuple[str, torch.nn.Parameter]]) -> None:
+        self.frozen = frozen
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        for name, parameter in self.frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} was frozen when the model was prepared, and is trained now: its "
+                    "gradients would differ between processes. Prepare the model unfrozen, with "
+                    "DistributedDataParallelKwargs(find_unused_parameters=True), and freeze it "
+                    "afterwards."
+                )
+
+
+@contextmanager
+def _syncing(model: DistributedDataParallel) -> Iterator[None]:
+    before = model.require_backward_grad_sync
+    model.require_backward_grad_sync = True
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from accel_callbacks import Accelerator, Callback
+from accel_callbacks.precision import create_precision
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HUGE = 1e36  # times the initial scale of 65536 it is infinite in fp32
@@ -256,3 +257,19 @@ def test_an_accelerator_of_another_precision_prepares_the_same_model_in_its_own(
     again = Accelerator(cpu=True, mixed_precision="fp16").prepare(model)
     again(torch.ones(1, 2))
     assert model.seen is torch.float16
+
+
+def test_a_checkpoint_without_a_loss_scale_leaves_the_first_one(tmp_path):
+    accel = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accel.prepare(torch.nn.Linear(1, 1))
+    accel.save_state(tmp_path / "c")
+    other = Accelerator(cpu=True, mixed_precision="fp16")
+    other.prepare(model)
+    other.load_state(tmp_path / "c")
+    assert scale_of(other) == 65536.0
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_a_device_that_cannot_is_refused_at_once(name):
+    with pytest.raises(ValueError, match=f"'{name}' does not work on meta"):
+        create_precision(name, torch.device("meta"))

@@ -1,0 +1,163 @@
+"""What all handlers of options share, and how a list of them is sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from typing import Any, ClassVar, TypeVar, overload
+
+from accel_callbacks.errors import nearest
+
+__all__ = ["Handlers", "KwargsHandler", "OptionEnum", "sort_handlers"]
+
+_ACCEPTED = (
+    "AORecipeKwargs",
+    "AutocastKwargs",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "InitProcessGroupKwargs",
+    "ProfileKwargs",
+)
+
+_Handler = TypeVar("_Handler", bound="KwargsHandler")
+
+
+@dataclass(frozen=True)
+class KwargsHandler:
+    """Options of one part of the Accelerator, as a frozen dataclass.
+
+    A subclass sets ``role`` to what its options are for, which makes it one that
+    ``Accelerator(kwargs_handlers=[...])`` accepts.
+
+    Example:
+        >>> from accel_callbacks import GradScalerKwargs
+        >>> GradScalerKwargs(growth_interval=10).to_kwargs()
+        {'growth_interval': 10}
+    """
+
+    #: What the options are for; empty for plugins that have an argument of their own.
+    role: ClassVar[str] = ""
+
+    def __new__(cls: type[_Handler], *args: Any, **options: Any) -> _Handler:
+        """Refuse an option that does not exist; ``__init__`` would do it without a suggestion."""
+        known = [one.name for one in fields(cls) if one.init]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"{cls.__name__}() has no option {name!r}.{nearest(name, known)}")
+        return object.__new__(cls)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields whose value is not the default of the class."""
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.init and not _is_default(one, getattr(self, one.name))
+        }
+
+
+def _is_default(one: Any, value: Any) -> bool:
+    default = one.default if one.default_factory is MISSING else one.default_factory()
+    return default is not MISSING and (value is default or bool(value == default))
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The handlers of one Accelerator, at most one of a class.
+
+    Args:
+        by_class: each handler under its class.
+
+    Example:
+        >>> from accel_callbacks import AutocastKwargs, GradScalerKwargs
+        >>> from accel_callbacks.plugins import sort_handlers
+        >>> handlers = sort_handlers([AutocastKwargs(enabled=False)])
+        >>> handlers.get(AutocastKwargs).enabled, handlers.get(GradScalerKwargs)
+        (False, None)
+        >>> handlers.get(GradScalerKwargs, GradScalerKwargs()).growth_interval
+        2000
+    """
+
+    by_class: Mapping[type[KwargsHandler], KwargsHandler] = field(default_factory=dict)
+
+    @overload
+    def get(self, kind: type[_Handler]) -> _Handler | None: ...
+    @overload
+    def get(self, kind: type[_Handler], default: _Handler) -> _Handler: ...
+
+    def get(self, kind: type[_Handler], default: _Handler | None = None) -> _Handler | None:
+        """The handler of this class (or of a subclass of it), else ``default``."""
+        for handler in self.by_class.values():
+            if isinstance(handler, kind):
+                return handler
+        return default
+
+
+def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:
+    """Check a list of handlers and keep them by class.
+
+    Raises:
+        TypeError: something in it is no handler.
+        ValueError: two are of one class.
+
+    Example:
+        >>> from accel_callbacks import AutocastKwargs
+        >>> from accel_callbacks.plugins import sort_handlers
+        >>> sort_handlers([AutocastKwargs(), AutocastKwargs()])
+        Traceback (most recent call last):
+        ValueError: kwargs_handlers has two AutocastKwargs: keep one.
+    """
+    found: dict[type[KwargsHandler], KwargsHandler] = {}
+    if kwargs_handlers is not None and not isinstance(kwargs_handlers, Iterable):
+        raise TypeError(f"kwargs_handlers must be a list of handlers, not {kwargs_handlers!r}.")
+    for handler in kwargs_handlers or ():
+        kind = type(handler)
+        if not isinstance(handler, KwargsHandler) or not kind.role:
+            raise TypeError(_not_accepted(handler))
+        for other in found:
+            if issubclass(kind, other) or issubclass(other, kind):
+                raise ValueError(f"kwargs_handlers has two {other.__name__}: keep one.")
+        found[kind] = handler
+    return Handlers(found)
+
+
+def _not_accepted(handler: Any) -> str:
+    kind = type(handler)
+    if kind.__name__ in _ACCEPTED:  # an import line that was not changed
+        return (
+            f"kwargs_handlers holds a {kind.__name__} of {kind.__module__}, another library: "
+            f"`from accel_callbacks import {kind.__name__}`."
+        )
+    name = getattr(handler, "__name__", kind.__name__)
+    return (
+        f"kwargs_handlers holds {handler!r}, which is none of {', '.join(_ACCEPTED)}: "
+        f"pass instances of these.{nearest(name, _ACCEPTED)}"
+    )
+
+
+_Option = TypeVar("_Option", bound="OptionEnum")
+
+
+class OptionEnum(str, Enum):
+    """Names of an option, taken in any case, as a string or as a member.
+
+    Example:
+        >>> from accel_callbacks import DDPCommunicationHookType
+        >>> DDPCommunicationHookType.read("FP16", "comm_hook")
+        <DDPCommunicationHookType.FP16: 'fp16'>
+    """
+
+    @classmethod
+    def read(cls: type[_Option], value: Any, option: str) -> _Option:
+        """The member of this name.
+
+        Raises:
+            ValueError: there is none; the text names ``option`` and what there is.
+        """
+        known = [member.value for member in cls]
+        text = value.value if isinstance(value, cls) else str(value)
+        for member in cls:
+            if member.value.lower() == text.lower():
+                return member
+        hint = nearest(text.lower(), known)
+        raise ValueError(f"{option}={value!r} is unknown; use one of {known}.{hint}")

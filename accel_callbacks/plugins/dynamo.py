@@ -1,0 +1,147 @@
+"""Options of torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_callbacks.errors import nearest
+from accel_callbacks.plugins.base import KwargsHandler, OptionEnum
+
+__all__ = ["DynamoBackend", "TorchDynamoPlugin", "choose_plugin"]
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_OWN = ("backend", "mode", "disable", "use_regional_compilation")
+
+
+class DynamoBackend(OptionEnum):
+    """Backends of torch.compile that have a name here; others are given by their own name.
+
+    Example:
+        >>> from accel_callbacks import DynamoBackend
+        >>> DynamoBackend.read("inductor", "backend").name
+        'INDUCTOR'
+    """
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    ONNXRT = "ONNXRT"
+    OPENXLA = "OPENXLA"
+    TENSORRT = "TENSORRT"
+    TVM = "TVM"
+
+
+@dataclass(frozen=True)
+class TorchDynamoPlugin(KwargsHandler):
+    """How prepared models are compiled; ``Accelerator(dynamo_plugin=...)``.
+
+    Args:
+        backend: ``"no"`` (default: nothing is compiled), a :class:`DynamoBackend`, the name of a
+            backend that torch knows, or a function that takes a graph and its inputs.
+        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or
+            ``"max-autotune-no-cudagraphs"``.
+        fullgraph: a model that cannot be compiled as one graph is an error.
+        dynamic: compile for all shapes (True), for each shape (False), or as torch decides.
+        options: a dict for the backend; not together with ``mode``.
+        disable: compile nothing, whatever the other options say.
+        use_regional_compilation: compile the repeated blocks of a model, each by itself, which
+            takes less time than the whole. A model without any is compiled as a whole.
+
+    Raises:
+        ValueError: a backend or mode that does not exist, ``mode`` with ``options``, or options
+            of a compilation that does not take place because the backend is ``"no"``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator, TorchDynamoPlugin
+        >>> plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+        >>> accel = Accelerator(cpu=True, dynamo_plugin=plugin)
+        >>> model = accel.prepare(torch.nn.Linear(2, 1))
+        >>> sorted(model.state_dict())
+        ['bias', 'weight']
+    """
+
+    backend: DynamoBackend | str | Callable[..., Any] = DynamoBackend.NO
+    mode: str = "default"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.backend):
+            object.__setattr__(self, "backend", _read_backend(self.backend))
+        if self.mode not in _MODES:
+            hint = nearest(str(self.mode), _MODES)
+            raise ValueError(f"mode={self.mode!r} is unknown; use one of {_MODES}.{hint}")
+        if self.options is not None and self.mode != "default":
+            raise ValueError(f"give mode={self.mode!r} or options=, not both.")
+        idle = [name for name in self.to_kwargs() if name not in ("backend", "disable")]
+        if self.backend is DynamoBackend.NO and idle and not self.disable:
+            raise ValueError(
+                f"{idle[0]}={getattr(self, idle[0])!r} needs a backend, and it is 'no': give "
+                "backend='inductor', say."
+            )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether there is anything to do."""
+        return self.backend is not DynamoBackend.NO and not self.disable
+
+    def compile_kwargs(self) -> dict[str, Any]:
+        """The arguments of ``torch.nn.Module.compile``."""
+        chosen = self.backend
+        kwargs = {name: value for name, value in self.to_kwargs().items() if name not in _OWN}
+        kwargs["backend"] = chosen.value.lower() if isinstance(chosen, DynamoBackend) else chosen
+        if self.mode != "default":  # torch takes "default" for a mode beside options too
+            kwargs["mode"] = self.mode
+        if self.options is not None:
+            kwargs["options"] = dict(self.options)
+        return kwargs
+
+
+def _read_backend(given: Any) -> DynamoBackend | str:
+    """A backend by its name; what torch does not know is an error."""
+    name = str(given.value if isinstance(given, DynamoBackend) else given)
+    if name.upper() == DynamoBackend.NO.value:
+        return DynamoBackend.NO
+    from torch._dynamo import list_backends
+
+    known = ["no", *list_backends(None)]
+    if name.lower() not in known and name not in known:
+        raise ValueError(
+            f"backend={name!r} is unknown to this torch; use one of {known}."
+            f"{nearest(name.lower(), known)} Some need a package that registers them, such as "
+            "`pip install torch-tensorrt` for tensorrt."
+        )
+    members = [member.value for member in DynamoBackend]
+    return DynamoBackend(name.upper()) if name.upper() in members else name
+
+
+def choose_plugin(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """The plugin of an Accelerator, from one of its two arguments for it.
+
+    Raises:
+        ValueError: both are given, or the backend does not exist.
+        TypeError: ``plugin`` is none.
+
+    Example:
+        >>> from accel_callbacks.plugins.dynamo import choose_plugin
+        >>> choose_plugin("eager", None).compiles
+        True
+    """
+    if plugin is None:
+        return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
+    if backend is not None:
+        raise ValueError("give dynamo_backend= or dynamo_plugin=, not both.")
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise TypeError(
+            f"dynamo_plugin={plugin!r} must be a TorchDynamoPlugin; a backend alone is "
+            "dynamo_backend=."
+        )
+    return plugin

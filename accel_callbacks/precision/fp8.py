@@ -1,0 +1,144 @@
+"""float8 matrix products with torchao; what is around them runs in bfloat16."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.fp8 import AORecipeKwargs
+from accel_callbacks.precision.bf16 import BF16
+
+__all__ = ["FP8"]
+
+_Filter = Callable[[torch.nn.Module, str], bool]
+_FIRST_CAPABILITY = (8, 9)  # Ada and Hopper are the first with fp8
+
+
+class FP8(BF16):
+    """Linear layers compute in float8, under autocast to bfloat16.
+
+    ``wrap`` changes the layers of the model in place. Parameters stay the same objects under the
+    same names, so that optimizers and checkpoints see no difference; ``unwrap`` brings the plain
+    layers back.
+
+    Args:
+        device: the device that the model computes on.
+        handlers: for their :class:`accel_callbacks.AORecipeKwargs`.
+
+    Raises:
+        ImportError: torchao is not installed.
+        ValueError: the device has no fp8, and the recipe does not emulate it.
+
+    Example:
+        >>> from accel_callbacks.precision import FP8
+        >>> FP8.dtype
+        torch.bfloat16
+    """
+
+    name = "fp8"
+
+    def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
+        super().__init__(device, handlers)
+        self.recipe = self.handlers.get(AORecipeKwargs, AORecipeKwargs())
+        self.float8_config = _read_config(self.recipe)
+        if not self.float8_config.emulate:
+            _check_capability(device)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Convert the linear layers that the recipe picks, and autocast around the model."""
+        self.unwrap(model)
+        chosen = _chosen_layers(model, self.recipe.module_filter_func)
+        if "" in chosen:
+            raise ValueError(
+                "a model that is one Linear cannot be changed in place to fp8: put it into "
+                "torch.nn.Sequential(...), or leave it out in module_filter_func."
+            )
+        if not chosen:
+            warnings.warn(
+                f"no layer of {type(model).__name__} was converted to fp8, so it trains in bf16: "
+                "layers need sizes that are multiples of 16, and the first and the last are left "
+                "out. AORecipeKwargs(module_filter_func=...) picks others.",
+                stacklevel=5,
+            )
+        import_module("torchao.float8").convert_to_float8_training(
+            model, module_filter_fn=lambda _, name: name in chosen, config=self.float8_config
+        )
+        for name, layer in chosen.items():
+            _keep_surroundings(layer, model.get_submodule(name))
+        return super().wrap(model)
+
+    def release(self, model: torch.nn.Module) -> None:
+        """Bring the plain layers back, with the parameters that there are."""
+        converted = import_module("torchao.float8.float8_linear").Float8Linear
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, converted):
+                with torch.device("meta"):
+                    plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+                plain.weight, plain.bias = layer.weight, layer.bias
+                _keep_surroundings(layer, plain)
+                owner, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, plain)
+
+
+def _read_config(recipe: AORecipeKwargs) -> Any:
+    """The recipe as torchao's own config."""
+    try:
+        kind = import_module("torchao.float8").Float8LinearConfig
+    except ImportError as error:
+        raise ImportError(
+            f"mixed_precision='fp8' needs torchao ({error}): pip install torchao"
+        ) from error
+    config = recipe.config if recipe.config is not None else kind(pad_inner_dim=True)
+    if not isinstance(config, kind):
+        raise TypeError(
+            f"AORecipeKwargs(config={config!r}) must be a torchao.float8.Float8LinearConfig."
+        )
+    if recipe.pad_inner_dim is not None:
+        config = dataclasses.replace(config, pad_inner_dim=recipe.pad_inner_dim)
+    if config.enable_fsdp_float8_all_gather:
+        raise ValueError(
+            "enable_fsdp_float8_all_gather=True replaces the parameters by some that only FSDP "
+            "can gather: leave it out with data parallelism."
+        )
+    return config
+
+
+def _check_capability(device: torch.device) -> None:
+    """Refuse a device without fp8 matrix products."""
+    reason = "it has no fp8 matrix products"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= _FIRST_CAPABILITY:
+            return
+        reason = "its compute capability is {}.{}, and fp8 needs 8.9".format(*capability)
+    raise ValueError(
+        f"mixed_precision='fp8' does not work on {device}: {reason}. Use 'bf16', or emulate fp8 "
+        "with kwargs_handlers=[AORecipeKwargs(config=Float8LinearConfig(emulate=True))]."
+    )
+
+
+def _chosen_layers(model: torch.nn.Module, picked: _Filter | None) -> dict[str, torch.nn.Module]:
+    """The linear layers to convert, by name."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    # A subclass may compute something else, and would not come back when the layers do.
+    plain = {name: layer for name, layer in layers.items() if type(layer) is torch.nn.Linear}
+    if picked is not None:
+        return {name: layer for name, layer in plain.items() if picked(layer, name)}
+    inner = list(layers)[1:-1]  # the ends of a model are where fp8 loses too much
+    return {name: layer for name, layer in plain.items() if name in inner and _fits(layer)}
+
+
+def _fits(layer: torch.nn.Linear) -> bool:
+    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+
+
+def _keep_surroundings(old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """A layer that takes another's place has its mode and its hooks."""
+    hooks = {name: value for name, value in vars(old).items() if "_hook" in name}
+    vars(new).update(hooks, training=old.training)

@@ -1,0 +1,70 @@
+"""Models that a strategy cannot train, and what to do instead."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["is_spread", "refuse_distributed", "refuse_empty", "refuse_spread"]
+
+
+def is_spread(model: torch.nn.Module) -> bool:
+    """Whether a ``device_map`` has put parts of the model on different devices.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.refusals import is_spread
+        >>> is_spread(torch.nn.Linear(1, 1))
+        False
+    """
+    maps = [getattr(module, "hf_device_map", None) for module in model.modules()]
+    return any(len(set(found.values())) > 1 for found in maps if isinstance(found, dict))
+
+
+def refuse_empty(model: torch.nn.Module) -> None:
+    """Raise for parameters without values, unless a ``device_map`` brings them when needed.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.refusals import refuse_empty
+        >>> refuse_empty(torch.nn.Linear(1, 1))
+    """
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty and not is_spread(model):
+        raise ValueError(
+            f"{empty[0]!r} and {len(empty) - 1} more parameters of {type(model).__name__} are on "
+            "the meta device and have no values: load the weights before prepare(), or use "
+            "model.to_empty(device=...) and initialise them."
+        )
+
+
+def refuse_spread(model: torch.nn.Module) -> None:
+    """Raise for a model on several devices, of which each process would need all.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.refusals import refuse_spread
+        >>> refuse_spread(torch.nn.Linear(1, 1))
+    """
+    if is_spread(model):
+        raise ValueError(
+            f"{type(model).__name__} was loaded with a device_map over several devices, which "
+            "cannot be trained by several processes: run it on one process, or load it with "
+            "device_map={'': accel.device}."
+        )
+
+
+def refuse_distributed(model: torch.nn.Module) -> None:
+    """Raise for parameters that are already split over processes.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.refusals import refuse_distributed
+        >>> refuse_distributed(torch.nn.Linear(1, 1))
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):  # a DTensor, without importing torch's module of it
+            raise ValueError(
+                f"{name!r} is a DTensor, split over processes already, and data parallelism needs "
+                "a whole replica on each: pass the model before it is parallelised, or call its "
+                "full_tensor() first. It can be used without prepare()."
+            )

@@ -1,0 +1,109 @@
+"""Processes with unequal numbers of batches: who is done answers for its part until all are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from accel_callbacks import collectives
+
+__all__ = ["joined", "state_from"]
+
+
+class _Finish(Joinable):
+    """Notes whether this process was among the last that had inputs."""
+
+    def __init__(self, beside: Joinable) -> None:
+        super().__init__()
+        self._beside = beside
+        self.was_last = True
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _FinishHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._beside.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._beside.join_process_group
+
+
+class _FinishHook(JoinHook):
+    def __init__(self, finish: _Finish) -> None:
+        self._finish = finish
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._finish.was_last = is_last_joiner
+
+
+@contextmanager
+def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterator[None]:
+    """A block in which processes may run out of batches at different times.
+
+    Args:
+        models: what takes part; torch gives all processes its final weights.
+        follow: called on all processes, where they took unequal numbers of steps, with the rank
+            whose state is the newest.
+
+    Example:
+        >>> from accel_callbacks.strategies.uneven import joined
+        >>> with joined([], follow=print):
+        ...     print("nothing to wait for")
+        nothing to wait for
+    """
+    if not models:
+        yield
+        return
+    before = [model._join_config for model in models]
+    finish = _Finish(models[0])
+    join = Join([*models, finish])
+    try:
+        yield
+        with warnings.catch_warnings():  # torch changes the filters of the whole process
+            join.__exit__(None, None, None)
+    finally:
+        # torch leaves them on, and a later forward on one process only would hang.
+        for model, config in zip(models, before, strict=True):
+            model._join_config = config
+    last = collectives.gather(torch.tensor([finish.was_last])).tolist()
+    if not all(last):
+        follow(max(rank for rank, one in enumerate(last) if one))
+
+
+def state_from(source: int, state: Any, device: torch.device) -> Any:
+    """Collective: the state of the process ``source``, which may hold other tensors than ours.
+
+    Args:
+        source: its rank.
+        state: a tree with tensors; what the other processes pass does not matter.
+        device: where the other processes put tensors that are not on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.uneven import state_from
+        >>> state_from(0, {"step": torch.tensor(3)}, torch.device("cpu"))
+        {'step': tensor(3)}
+    """
+    mine = collectives.rank() == source
+    tensors = collectives.tensors_in(state) if mine else []
+    outline = collectives.map_tensors(state, lambda one: one.to("meta")) if mine else None
+    places = [one.device.type == "cpu" for one in tensors]
+    outline, places = collectives.broadcast_object((outline, places), source)
+    if mine:
+        for tensor in tensors:
+            collectives.broadcast(tensor, source)
+        return state
+    on_cpu = iter(places)
+
+    def receive(like: torch.Tensor) -> torch.Tensor:
+        place = torch.device("cpu") if next(on_cpu) else device
+        return collectives.broadcast(torch.empty_like(like, device=place), source)
+
+    return collectives.map_tensors(outline, receive)
