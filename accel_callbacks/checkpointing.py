@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_callbacks import collectives
 from accel_callbacks._neighbours import require_neighbour
-from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.data.own_state import take_own, with_own
 from accel_callbacks.failures import shared_failure
+from accel_callbacks.fitting import check_counts, check_weights, own_part, weights_for
+from accel_callbacks.local_path import writable_folder
 from accel_callbacks.naming import (
     named_optimizer_state,
     parameter_names,
@@ -55,8 +54,11 @@ def capture(accel: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
         "run": loop.run.state_dict(),
         "callbacks": loop.dispatch.state_dict(),
         "trackers": accel.tracking.state_dict(),
+        "registered": accel.registered.state_dict(),
     }
     local: dict[str, Any] = {"rng": capture_rng(accel.device)}
+    if streams := take_own(shared["loaders"]):
+        local["streams"] = streams
     if loop.window.is_open:
         local["window"] = _open_window(accel)
     return shared, local
@@ -64,11 +66,8 @@ def capture(accel: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _position(accel: Accelerator, loader: DataLoaderShard) -> dict[str, Any]:
     """A batch that was delivered and not trained on yet is delivered again after a resume."""
-    state = loader.state_dict()
     waiting = loader in accel.loop.active and loader.trained and not accel.loop.worked
-    if waiting and accel.optimizers:
-        state["position"] -= loader.real
-    return state
+    return loader.state_dict(again=waiting and len(accel.optimizers) > 0)
 
 
 def _open_window(accel: Accelerator) -> dict[str, Any]:
@@ -80,7 +79,12 @@ def _open_window(accel: Accelerator) -> dict[str, Any]:
         if parameter.grad is not None
     }
     window = accel.loop.window
-    return {"position": window.position, "divisor": window.divisor, "gradients": gradients}
+    return {
+        "position": window.position,
+        "divisor": window.divisor,
+        "normalizer": window.normalizer.state_dict(),
+        "gradients": gradients,
+    }
 
 
 def open_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> CheckpointFolder:
@@ -117,8 +121,10 @@ def write(
     import checkpoint_io
 
     run = accel.loop.run
+    url = target if isinstance(target, str) else target.path(run.global_step)
     with shared_failure("save_state"):
         shared, local = capture(accel)
+        _call_save_hooks(accel, shared, url)
         accel.loop.fire("on_save_checkpoint", shared)
     labels = {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
     options: dict[str, Any] = {
@@ -128,13 +134,27 @@ def write(
         "max_shard_size": max_shard_size,
     }
     if isinstance(target, str):
-        url = target
         checkpoint_io.save(url, shared, storage_options=storage_options, **options)
     else:
-        url = target.path(run.global_step)
         target.save(run.global_step, shared, **options)
     accel.loop.fire("on_checkpoint_saved", url)
     return url
+
+
+def _call_save_hooks(accel: Accelerator, shared: dict[str, Any], url: str) -> None:
+    """Leave out the models that a hook saves itself, and note what it dropped of others."""
+    if not accel.pre_hooks.save_some:
+        return
+    full = list(shared["models"].values())
+    names = [set(weights) for weights in full]
+    with writable_folder(url) as folder:
+        chosen = accel.pre_hooks.save(accel.models, full, folder)
+    shared["models"] = _numbered(chosen)
+    shared["dropped_weights"] = {
+        str(index): sorted(before - weights.keys())
+        for index, (before, weights) in enumerate(zip(names, chosen, strict=True))
+        if weights is not None and before - weights.keys()
+    }
 
 
 def read(url: str, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -180,20 +200,46 @@ def restore(accel: Accelerator, checkpoint: Checkpoint, *, strict: bool = False)
             and ``strict`` was asked for.
         RemoteError: another process failed to restore it.
     """
+    with accel.registered.all_or_nothing(), shared_failure("load_state"):
+        ready = _make_ready(accel, checkpoint, strict)
     with shared_failure("load_state"):
-        _restore(accel, checkpoint, strict)
+        _restore(accel, checkpoint, ready)
 
 
-def _restore(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> None:
+class _Ready(NamedTuple):
+    """What a restore found out before it changes anything."""
+
+    models: list[int]  # those that no hook has loaded
+    optimizers: list[dict[str, Any]]
+    local: dict[str, Any] | None
+
+
+def _make_ready(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> _Ready:
+    """Check all, and let those load who may refuse: the hooks, and the registered objects."""
     state: dict[str, Any] = checkpoint.state
-    _check_fit(accel, state)
-    local = _check_exact(accel, checkpoint, strict)
+    check_counts(accel, state)
+    models = list(range(len(accel.models)))
+    if not accel.pre_hooks.load_some:
+        check_weights(accel, state, models)
+    local = own_part(accel, checkpoint, strict)
     _optimizer_states(accel, state)  # raises before anything changes; a hook may edit the state
+    if accel.pre_hooks.load_some:
+        left = {id(model) for model in accel.pre_hooks.load(accel.models, checkpoint.path)}
+        models = [index for index in models if id(accel.models[index]) in left]
+        check_weights(accel, state, models)
     accel.loop.fire("on_load_checkpoint", state)
-    optimizer_states = _optimizer_states(accel, state)
-    for index, model in enumerate(accel.models):
-        accel.strategy.load_model_state_dict(model, state["models"][str(index)])
-    for optimizer, saved in zip(accel.optimizers, optimizer_states, strict=True):
+    optimizers = _optimizer_states(accel, state)
+    saved = state.get("registered", {"objects": {}, "unnamed": []})
+    accel.registered.load_state_dict(saved, strict=strict)
+    return _Ready(models, optimizers, local)
+
+
+def _restore(accel: Accelerator, checkpoint: Checkpoint, ready: _Ready) -> None:
+    state, local = checkpoint.state, ready.local
+    for index in ready.models:
+        weights = weights_for(accel.bare_models[index].state_dict(), state, index)
+        accel.strategy.load_model_state_dict(accel.models[index], weights)
+    for optimizer, saved in zip(accel.optimizers, ready.optimizers, strict=True):
         optimizer.load_state_dict(saved)
     for index, scheduler in enumerate(accel.schedulers):
         scheduler.load_state_dict(_same_types(scheduler, state["schedulers"][str(index)]))
@@ -202,10 +248,10 @@ def _restore(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> None:
     run.load_state_dict(state["run"])
     run.resumed_from = checkpoint.path
     for index, loader in enumerate(accel.loaders):
-        loader.load_state_dict(state["loaders"][str(index)])
+        loader.load_state_dict(with_own(state["loaders"], local, str(index)))
         if not run.epoch_open:
             loader.end_pass()
-        elif loader.finished and loader.trained:
+        elif loader.done:
             loader.skip_next_pass()  # the open epoch has read it to its end
     accel.loop.dispatch.load_state_dict(state["callbacks"])
     accel.tracking.load_state_dict(state["trackers"])
@@ -222,46 +268,10 @@ def _optimizer_states(accel: Accelerator, state: Mapping[str, Any]) -> list[dict
     ]
 
 
-def _check_fit(accel: Accelerator, state: Mapping[str, Any]) -> None:
-    for kind in ("models", "optimizers", "schedulers", "loaders"):
-        saved, here = len(state[kind]), len(getattr(accel, kind))
-        if saved != here:
-            raise ResumeError(
-                f"the checkpoint holds {saved} {kind}, but {here} were prepared: prepare the "
-                "same objects as the run that saved it, before loading."
-            )
-    for index, model in enumerate(accel.bare_models):
-        saved_tensors, current = state["models"][str(index)], model.state_dict()
-        for name in saved_tensors.keys() ^ current.keys():
-            place = "checkpoint" if name in saved_tensors else "model"
-            other = current if name in saved_tensors else saved_tensors
-            raise ResumeError(f"{name!r} is only in the {place}.{nearest(name, other)}")
-        for name, tensor in current.items():
-            if isinstance(tensor, torch.Tensor) and tensor.shape != saved_tensors[name].shape:
-                raise ResumeError(
-                    f"{name!r} has shape {tuple(tensor.shape)} in the model and "
-                    f"{tuple(saved_tensors[name].shape)} in the checkpoint."
-                )
-
-
-def _check_exact(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> dict[str, Any] | None:
-    """This process's own part, or None where it belongs to another number of processes."""
-    saved, here = checkpoint.manifest.world_size, accel.num_processes
-    if saved == here:
-        return checkpoint.local_state
-    text = (
-        f"the checkpoint was saved by {saved} processes and is loaded by {here}: the order of "
-        "samples goes on exactly, but random generators start anew"
-    )
-    if strict:
-        raise ResumeError(text + "; pass strict=False to accept that.")
-    warnings.warn(text + ".", stacklevel=5)
-    return None
-
-
 def _restore_window(accel: Accelerator, saved: Mapping[str, Any] | None) -> None:
     window = accel.loop.window
     window.close()
+    window.normalizer.forget()
     window.dirty = False
     gradients = {} if saved is None else saved["gradients"]
     for index, model in enumerate(accel.bare_models):
@@ -271,6 +281,7 @@ def _restore_window(accel: Accelerator, saved: Mapping[str, Any] | None) -> None
     if saved is not None:
         window.position, window.divisor = saved["position"], saved["divisor"]
         window.sync, window.touched = False, True
+        window.normalizer.load_state_dict(saved["normalizer"])
 
 
 def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from accel_callbacks import checkpointing
+from accel_callbacks import checkpointing, collectives
 from accel_callbacks.contexts import Evaluate
 from accel_callbacks.facade.parts import Parts
+from accel_callbacks.failing import end_with, group_is_torn, refuse_torn, watch_others
 from accel_callbacks.failures import shared_failure
 from accel_callbacks.run import TrainingRun
 from accel_callbacks.state import destroy_topology
@@ -40,7 +41,11 @@ class RunningMethods(Parts):
         Entering it fires ``setup``, restores the newest valid checkpoint that a callback knows
         of, starts the trackers, and fires ``on_fit_start``. Leaving it fires the end hooks (or
         ``on_exception``), and closes the trackers with the right status. Enter it after
-        ``prepare``.
+        ``prepare``. All processes leave it together.
+
+        An error on one process ends the run on all: it is raised there, and the others raise
+        :class:`RemoteError` with its traceback. After that, make a new Accelerator on all
+        processes to go on, as a sweep does, or let the script end.
 
         Args:
             name: of the run (or project), for trackers and messages.
@@ -163,6 +168,8 @@ class RunningMethods(Parts):
         error = sys.exc_info()[1]  # in a `finally`, the error that ends the script
         self.loop.end_fit(error)
         self.tracking.close("success" if error is None else "failed")
+        if group_is_torn():  # an error has ended the run; the others still read which one
+            return
         if error is None:  # else the others may be gone
             self.wait_for_everyone()
         destroy_topology()
@@ -185,8 +192,17 @@ class _RunContext(AbstractContextManager[TrainingRun]):
         self._name = name
         self._config = config
         self._resume = resume
+        self._watch: Callable[[], None] = lambda: None
 
     def __enter__(self) -> TrainingRun:
+        refuse_torn("run")
+        try:
+            return self._begin()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _begin(self) -> TrainingRun:
         accel = self._accel
         accel.loop.end_fit()  # of a plain loop that came before
         accel.tracking.close("success")
@@ -195,17 +211,13 @@ class _RunContext(AbstractContextManager[TrainingRun]):
         run.config = self._config
         self._take_over(accel.loop.run, run)
         accel.loop.run = run
-        try:
-            accel.loop.begin_fit(self._restore)
-        except BaseException as error:
-            accel.loop.end_fit(error)
-            accel.tracking.close("failed")
-            raise
+        self._watch = watch_others()
+        accel.loop.begin_fit(self._restore)
         return run
 
     def _take_over(self, before: TrainingRun, run: TrainingRun) -> None:
         """Begin where a ``load_state`` before this run led to, or with the first epoch."""
-        if before.resumed_from is not None and not before.begun:
+        if before.awaits_training:
             run.load_state_dict(before.state_dict())
             run.resumed_from = before.resumed_from
             return
@@ -213,20 +225,39 @@ class _RunContext(AbstractContextManager[TrainingRun]):
             loader.rewind()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        accel = self._accel
-        status = "success"
         if error is not None:
-            status = "failed" if isinstance(error, Exception) else "interrupted"
+            self._fail(error)
+            return
         try:
-            accel.loop.end_fit(error)
-        except BaseException:
-            status = "failed"
+            self._finish()
+        except BaseException as problem:
+            self._fail(problem)
             raise
-        finally:
-            accel.tracking.close(status)
+
+    def _finish(self) -> None:
+        """All processes have come to the end: the end hooks, and nobody leaves before all."""
+        accel = self._accel
+        collectives.barrier()
+        accel.loop.finish_fit()
+        collectives.barrier()
+        self._watch()
+        accel.tracking.close("success")
         reason = accel.loop.run.stop_reason
-        if error is None and reason is not None:
+        if reason is not None:
             accel._notice(f"stopped at step {accel.loop.run.global_step}: {reason}")
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run on all processes; raises where another process's error is the cause."""
+        accel = self._accel
+        # First of all: the hooks and the trackers may take long, and the others are waiting.
+        cause = end_with(error, f"the run {self._name!r}")
+        self._watch()
+        try:
+            accel.loop.fail_fit(cause)
+        finally:
+            accel.tracking.close("failed" if isinstance(cause, Exception) else "interrupted")
+        if cause is not error:
+            raise cause from error
 
     def _restore(self) -> None:
         accel = self._accel
@@ -236,6 +267,7 @@ class _RunContext(AbstractContextManager[TrainingRun]):
             self._restore_newest()
         elif self._resume is not False:
             self._report(accel.load_state(self._resume))
+        accel.loop.run.loaded_step = None  # taken over: a run after this one begins anew
         with shared_failure("starting the trackers"):
             accel._open_trackers()
 

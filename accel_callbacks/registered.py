@@ -1,0 +1,191 @@
+"""The user's own objects in checkpoints, kept apart by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from accel_callbacks.collectives import map_tensors
+from accel_callbacks.errors import ResumeError
+
+__all__ = ["Registered"]
+
+
+class Registered:
+    """Objects with ``state_dict`` and ``load_state_dict`` that are saved with the training state.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.registered import Registered
+        >>> registered = Registered()
+        >>> registered.add(torch.nn.Linear(1, 1), ema=torch.nn.Linear(1, 1))
+        >>> registered.names
+        ['ema', 'Linear']
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    @property
+    def names(self) -> list[str]:
+        """The names under which states are saved."""
+        return list(self._objects)
+
+    def add(self, *objects: Any, **named: Any) -> None:
+        """Register objects, those without a name under that of their class; once each.
+
+        Raises:
+            ValueError: an object lacks ``state_dict`` or ``load_state_dict``, or a name is taken.
+        """
+        _check([*((str(i), one) for i, one in enumerate(objects)), *named.items()])
+        for name, one in named.items():
+            self._add_named(name, one)
+        for one in objects:
+            if self._name_of(one) is None:
+                name = self._free_name(type(one).__qualname__)
+                self._unnamed.append(name)
+                self._put(name, one)
+
+    def clear(self) -> None:
+        """Forget all objects, and what was loaded for others."""
+        self._objects: dict[str, Any] = {}
+        self._unnamed: list[str] = []
+        self._unclaimed: dict[str, Any] = {}
+        self._unclaimed_unnamed: list[str] = []
+        self._undo: list[Callable[[], Any]] | None = None
+
+    def _add_named(self, name: str, one: Any) -> None:
+        known = self._name_of(one)
+        if known == name and known not in self._unnamed:
+            return
+        if known is not None and known not in self._unnamed:
+            raise ValueError(f"{_show(one)} is registered as {known!r} already: use one name.")
+        if known is not None:
+            self._unnamed.remove(known)
+            del self._objects[known]
+        if name in self._objects:
+            other = _show(self._objects[name])
+            raise ValueError(
+                f"{name!r} is taken by {other}: register {_show(one)} by another name."
+            )
+        self._put(name, one)
+
+    def _put(self, name: str, one: Any) -> None:
+        self._objects[name] = one
+        if name in self._unclaimed:
+            warnings.warn(
+                f"the checkpoint that was loaded holds a state of {name!r}, which is not restored: "
+                "register objects before load_state() and run().",
+                stacklevel=5,
+            )
+
+    def _name_of(self, one: Any) -> str | None:
+        return next((name for name, known in self._objects.items() if known is one), None)
+
+    def _free_name(self, wanted: str) -> str:
+        name, number = wanted, 1
+        while name in self._objects:
+            number += 1
+            name = f"{wanted}-{number}"
+        return name
+
+    # --- saving and loading -------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each object by name, and what was loaded for objects not here."""
+        kept = [name for name in self._unclaimed_unnamed if name not in self._objects]
+        return {
+            "objects": {
+                **self._unclaimed,
+                **{name: one.state_dict() for name, one in self._objects.items()},
+            },
+            "unnamed": [*self._unnamed, *kept],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, strict: bool = False) -> None:
+        """Restore each object by name; those whose class has another name now, by position.
+
+        Args:
+            saved: from :meth:`state_dict`.
+            strict: raise where an object finds no state of its own, instead of warning.
+
+        Raises:
+            ResumeError: ``strict``, and an object is missing in ``saved`` or found by position.
+        """
+        states = dict(saved["objects"])
+        sources = {name: name for name in self._objects if name in states}
+        for name, source in self._by_position(saved).items():
+            _doubt(
+                f"{name!r} is not in the checkpoint and gets the state of {source!r}, which has "
+                "its place there; register_for_checkpointing(name=object) keeps them apart",
+                strict,
+            )
+            sources[name] = source
+        for name in self._objects:
+            if name not in sources:
+                _doubt(f"the checkpoint holds no state of {name!r}, which stays as it is", strict)
+        for name, source in sources.items():
+            self._load_one(self._objects[name], states[source])
+        self._unclaimed = {k: v for k, v in states.items() if k not in sources.values()}
+        self._unclaimed_unnamed = [name for name in saved["unnamed"] if name in self._unclaimed]
+
+    def _load_one(self, one: Any, state: Any) -> None:
+        if self._undo is not None:
+            # On the CPU, as a checkpoint is: the device may have no room for a second one.
+            host = map_tensors(one.state_dict(), lambda tensor: tensor.detach().cpu())
+            self._undo.append(partial(one.load_state_dict, copy.deepcopy(host)))
+        one.load_state_dict(state)
+
+    def _by_position(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """Where as many unnamed ones are left here as there, they are taken in their order."""
+        here = [name for name in self._unnamed if name not in saved["objects"]]
+        there = [name for name in saved["unnamed"] if name not in self._objects]
+        return dict(zip(here, there, strict=True)) if len(here) == len(there) else {}
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """A block that may load; where it raises, the objects are as they were before."""
+        undo = self._undo = []
+        unclaimed = self._unclaimed, self._unclaimed_unnamed
+        try:
+            yield
+        except BaseException:
+            self._unclaimed, self._unclaimed_unnamed = unclaimed
+            for put_back in reversed(undo):
+                with suppress(Exception):  # the first error is the one to report
+                    put_back()
+            raise
+        finally:
+            self._undo = None
+
+
+def _check(candidates: list[tuple[str, Any]]) -> None:
+    """Refuse all objects that cannot be saved, in one error."""
+    lacking = [
+        f"  {name}: {_show(one)} lacks {' and '.join(missing)}"
+        for name, one in candidates
+        if (missing := [m for m in ("state_dict", "load_state_dict") if not _has(one, m)])
+    ]
+    if lacking:
+        raise ValueError(
+            "objects are registered for checkpoints by what their state_dict() and "
+            "load_state_dict(state) do:\n" + "\n".join(lacking)
+        )
+
+
+def _has(one: Any, method: str) -> bool:
+    return not isinstance(one, type) and callable(getattr(one, method, None))
+
+
+def _show(one: Any) -> str:
+    return f"the class {one.__qualname__}" if isinstance(one, type) else type(one).__qualname__
+
+
+def _doubt(text: str, strict: bool) -> None:
+    if strict:
+        raise ResumeError(text + "; pass strict=False to accept that.")
+    warnings.warn(text + ".", stacklevel=6)
