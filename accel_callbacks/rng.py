@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,12 +56,17 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def set_seed(seed: int, device_specific: bool = False) -> None:
-    """Seed Python's, NumPy's and torch's generators.
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python's, NumPy's and torch's generators, on all devices.
 
     Args:
         seed: any integer from 0 to 2**32 - 1.
         device_specific: add the rank, so that processes draw differently.
+        deterministic: also make torch refuse operations whose results differ from call to call,
+            and let cuDNN choose its algorithms without trying them. Slower; it stays on.
+
+    Warns:
+        UserWarning: ``deterministic`` on CUDA, and a variable that cuBLAS needs is not set.
 
     Example:
         >>> import torch
@@ -78,3 +85,16 @@ def set_seed(seed: int, device_specific: bool = False) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % (1 << 32))
+    if deterministic:
+        _be_deterministic()
+
+
+def _be_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    if torch.cuda.is_available() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        warnings.warn(
+            "matrix products on CUDA are not deterministic, and raise an error: start the script "
+            "with CUBLAS_WORKSPACE_CONFIG=:4096:8 in its environment.",
+            stacklevel=3,
+        )

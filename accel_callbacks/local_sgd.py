@@ -1,0 +1,154 @@
+"""Local SGD: processes train on their own, and average their parameters every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from accel_callbacks.accelerator import Accelerator
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD(AbstractContextManager["LocalSGD"]):
+    """Context manager in which gradients stay local and parameters are averaged now and then.
+
+    Inside, processes meet once in ``local_sgd_steps`` optimizer steps, and once more at the end.
+    Then they average the parameters that are trained and the floating-point buffers (running
+    statistics, say), with one all-reduce for each dtype; 16-bit types travel as float32. State of
+    optimizers stays local. Between two averages the models differ, so evaluate and save after the
+    block. All processes must take the same number of steps, as with prepared loaders they do. With
+    one process nothing happens; an exception leaves the block without an average.
+
+    Args:
+        accelerator: the Accelerator that prepared the model.
+        model: a prepared model.
+        local_sgd_steps: optimizer steps between two averages, at least 1.
+        enabled: if False, gradients are averaged in each step, as without the block.
+
+    Raises:
+        TypeError: ``local_sgd_steps`` is no integer.
+        ValueError: it is below 1, or the model is not prepared.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator, LocalSGD
+        >>> accel = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        >>> with LocalSGD(accel, model, local_sgd_steps=2) as local_sgd:
+        ...     for _ in range(4):
+        ...         accel.backward(model(torch.ones(1, 1)).sum())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         local_sgd.step()
+        >>> local_sgd.num_steps
+        4
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        local_sgd_steps: int,
+        enabled: bool = True,
+    ) -> None:
+        if not isinstance(local_sgd_steps, int) or isinstance(local_sgd_steps, bool):
+            raise TypeError(f"local_sgd_steps={local_sgd_steps!r} must be an integer.")
+        if local_sgd_steps < 1:
+            raise ValueError(f"local_sgd_steps={local_sgd_steps} must be at least 1.")
+        self.accelerator = accelerator
+        self.model = _prepared(accelerator, model)
+        self.local_sgd_steps = local_sgd_steps
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.num_steps = 0
+        self._averaged_at = 0
+        self._trained: set[int] = set()
+        self._local: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> LocalSGD:
+        self.num_steps = self._averaged_at = 0
+        self._trained.clear()
+        self._note_trained()
+        if self.enabled:
+            self._local = self.accelerator.strategy.no_sync(self.model)
+        self._local.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._local.__exit__(None, None, None)
+        if error is None and self.num_steps > self._averaged_at:
+            self._average()
+
+    def step(self) -> None:
+        """Call it after each optimizer step; inside of a gradient window it counts nothing.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator, LocalSGD
+            >>> accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> model = accel.prepare(torch.nn.Linear(1, 1))
+            >>> with LocalSGD(accel, model, local_sgd_steps=8) as local_sgd:
+            ...     for _ in range(4):
+            ...         with accel.accumulate(model):
+            ...             local_sgd.step()
+            >>> local_sgd.num_steps
+            2
+        """
+        if not self.accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        self._averaged_at = self.num_steps
+        if self.enabled:
+            self._note_trained()
+            _average(self._shared(), self.accelerator.num_processes)
+
+    def _note_trained(self) -> None:
+        """What was trained and is frozen by now differs between processes too."""
+        self._trained |= {id(p) for p in self.model.parameters() if p.requires_grad}
+
+    def _shared(self) -> Iterator[torch.Tensor]:
+        """What is averaged, in an order that is the same on all processes."""
+        yield from (one for one in self.model.parameters() if id(one) in self._trained)
+        yield from (one for one in self.model.buffers() if one.is_floating_point())
+
+
+def _prepared(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    inner = accelerator.strategy.unwrap(model)
+    for known in accelerator.models:
+        if accelerator.strategy.unwrap(known) is inner:
+            return known
+    raise ValueError(
+        f"LocalSGD: this {type(inner).__name__} is not prepared; pass it to accelerator.prepare() "
+        "first."
+    )
+
+
+@torch.no_grad()
+def _average(tensors: Iterable[torch.Tensor], world_size: int) -> None:
+    """Collective: make each tensor the mean of those of all processes, in place."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        groups.setdefault((real.device, _carrier(real.dtype)), []).append(real.detach())
+    for (_, dtype), group in groups.items():
+        flat = torch.cat([one.reshape(-1).to(dtype) for one in group])
+        flat /= world_size  # before the sum, which could overflow
+        dist.all_reduce(flat)
+        means = torch.split(flat, [one.numel() for one in group])
+        for one, mean in zip(group, means, strict=True):
+            one.copy_(mean.view(one.shape))
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    """The type to sum in: float32 for whatever has fewer bits."""
+    return dtype if dtype.itemsize > 4 else torch.float32

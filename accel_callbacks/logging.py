@@ -1,0 +1,151 @@
+"""Loggers that know of the other processes: the main one alone speaks, or all in turn."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from accel_callbacks import collectives
+from accel_callbacks.errors import nearest
+from accel_callbacks.failures import shared_failure
+from accel_callbacks.state import process_rank
+
+__all__ = ["MultiProcessAdapter", "get_logger"]
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:  # Python 3.10 has no type parameters there
+    _Adapter = logging.LoggerAdapter
+
+
+class MultiProcessAdapter(_Adapter):
+    """A logger whose methods take ``main_process_only`` and ``in_order``; see :func:`get_logger`.
+
+    Messages that more than the main process may write begin with ``[RANK n]``.
+
+    Args:
+        logger: the logger that writes.
+        extra: attributes for each record, as in :class:`logging.LoggerAdapter`.
+
+    Example:
+        >>> import logging
+        >>> from accel_callbacks import MultiProcessAdapter
+        >>> logger = MultiProcessAdapter(logging.getLogger("train"))
+        >>> logger.info("loaded", main_process_only=False)
+    """
+
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
+        super().__init__(logger, extra)
+        self._warned: set[str] = set()
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Write a record; every other method (``info``, ``warning``, ...) comes here.
+
+        Args:
+            level: of the record, such as ``logging.INFO``.
+            msg: the message, with ``%`` places for ``args``.
+            *args: what goes into these places.
+            **kwargs: ``main_process_only`` (on by default, off with ``in_order``) leaves it to
+                rank 0. ``in_order=True`` lets each process write in turn; all processes must make
+                the call, whatever their level. The rest is for :meth:`logging.Logger.log`.
+
+        Raises:
+            RemoteError: with ``in_order``, on all processes but the one whose logging failed.
+        """
+        in_order = kwargs.pop("in_order", False)
+        main_only = kwargs.pop("main_process_only", not in_order)
+        if not in_order and not self.isEnabledFor(level):
+            return
+        rank, world = process_rank()[:2]
+        if main_only and rank != 0:
+            return
+        with _own_turn() if in_order and not main_only else nullcontext():
+            if not main_only and world > 1:
+                msg = f"[RANK {rank}] {msg}"
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line
+            msg, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
+            self.logger.log(level, msg, *args, **kwargs)
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        """Add the adapter's ``extra`` to the call's own."""
+        if self.extra:
+            kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """A warning that this adapter writes the first time only, for the same message and args.
+
+        Example:
+            >>> from accel_callbacks import get_logger
+            >>> logger = get_logger("train")
+            >>> logger.warning_once("this is slow")
+            >>> logger.warning_once("this is slow")
+        """
+        key = repr((msg, args))
+        if key in self._warned:
+            if kwargs.get("in_order") and not kwargs.get("main_process_only"):
+                with _own_turn():  # for another process it may be the first time
+                    return
+            return
+        self._warned.add(key)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        self.log(logging.WARNING, msg, *args, **kwargs)
+
+
+@contextmanager
+def _own_turn() -> Iterator[None]:
+    """The processes do the block one after the other; an error of one is an error of all."""
+    rank, world = collectives.rank(), collectives.world_size()
+    with shared_failure("logging in order"):
+        for _ in range(rank):
+            collectives.barrier()
+        try:
+            yield
+        finally:
+            for _ in range(rank, world - 1):
+                collectives.barrier()
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
+    """A logger for scripts that run on several processes.
+
+    It can be made before any Accelerator exists. Only the level of this logger is ever set, the
+    root logger is left alone.
+
+    Args:
+        name: as for :func:`logging.getLogger`, usually ``__name__``.
+        log_level: what is written, ``"INFO"`` or ``logging.INFO``, say. The environment variable
+            ``ACCEL_LOG_LEVEL`` where ``None``, else the level that the logger has already.
+
+    Raises:
+        ValueError: a level that does not exist.
+
+    Example:
+        >>> from accel_callbacks import get_logger
+        >>> logger = get_logger(__name__, log_level="INFO")
+        >>> logger.info("starting")  # once
+        >>> logger.info("my share", main_process_only=False)  # each process, in any order
+        >>> logger.info("my share", in_order=True)  # each process in turn
+    """
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(_level(log_level, "log_level"))
+    elif os.environ.get("ACCEL_LOG_LEVEL"):
+        logger.setLevel(_level(os.environ["ACCEL_LOG_LEVEL"], "ACCEL_LOG_LEVEL"))
+    return MultiProcessAdapter(logger)
+
+
+def _level(level: str | int, origin: str) -> int:
+    """The number of a level given by name (in either case) or by number."""
+    number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
+    if not isinstance(number, int):
+        hint = nearest(str(level).upper(), _LEVELS)
+        raise ValueError(f"{origin}={level!r} is unknown; use one of {_LEVELS}.{hint}")
+    return number
