@@ -13,24 +13,49 @@ from accel_callbacks._lazy import lazy_names
 __version__ = "0.1.0"
 
 _HOME = {
+    "AORecipeKwargs": "plugins.fp8",
     "AcceleratedOptimizer": "optimizer",
     "AcceleratedScheduler": "scheduler",
     "Accelerator": "accelerator",
     "AcceleratorConfig": "config",
     "AcceleratorState": "handles",
+    "AutocastKwargs": "plugins.autocast",
+    "BatchSamplerShard": "data.samplers",
     "Callback": "callbacks",
+    "DDPCommunicationHookType": "plugins.ddp",
+    "DataLoaderConfiguration": "data.configuration",
+    "DataLoaderDispatcher": "data.dispatch",
     "DataLoaderShard": "data.loader",
+    "DistributedDataParallelKwargs": "plugins.ddp",
+    "DistributedOperationException": "errors",
     "DistributedType": "state",
+    "DynamoBackend": "plugins.dynamo",
+    "GradScalerKwargs": "plugins.scaler",
+    "GradientAccumulationPlugin": "plugins.accumulation",
+    "GradientState": "gradient_state",
+    "InitProcessGroupKwargs": "plugins.process_group",
+    "IterableDatasetShard": "data.dataset_shard",
+    "KwargsHandler": "plugins.base",
+    "LocalSGD": "local_sgd",
+    "MultiProcessAdapter": "logging",
     "PartialState": "handles",
+    "ProfileKwargs": "profiling",
     "ProjectConfiguration": "config",
+    "RNGType": "rng_sync",
     "RemoteError": "errors",
     "ResumeError": "errors",
+    "SeedableRandomSampler": "data.samplers",
     "Topology": "state",
+    "TorchDynamoPlugin": "plugins.dynamo",
     "TrainingRun": "run",
     "broadcast": "collectives",
     "broadcast_object": "collectives",
+    "broadcast_object_list": "collectives",
+    "clear_device_cache": "memory",
+    "find_executable_batch_size": "memory",
     "gather": "collectives",
     "gather_object": "collectives",
+    "get_logger": "logging",
     "is_main_process": "process",
     "last_process_only": "process",
     "local_main_process_first": "process",
@@ -40,10 +65,18 @@ _HOME = {
     "on_local_process": "process",
     "on_process": "process",
     "pad_across_processes": "collectives",
+    "prepare_data_loader": "data.standalone",
     "reduce": "collectives",
+    "release_memory": "memory",
     "send_to_device": "data.device",
     "set_seed": "rng",
+    "skip_first_batches": "data.skip",
+    "split_between_processes": "splitting",
     "synchronize": "process",
+    "synchronize_rng_state": "rng_sync",
+    "synchronize_rng_states": "rng_sync",
+    "tqdm": "progress",
+    "wait_for_everyone": "operations",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]
@@ -53,19 +86,56 @@ if TYPE_CHECKING:
     from accel_callbacks.callbacks import Callback as Callback
     from accel_callbacks.collectives import broadcast as broadcast
     from accel_callbacks.collectives import broadcast_object as broadcast_object
+    from accel_callbacks.collectives import broadcast_object_list as broadcast_object_list
     from accel_callbacks.collectives import gather as gather
     from accel_callbacks.collectives import gather_object as gather_object
     from accel_callbacks.collectives import pad_across_processes as pad_across_processes
     from accel_callbacks.collectives import reduce as reduce
     from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
     from accel_callbacks.config import ProjectConfiguration as ProjectConfiguration
+    from accel_callbacks.data.configuration import (
+        DataLoaderConfiguration as DataLoaderConfiguration,
+    )
+    from accel_callbacks.data.dataset_shard import IterableDatasetShard as IterableDatasetShard
     from accel_callbacks.data.device import send_to_device as send_to_device
+    from accel_callbacks.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_callbacks.data.loader import DataLoaderShard as DataLoaderShard
+    from accel_callbacks.data.samplers import BatchSamplerShard as BatchSamplerShard
+    from accel_callbacks.data.samplers import SeedableRandomSampler as SeedableRandomSampler
+    from accel_callbacks.data.skip import skip_first_batches as skip_first_batches
+    from accel_callbacks.data.standalone import prepare_data_loader as prepare_data_loader
+    from accel_callbacks.errors import (
+        DistributedOperationException as DistributedOperationException,
+    )
     from accel_callbacks.errors import RemoteError as RemoteError
     from accel_callbacks.errors import ResumeError as ResumeError
+    from accel_callbacks.gradient_state import GradientState as GradientState
     from accel_callbacks.handles import AcceleratorState as AcceleratorState
     from accel_callbacks.handles import PartialState as PartialState
+    from accel_callbacks.local_sgd import LocalSGD as LocalSGD
+    from accel_callbacks.logging import MultiProcessAdapter as MultiProcessAdapter
+    from accel_callbacks.logging import get_logger as get_logger
+    from accel_callbacks.memory import clear_device_cache as clear_device_cache
+    from accel_callbacks.memory import find_executable_batch_size as find_executable_batch_size
+    from accel_callbacks.memory import release_memory as release_memory
+    from accel_callbacks.operations import wait_for_everyone as wait_for_everyone
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+    from accel_callbacks.plugins.accumulation import (
+        GradientAccumulationPlugin as GradientAccumulationPlugin,
+    )
+    from accel_callbacks.plugins.autocast import AutocastKwargs as AutocastKwargs
+    from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
+    from accel_callbacks.plugins.ddp import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_callbacks.plugins.ddp import (
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    )
+    from accel_callbacks.plugins.dynamo import DynamoBackend as DynamoBackend
+    from accel_callbacks.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_callbacks.plugins.fp8 import AORecipeKwargs as AORecipeKwargs
+    from accel_callbacks.plugins.process_group import (
+        InitProcessGroupKwargs as InitProcessGroupKwargs,
+    )
+    from accel_callbacks.plugins.scaler import GradScalerKwargs as GradScalerKwargs
     from accel_callbacks.process import is_main_process as is_main_process
     from accel_callbacks.process import last_process_only as last_process_only
     from accel_callbacks.process import local_main_process_first as local_main_process_first
@@ -75,9 +145,15 @@ if TYPE_CHECKING:
     from accel_callbacks.process import on_local_process as on_local_process
     from accel_callbacks.process import on_process as on_process
     from accel_callbacks.process import synchronize as synchronize
+    from accel_callbacks.profiling import ProfileKwargs as ProfileKwargs
+    from accel_callbacks.progress import tqdm as tqdm
     from accel_callbacks.rng import set_seed as set_seed
+    from accel_callbacks.rng_sync import RNGType as RNGType
+    from accel_callbacks.rng_sync import synchronize_rng_state as synchronize_rng_state
+    from accel_callbacks.rng_sync import synchronize_rng_states as synchronize_rng_states
     from accel_callbacks.run import TrainingRun as TrainingRun
     from accel_callbacks.scheduler import AcceleratedScheduler as AcceleratedScheduler
+    from accel_callbacks.splitting import split_between_processes as split_between_processes
     from accel_callbacks.state import DistributedType as DistributedType
     from accel_callbacks.state import Topology as Topology
 

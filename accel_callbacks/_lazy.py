@@ -29,7 +29,7 @@ def lazy_names(
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        value = getattr(importlib.import_module(f".{homes[name]}", package), name)
         setattr(sys.modules[package], name, value)
         return value
 

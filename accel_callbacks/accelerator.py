@@ -3,51 +3,93 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from accel_callbacks import collectives
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch import Dispatcher
-from accel_callbacks.config import ProjectConfiguration, resolve_config
-from accel_callbacks.data.device import device_mover
-from accel_callbacks.data.loader import DataLoaderShard, loader_seed, prepare_loader
-from accel_callbacks.data.order import mix_seed
+from accel_callbacks.config import ProjectConfiguration, chosen_project, resolve_config
+from accel_callbacks.data.configuration import (
+    DataLoaderConfiguration,
+    checked_config,
+    checked_rng_types,
+)
+from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.data.skip import SkipDataLoader
+from accel_callbacks.facade.control import ControlMethods
 from accel_callbacks.facade.gathering import GatherMethods
+from accel_callbacks.facade.loading import LoadingMethods
+from accel_callbacks.facade.models import ModelMethods
+from accel_callbacks.facade.registering import RegisteringMethods
 from accel_callbacks.facade.running import RunningMethods
 from accel_callbacks.facade.saving import SavingMethods
 from accel_callbacks.facade.step import StepMethods
+from accel_callbacks.facade.uneven import UnevenMethods
 from accel_callbacks.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
+from accel_callbacks.plugins.accumulation import GradientAccumulationPlugin, chosen_steps
+from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
+from accel_callbacks.plugins.dynamo import DynamoBackend, TorchDynamoPlugin, choose_plugin
+from accel_callbacks.plugins.process_group import group_options
+from accel_callbacks.pre_hooks import PreHooks
 from accel_callbacks.precision import create_precision
+from accel_callbacks.registered import Registered
 from accel_callbacks.run import TrainingRun
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import DistributedType, resolve_topology
 from accel_callbacks.strategies import create_strategy
 from accel_callbacks.tracking import Tracking
+from accel_callbacks.unknown_options import unknown_option
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
+class Accelerator(
+    ModelMethods,
+    UnevenMethods,
+    LoadingMethods,
+    StepMethods,
+    GatherMethods,
+    SavingMethods,
+    RegisteringMethods,
+    ControlMethods,
+    RunningMethods,
+):
     """Runs a plain training loop on any machine, with callbacks, trackers and checkpoints.
 
     All arguments are keywords. Options that are not given are taken from what ``accel launch``
     was told, and then from the defaults; ``accel.config.describe()`` says which.
 
     Args:
-        mixed_precision: ``"no"`` (default), ``"fp16"`` or ``"bf16"``.
+        mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``.
         gradient_accumulation_steps: micro-batches of one optimizer step, 1 by default.
         cpu: compute on the CPU even where an accelerator is there.
+        debug: let the processes compare what they hold before each collective method, and raise
+            with a table of who differs instead of hanging; off by default. ``ACCEL_DEBUG=1``
+            is for the functions too.
         device_placement: move models and batches to the device, on by default.
         log_with: names (``"jsonl"``, ``"tensorboard"``, ``"wandb"``) or instances of trackers.
         project_dir: folder of the run's logs and checkpoints.
         project_config: the same with more options; instead of ``project_dir``.
         callbacks: objects with hooks, called in this order.
+        gradient_accumulation_plugin: the window with more options; instead of
+            ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: prepared schedulers move with optimizer steps, on by
+            default. If False, each call of their ``step`` counts.
+        scheduler_steps_per_process: prepared schedulers move once for each process at a time, as
+            Accelerate's do, for schedules that were written for it; off by default.
+        kwargs_handlers: options of parts, one of a class: :class:`AutocastKwargs`,
+            :class:`DistributedDataParallelKwargs`, ...
+        dynamo_backend: backend of torch.compile for prepared models; none by default.
+        dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
+        dataloader_config: how prepared loaders share their data among the processes.
+        rng_types: random generators (``"torch"``, ``"cuda"``, ``"generator"``, ...) that all
+            processes take over from the main one at the start of each pass over a loader. None
+            by default: the order of samples does not need it.
         timeout: how long a collective waits for the other processes; torch's default if None.
         strict_trackers: let an error of a tracker end the run; off by default.
 
@@ -78,35 +120,64 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
+        debug: bool | None = None,
         device_placement: bool = True,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        scheduler_steps_per_process: bool = False,
+        kwargs_handlers: Iterable[KwargsHandler] | None = (),
+        dynamo_backend: DynamoBackend | str | Callable[..., Any] | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: Iterable[Any] | None = None,
         callbacks: Iterable[Any] = (),
         timeout: timedelta | None = None,
         strict_trackers: bool = False,
+        **unknown: Any,
     ) -> None:
-        if project_config is not None and project_dir is not None:
-            raise ValueError("give project_dir= or project_config=, not both.")
+        if unknown:
+            raise TypeError(unknown_option(next(iter(unknown)), type(self)))
+        self.project_configuration = chosen_project(project_dir, project_config)
         explicit = {
             "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "gradient_accumulation_steps": chosen_steps(
+                gradient_accumulation_steps, gradient_accumulation_plugin
+            ),
             "cpu": cpu,
+            "debug": debug,
         }
         self.config = resolve_config(explicit, os.environ)
-        self.project_configuration = project_config or ProjectConfiguration(project_dir)
         self.device_placement = device_placement
-        self.window = GradientWindow(self.config.gradient_accumulation_steps)
+        self.dataloader_config = checked_config(dataloader_config)
+        self.rng_types = checked_rng_types(rng_types)
         self._dispatch = Dispatcher(callbacks)
-        self.topology = resolve_topology(cpu=self.config.cpu, timeout=timeout)
-        self.strategy = create_strategy(self.topology)
-        self.precision = create_precision(self.config.mixed_precision, self.topology.device)
+        self.handlers = sort_handlers(kwargs_handlers)
+        self.dynamo_plugin = choose_plugin(dynamo_backend, dynamo_plugin)
+        group = group_options(self.handlers, timeout)
+        self.topology = resolve_topology(cpu=self.config.cpu, anew=True, **group)
+        self._scheduler_options: dict[str, Any] = {
+            "step_with_optimizer": step_scheduler_with_optimizer,
+            "steps_at_once": self.topology.world_size if scheduler_steps_per_process else 1,
+        }
+        self.strategy = create_strategy(self.topology, self.handlers)
+        self.precision = create_precision(
+            self.config.mixed_precision, self.topology.device, self.handlers
+        )
+        self.window = GradientWindow(
+            self.config.gradient_accumulation_steps,
+            gradient_accumulation_plugin,
+            averaged_over=self.strategy.averaged_over,
+        )
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
-        self._raw_loaders: list[DataLoader[Any]] = []
         self._one_over: dict[Any, torch.Tensor] = {}
+        self.registered = Registered()
+        self.pre_hooks = PreHooks()
         self.loop = Loop(
             TrainingRun(self), self._dispatch, self.window, self.models, self.optimizers
         )
@@ -132,7 +203,9 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         """The folder of the run's logs and checkpoints."""
         return self.project_configuration.root
 
-    def prepare(self, *args: Any, device_placement: bool | None = None) -> Any:
+    def prepare(
+        self, *args: Any, device_placement: bool | Sequence[bool | None] | None = None
+    ) -> Any:
         """Make objects ready for this machine, and return them in the order given.
 
         Models are moved to the device and wrapped for the strategy and the precision; loaders
@@ -142,14 +215,16 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         Args:
             *args: models, optimizers, loaders, schedulers, in any order. A scheduler's optimizer
                 is prepared before it or with it.
-            device_placement: overrides the Accelerator's for this call.
+            device_placement: overrides the Accelerator's for this call; a list has an entry for
+                each object.
 
         Returns:
             The prepared objects, as a tuple if there are several.
 
         Raises:
-            ValueError: a loader cannot be sharded, a scheduler's optimizer is not prepared, or the
-                processes were given different callbacks that vote or save.
+            ValueError: a loader cannot be sharded, a scheduler's optimizer is not prepared, the
+                processes were given different callbacks that vote or save, or
+                ``device_placement`` has not one entry for each object.
 
         Example:
             >>> import torch
@@ -159,46 +234,35 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
             'anything'
         """
         self._meet(self.loop.run)
-        place = self.device_placement if device_placement is None else device_placement
+        places = device_placement
+        if places is None or isinstance(places, bool):
+            places = [places] * len(args)
+        if len(places) != len(args):
+            raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects.")
         ready: dict[int, Any] = {}
-        kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-            (torch.nn.Module, lambda model: self.prepare_model(model, device_placement=place)),
+        kinds: tuple[tuple[type, Callable[[Any, bool | None], Any]], ...] = (
+            (torch.nn.Module, self.prepare_model),
             (torch.optim.Optimizer, self.prepare_optimizer),
-            (DataLoader, lambda loader: self.prepare_data_loader(loader, device_placement=place)),
+            (DataLoader, self.prepare_data_loader),
+            (SkipDataLoader, self.prepare_data_loader),
         )
         # Optimizers and schedulers refer to what is prepared before them.
         for kind, prepare_one in kinds:
-            for item in args:
+            for item, place in zip(args, places, strict=True):
                 if isinstance(item, kind):
-                    ready[id(item)] = prepare_one(item)
+                    ready[id(item)] = prepare_one(item, place)
         for item in args:
             if id(item) not in ready:
                 ready[id(item)] = self.prepare_scheduler(item) if _is_scheduler(item) else item
         result = tuple(ready[id(item)] for item in args)
         return result[0] if len(result) == 1 else result
 
-    def prepare_model(
-        self, model: torch.nn.Module, *, device_placement: bool = True
-    ) -> torch.nn.Module:
-        """Prepare one model; see :meth:`prepare`."""
-        for known in self.models:
-            if model is known or model is self.strategy.unwrap(known):
-                return known
-        if device_placement:
-            model = model.to(self.device)
-        # The precision is the model's own; a strategy's wrapper that is there already stays.
-        inner = self.strategy.unwrap(model)
-        ready = self.precision.wrap(inner)
-        wrapped = self.strategy.wrap(ready) if model is inner else model
-        self.models.append(wrapped)
-        if self.loop.model is None:
-            self.loop.model = self.strategy.unwrap(wrapped)
-        return wrapped
-
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        """Prepare one optimizer; see :meth:`prepare`."""
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare one optimizer; see :meth:`prepare`. Its state goes where the parameters are."""
+        if isinstance(optimizer, AcceleratedOptimizer):  # another Accelerator's is prepared anew
+            optimizer = optimizer.optimizer
         for known in self.optimizers:
             if known.optimizer is optimizer:
                 return known
@@ -206,46 +270,23 @@ class Accelerator(StepMethods, GatherMethods, SavingMethods, RunningMethods):
         self.optimizers.append(prepared)
         return prepared
 
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], *, device_placement: bool = True
-    ) -> DataLoaderShard:
-        """Prepare one loader; see :meth:`prepare`. With several processes, all must call it."""
-        if isinstance(data_loader, DataLoaderShard):
-            return data_loader
-        for raw, known in zip(self._raw_loaders, self.loaders, strict=True):
-            if raw is data_loader:
-                return known
-        # A generator may be seeded otherwise on each process; the order must be the same on all.
-        seed = collectives.broadcast_object(loader_seed(data_loader))
-        prepared = prepare_loader(
-            data_loader,
-            topology=self.topology,
-            events=self.loop,
-            move=device_mover(self.device) if device_placement else None,
-            seed=mix_seed(seed, len(self.loaders)),
-        )
-        self._raw_loaders.append(data_loader)
-        self.loaders.append(prepared)
-        return prepared
-
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one scheduler; see :meth:`prepare`."""
         if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
+            scheduler = scheduler.scheduler
         for known in self.schedulers:
             if known.scheduler is scheduler:
                 return known
-        own = [
-            optimizer
-            for optimizer in self.optimizers
-            if scheduler.optimizer in (optimizer, optimizer.optimizer)
-        ]
+        inner = scheduler.optimizer
+        if isinstance(inner, AcceleratedOptimizer):
+            inner = inner.optimizer
+        own = [optimizer for optimizer in self.optimizers if inner is optimizer.optimizer]
         if not own:
             raise ValueError(
                 f"the optimizer of {type(scheduler).__name__} is not prepared: pass it to "
                 "prepare() before the scheduler, or together with it."
             )
-        prepared = AcceleratedScheduler(scheduler, own, self.loop)
+        prepared = AcceleratedScheduler(scheduler, own, self.loop, **self._scheduler_options)
         self.schedulers.append(prepared)
         return prepared
 

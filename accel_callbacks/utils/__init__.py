@@ -1,25 +1,170 @@
-"""Names that scripts import from ``accelerate.utils``; re-exported, nothing is defined here."""
+"""Names that scripts import from ``accelerate.utils``, ``.state``, ``.data_loader`` and so on.
 
-from accel_callbacks.collectives import (
-    broadcast,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
-)
-from accel_callbacks.config import ProjectConfiguration
-from accel_callbacks.data.device import send_to_device
-from accel_callbacks.rng import set_seed
-from accel_callbacks.state import DistributedType
+Nothing is defined here: each name is imported from its module when it is first used. All names of
+``accel_callbacks`` are here too, and the questions ``is_<package>_available``.
+"""
 
-__all__ = [
-    "DistributedType",
-    "ProjectConfiguration",
-    "broadcast",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "send_to_device",
-    "set_seed",
-]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import accel_callbacks
+from accel_callbacks._lazy import lazy_names
+
+_HOME = {
+    "PrecisionType": "unwrapping",
+    "SkipBatchSampler": "data.skip",
+    "SkipDataLoader": "data.skip",
+    "TensorInformation": "operations",
+    "compare_versions": "availability",
+    "concatenate": "operations",
+    "convert_outputs_to_fp32": "operations",
+    "convert_to_fp32": "operations",
+    "extract_model_from_parallel": "unwrapping",
+    "find_batch_size": "operations",
+    "find_device": "operations",
+    "get_data_structure": "operations",
+    "get_shape": "operations",
+    "honor_type": "operations",
+    "initialize_tensors": "operations",
+    "is_bf16_available": "availability",
+    "is_compiled_module": "unwrapping",
+    "is_cuda_available": "availability",
+    "is_fp16_available": "availability",
+    "is_fp8_available": "availability",
+    "is_initialized": "state",
+    "is_mps_available": "availability",
+    "is_namedtuple": "operations",
+    "is_tensor_information": "operations",
+    "is_torch_tensor": "operations",
+    "is_torch_version": "availability",
+    "is_xpu_available": "availability",
+    "listify": "operations",
+    "pad_input_tensors": "operations",
+    "recursively_apply": "operations",
+    "should_reduce_batch_size": "memory",
+    "slice_tensors": "operations",
+}
+_SHARED = [name for name in accel_callbacks.__all__ if name != "__version__"]
+
+__all__ = sorted([*_HOME, *_SHARED])
+
+if TYPE_CHECKING:
+    from accel_callbacks import AcceleratedOptimizer as AcceleratedOptimizer
+    from accel_callbacks import AcceleratedScheduler as AcceleratedScheduler
+    from accel_callbacks import Accelerator as Accelerator
+    from accel_callbacks import AcceleratorConfig as AcceleratorConfig
+    from accel_callbacks import AcceleratorState as AcceleratorState
+    from accel_callbacks import AORecipeKwargs as AORecipeKwargs
+    from accel_callbacks import AutocastKwargs as AutocastKwargs
+    from accel_callbacks import BatchSamplerShard as BatchSamplerShard
+    from accel_callbacks import Callback as Callback
+    from accel_callbacks import DataLoaderConfiguration as DataLoaderConfiguration
+    from accel_callbacks import DataLoaderDispatcher as DataLoaderDispatcher
+    from accel_callbacks import DataLoaderShard as DataLoaderShard
+    from accel_callbacks import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_callbacks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accel_callbacks import DistributedOperationException as DistributedOperationException
+    from accel_callbacks import DistributedType as DistributedType
+    from accel_callbacks import DynamoBackend as DynamoBackend
+    from accel_callbacks import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from accel_callbacks import GradientState as GradientState
+    from accel_callbacks import GradScalerKwargs as GradScalerKwargs
+    from accel_callbacks import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accel_callbacks import IterableDatasetShard as IterableDatasetShard
+    from accel_callbacks import KwargsHandler as KwargsHandler
+    from accel_callbacks import LocalSGD as LocalSGD
+    from accel_callbacks import MultiProcessAdapter as MultiProcessAdapter
+    from accel_callbacks import PartialState as PartialState
+    from accel_callbacks import ProfileKwargs as ProfileKwargs
+    from accel_callbacks import ProjectConfiguration as ProjectConfiguration
+    from accel_callbacks import RemoteError as RemoteError
+    from accel_callbacks import ResumeError as ResumeError
+    from accel_callbacks import RNGType as RNGType
+    from accel_callbacks import SeedableRandomSampler as SeedableRandomSampler
+    from accel_callbacks import Topology as Topology
+    from accel_callbacks import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_callbacks import TrainingRun as TrainingRun
+    from accel_callbacks import broadcast as broadcast
+    from accel_callbacks import broadcast_object as broadcast_object
+    from accel_callbacks import broadcast_object_list as broadcast_object_list
+    from accel_callbacks import clear_device_cache as clear_device_cache
+    from accel_callbacks import find_executable_batch_size as find_executable_batch_size
+    from accel_callbacks import gather as gather
+    from accel_callbacks import gather_object as gather_object
+    from accel_callbacks import get_logger as get_logger
+    from accel_callbacks import is_main_process as is_main_process
+    from accel_callbacks import last_process_only as last_process_only
+    from accel_callbacks import local_main_process_first as local_main_process_first
+    from accel_callbacks import local_main_process_only as local_main_process_only
+    from accel_callbacks import main_process_first as main_process_first
+    from accel_callbacks import main_process_only as main_process_only
+    from accel_callbacks import on_local_process as on_local_process
+    from accel_callbacks import on_process as on_process
+    from accel_callbacks import pad_across_processes as pad_across_processes
+    from accel_callbacks import prepare_data_loader as prepare_data_loader
+    from accel_callbacks import reduce as reduce
+    from accel_callbacks import release_memory as release_memory
+    from accel_callbacks import send_to_device as send_to_device
+    from accel_callbacks import set_seed as set_seed
+    from accel_callbacks import skip_first_batches as skip_first_batches
+    from accel_callbacks import split_between_processes as split_between_processes
+    from accel_callbacks import synchronize as synchronize
+    from accel_callbacks import synchronize_rng_state as synchronize_rng_state
+    from accel_callbacks import synchronize_rng_states as synchronize_rng_states
+    from accel_callbacks import tqdm as tqdm
+    from accel_callbacks import wait_for_everyone as wait_for_everyone
+    from accel_callbacks.availability import compare_versions as compare_versions
+    from accel_callbacks.availability import is_bf16_available as is_bf16_available
+    from accel_callbacks.availability import is_cuda_available as is_cuda_available
+    from accel_callbacks.availability import is_fp8_available as is_fp8_available
+    from accel_callbacks.availability import is_fp16_available as is_fp16_available
+    from accel_callbacks.availability import is_mps_available as is_mps_available
+    from accel_callbacks.availability import is_torch_version as is_torch_version
+    from accel_callbacks.availability import is_xpu_available as is_xpu_available
+    from accel_callbacks.data.skip import SkipBatchSampler as SkipBatchSampler
+    from accel_callbacks.data.skip import SkipDataLoader as SkipDataLoader
+    from accel_callbacks.memory import should_reduce_batch_size as should_reduce_batch_size
+    from accel_callbacks.operations import TensorInformation as TensorInformation
+    from accel_callbacks.operations import concatenate as concatenate
+    from accel_callbacks.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from accel_callbacks.operations import convert_to_fp32 as convert_to_fp32
+    from accel_callbacks.operations import find_batch_size as find_batch_size
+    from accel_callbacks.operations import find_device as find_device
+    from accel_callbacks.operations import get_data_structure as get_data_structure
+    from accel_callbacks.operations import get_shape as get_shape
+    from accel_callbacks.operations import honor_type as honor_type
+    from accel_callbacks.operations import initialize_tensors as initialize_tensors
+    from accel_callbacks.operations import is_namedtuple as is_namedtuple
+    from accel_callbacks.operations import is_tensor_information as is_tensor_information
+    from accel_callbacks.operations import is_torch_tensor as is_torch_tensor
+    from accel_callbacks.operations import listify as listify
+    from accel_callbacks.operations import pad_input_tensors as pad_input_tensors
+    from accel_callbacks.operations import recursively_apply as recursively_apply
+    from accel_callbacks.operations import slice_tensors as slice_tensors
+    from accel_callbacks.state import is_initialized as is_initialized
+    from accel_callbacks.unwrapping import PrecisionType as PrecisionType
+    from accel_callbacks.unwrapping import (
+        extract_model_from_parallel as extract_model_from_parallel,
+    )
+    from accel_callbacks.unwrapping import is_compiled_module as is_compiled_module
+
+
+_get, _ = lazy_names(__name__, {name: f".{home}" for name, home in _HOME.items()})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SHARED:
+        return getattr(accel_callbacks, name)
+    if name not in _HOME:
+        from accel_callbacks.availability import available_check
+
+        try:
+            return available_check(name)
+        except AttributeError:
+            pass
+    return _get(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import accel_callbacks
 import accel_callbacks.callbacks
@@ -101,10 +102,52 @@ def test_importing_the_package_imports_next_to_nothing_and_a_star_import_imports
     assert run(code) == "False ['accel_callbacks._lazy']\nAccelerator False False"
 
 
-def test_utils_give_the_same_objects_as_the_package():
+def test_utils_have_all_of_the_package_and_the_same_objects():
     assert accel_callbacks.utils.__all__ == sorted(accel_callbacks.utils.__all__)
-    for name in accel_callbacks.utils.__all__:
+    assert set(accel_callbacks.__all__) - set(accel_callbacks.utils.__all__) == {"__version__"}
+    for name in accel_callbacks.__all__[:-1]:
         assert getattr(accel_callbacks.utils, name) is getattr(accel_callbacks, name)
+
+
+def test_type_checkers_see_all_names_of_utils():
+    assert set(typed_imports(accel_callbacks.utils)) == set(accel_callbacks.utils.__all__)
+
+
+def test_utils_answer_what_is_installed(monkeypatch):
+    assert accel_callbacks.utils.is_tensorboard_available()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not accel_callbacks.utils.is_tensorboard_available()
+    for name in ("is_tesnorboard_available", "tensorboard_available", "is_available"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(accel_callbacks.utils, name)
+
+
+@pytest.mark.parametrize(
+    ("operation", "version", "expected"),
+    [(">=", "2.0", True), ("<", "2.0", False), ("==", "1.0", False), ("!=", "1.0", True)],
+)
+def test_versions_are_compared(operation, version, expected):
+    assert accel_callbacks.utils.is_torch_version(operation, version) is expected
+
+
+def test_an_unknown_comparison_is_an_error():
+    with pytest.raises(ValueError, match="unknown"):
+        accel_callbacks.utils.compare_versions("torch", "=>", "2.0")
+
+
+def test_models_are_taken_out_of_their_wrappers():
+    utils = accel_callbacks.utils
+    layer = torch.nn.Linear(1, 1)
+    compiled = torch.compile(layer, backend="eager")
+    assert utils.is_compiled_module(compiled)
+    assert not utils.is_compiled_module(layer)
+    assert utils.extract_model_from_parallel(torch.nn.DataParallel(layer)) is layer
+    assert utils.extract_model_from_parallel(compiled) is layer
+    prepared = accel_callbacks.Accelerator(cpu=True, mixed_precision="bf16").prepare(layer)
+    assert utils.extract_model_from_parallel(prepared)(torch.ones(1, 1)).dtype is torch.float32
+    assert "forward" in vars(layer)
+    assert utils.extract_model_from_parallel(prepared, False) is layer
+    assert "forward" not in vars(layer)
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -1,0 +1,220 @@
+"""What is installed, and what this machine can do."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import operator
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "compare_versions",
+    "is_bf16_available",
+    "is_cuda_available",
+    "is_fp8_available",
+    "is_fp16_available",
+    "is_mps_available",
+    "is_package_available",
+    "is_torch_version",
+    "is_xpu_available",
+]
+
+_OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+_KNOWN = (
+    "aim",
+    "boto3",
+    "clearml",
+    "comet_ml",
+    "datasets",
+    "deepspeed",
+    "dvclive",
+    "matplotlib",
+    "mlflow",
+    "msamp",
+    "pandas",
+    "peft",
+    "pynvml",
+    "pytest",
+    "rich",
+    "schedulefree",
+    "swanlab",
+    "tensorboard",
+    "timm",
+    "torch_xla",
+    "torchao",
+    "torchdata",
+    "torchvision",
+    "trackio",
+    "transformer_engine",
+    "transformers",
+    "triton",
+    "wandb",
+)
+_OTHER_NAMES = {
+    "bnb": "bitsandbytes",
+    "hpu": "habana_frameworks",
+    "lomo": "lomo_optim",
+    "megatron_lm": "megatron",
+    "mlu": "torch_mlu",
+    "musa": "torch_musa",
+    "neuron": "torch_neuronx",
+    "npu": "torch_npu",
+    "sdaa": "torch_sdaa",
+}
+
+
+def is_package_available(name: str) -> bool:
+    """Whether a package can be imported; it is not imported for that.
+
+    Example:
+        >>> from accel_callbacks.availability import is_package_available
+        >>> is_package_available("torch"), is_package_available("no_such_package")
+        (True, False)
+    """
+    return importlib.util.find_spec(name) is not None
+
+
+def available_check(question: str) -> Callable[[], bool]:
+    """The function ``is_<package>_available`` of this name.
+
+    Raises:
+        AttributeError: no such question is known.
+    """
+    name = question.removeprefix("is_").removesuffix("_available")
+    package = name if name in _KNOWN else _OTHER_NAMES.get(name)
+    if package is None or question != f"is_{name}_available":
+        raise AttributeError(question)
+    return functools.partial(is_package_available, package)
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Compare the version of an installed package with another.
+
+    Args:
+        library_or_version: the package's name, or a parsed version.
+        operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        requirement_version: such as ``"2.6"``.
+
+    Raises:
+        ValueError: an unknown operation.
+
+    Example:
+        >>> from accel_callbacks.utils import compare_versions
+        >>> compare_versions("torch", ">=", "2.0")
+        True
+    """
+    from packaging import version
+
+    if operation not in _OPERATIONS:
+        raise ValueError(f"operation={operation!r} is unknown; use one of {list(_OPERATIONS)}.")
+    own = library_or_version
+    if isinstance(own, str):
+        own = version.parse(importlib.metadata.version(own))
+    return _OPERATIONS[operation](own, version.parse(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the version of torch; ``is_torch_version(">=", "2.6")``.
+
+    Example:
+        >>> from accel_callbacks.utils import is_torch_version
+        >>> is_torch_version("<", "1.0")
+        False
+    """
+    return compare_versions("torch", operation, version)
+
+
+def is_cuda_available() -> bool:
+    """Whether torch sees a CUDA (or ROCm) device.
+
+    Example:
+        >>> from accel_callbacks.utils import is_cuda_available
+        >>> is_cuda_available() in (True, False)
+        True
+    """
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def is_mps_available() -> bool:
+    """Whether torch sees an Apple GPU.
+
+    Example:
+        >>> from accel_callbacks.utils import is_mps_available
+        >>> is_mps_available() in (True, False)
+        True
+    """
+    import torch
+
+    return torch.backends.mps.is_available()
+
+
+def is_xpu_available() -> bool:
+    """Whether torch sees an Intel GPU.
+
+    Example:
+        >>> from accel_callbacks.utils import is_xpu_available
+        >>> is_xpu_available() in (True, False)
+        True
+    """
+    import torch
+
+    return torch.xpu.is_available()
+
+
+def is_bf16_available() -> bool:
+    """Whether ``mixed_precision="bf16"`` works on this machine's accelerator, or else its CPU.
+
+    Example:
+        >>> from accel_callbacks.utils import is_bf16_available
+        >>> is_bf16_available() in (True, False)
+        True
+    """
+    return _works("bf16")
+
+
+def is_fp16_available() -> bool:
+    """Whether ``mixed_precision="fp16"`` works on this machine's accelerator, or else its CPU.
+
+    Example:
+        >>> from accel_callbacks.utils import is_fp16_available
+        >>> is_fp16_available() in (True, False)
+        True
+    """
+    return _works("fp16")
+
+
+def is_fp8_available() -> bool:
+    """Whether ``mixed_precision="fp8"`` works on this machine's accelerator, or else its CPU.
+
+    Example:
+        >>> from accel_callbacks.utils import is_fp8_available
+        >>> is_fp8_available() in (True, False)
+        True
+    """
+    return _works("fp8")
+
+
+def _works(precision: str) -> bool:
+    import torch
+
+    from accel_callbacks.precision import create_precision
+
+    # A torch built for CUDA names it where there is none.
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    try:
+        create_precision(precision, here or torch.device("cpu"))
+    except (ImportError, RuntimeError, ValueError):
+        return False
+    return True
