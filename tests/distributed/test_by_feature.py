@@ -1,0 +1,204 @@
+"""Each example of a feature, as a user starts it: alone and on two processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_callbacks.state import destroy_topology
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "by_feature"
+STARTERS = {
+    1: [sys.executable],
+    2: [sys.executable, "-m", "accel_callbacks.cli", "launch", "--num_processes", "2"],
+}
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="what is expected is of the CPU"),
+]
+
+
+def start(command: list[str], example: str, folder: Path, *options: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [*command, str(FOLDER / example), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def printed_by(process: subprocess.Popen[str]) -> str:
+    """What a process printed; it must have ended well."""
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out
+
+
+def number(pattern: str, printed: str) -> float:
+    """The one number that follows the pattern."""
+    (found,) = re.findall(pattern + r" ?(-?[\d.]+(?:e[+-]?\d+)?)", printed)
+    return float(found)
+
+
+def numbers(pattern: str, printed: str) -> list[int]:
+    """The one list of numbers that follows the pattern."""
+    (found,) = re.findall(pattern + r" ?\[([\d, ]+)\]", printed)
+    return [int(one) for one in found.split(",")]
+
+
+def gradient_accumulation(printed: str, processes: int) -> None:
+    windows = {1: [3] * 29 + [1], 2: [3] * 14 + [2]}
+    assert numbers("epoch:", printed) == windows[processes]
+    assert number("big batches:", printed) < 1e-5
+    assert number("accuracy", printed) > 90
+
+
+def token_normalised_accumulation(printed: str, processes: int) -> None:
+    assert number("by token: difference to big batches", printed) < 1e-5
+    assert number("by batch: difference to big batches", printed) > 1e-2
+    assert number("perplexity", printed) < 30  # of 128
+
+
+def mixed_precision(printed: str, processes: int) -> None:
+    low = "layers bfloat16, loss float32, outputs float32, scores bfloat16, weights float32"
+    assert f"bf16: {low}\n" in printed
+    assert number("accuracy", printed) > 90
+
+
+def distributed_evaluation(printed: str, processes: int) -> None:
+    rows = dict(re.findall(r"^(.+): 357 samples; (.+)$", printed, re.M))
+    accuracy, loss = map(float, rows["plain torch"].split())
+    assert accuracy > 0.85
+    gathered = [float(value) for value in rows["gather_for_metrics"].split()]
+    assert gathered == pytest.approx([accuracy, loss], abs=2e-6)
+    assert float(rows["weighted means"]) == pytest.approx(loss, abs=2e-6)
+
+
+def several_models(printed: str, processes: int) -> None:
+    critic, generator = re.findall(r"(\d+) (?:steps of the critic|of the generator)", printed)
+    assert critic == generator == "456"
+    before, after = (float(one) for one in re.findall(r"([\d.]+) (?:before|after)", printed))
+    assert after < before / 2
+
+
+def checkpoint_hooks(printed: str, processes: int) -> None:
+    adapter, model = map(int, re.findall(r"has (\d+) of (\d+) weights", printed)[0])
+    # The adapter, two moments and the count of each of its tensors; nothing of the rest.
+    assert 3 * adapter <= number("saved numbers:", printed) < 4 * adapter < model
+    assert "resumed and unbroken weights are the same: True" in printed
+    assert "histories are the same: True" in printed
+    assert number("accuracy", printed) > 80
+
+
+def local_sgd(printed: str, processes: int) -> None:
+    differed = number("processes differed by", printed)
+    assert differed > 1e-3 if processes > 1 else differed == 0
+    assert number("processes differ by", printed) == 0
+    assert number("accuracy", printed) > 90
+
+
+def early_stopping_with_triggers(printed: str, processes: int) -> None:
+    epoch, epochs = map(int, re.findall(r"after epoch (\d+) of (\d+)", printed)[0])
+    assert epoch < epochs
+    assert numbers("steps of each process:", printed) == [epoch * 12 // processes] * processes
+    waited = numbers("lower loss, of each process:", printed)
+    assert len(waited) == processes
+    assert max(waited) == 2
+
+
+def profiling(printed: str, processes: int) -> None:
+    assert "aten::convolution_backward" in printed
+    assert "12 convolutions in 6 steps" in printed
+    files = ", ".join(f"profile_{rank}.json" for rank in range(processes))
+    assert f"traces in runs/profiling: {files}\n" in printed
+
+
+def inference_with_split_between_processes(printed: str, processes: int) -> None:
+    assert numbers("images of each process:", printed) == {1: [597], 2: [299, 298]}[processes]
+    assert "597 results for 597 images" in printed
+    assert "in the order of the inputs: True" in printed
+    assert number("accuracy", printed) > 80
+
+
+def automatic_batch_size(printed: str, processes: int) -> None:
+    tried = numbers("tried", printed)
+    used = numbers("size of each process:", printed)
+    assert tried[0] == 1024
+    assert tried == sorted(tried, reverse=True)
+    assert used == [tried[-1]] * processes
+    assert tried[-1] < (512 if processes > 1 else 1024)  # the last process has half the memory
+
+
+CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
+    "gradient_accumulation.py": (gradient_accumulation, ()),
+    "token_normalised_accumulation.py": (token_normalised_accumulation, ()),
+    "mixed_precision.py": (mixed_precision, ("--mixed_precision", "bf16")),
+    "distributed_evaluation.py": (distributed_evaluation, ()),
+    "several_models.py": (several_models, ()),
+    "checkpoint_hooks.py": (checkpoint_hooks, ()),
+    "local_sgd.py": (local_sgd, ()),
+    "early_stopping_with_triggers.py": (early_stopping_with_triggers, ()),
+    "profiling.py": (profiling, ()),
+    "inference_with_split_between_processes.py": (inference_with_split_between_processes, ()),
+    "automatic_batch_size.py": (automatic_batch_size, ()),
+}
+
+
+LAUNCHED = "automatic_batch_size.py"  # limits the memory of its processes, for good
+
+
+def played(example: str, folder: str, options: tuple[str, ...]) -> str:
+    """Run an example as the main module of this process; what it printed."""
+    os.chdir(folder)
+    sys.argv = [example, *options]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(FOLDER / example), run_name="__main__")
+    destroy_topology()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("example", sorted(CHECKS.keys() - {LAUNCHED}))
+def test_it_works_alone_and_on_two_processes(pool, example, tmp_path):
+    check, options = CHECKS[example]
+    alone = start(STARTERS[1], example, tmp_path / "alone", *options)
+    try:
+        (tmp_path / "two").mkdir()
+        check("".join(pool.run(played, example, str(tmp_path / "two"), options)), 2)
+        check(printed_by(alone), 1)
+    finally:
+        alone.kill()
+
+
+def test_it_works_as_launched(tmp_path):
+    for processes, command in STARTERS.items():
+        printed = printed_by(start(command, LAUNCHED, tmp_path / str(processes)))
+        automatic_batch_size(printed, processes)
+
+
+def test_every_file_is_tested_and_described():
+    files = {file.name for file in FOLDER.glob("*.py")}
+    assert files == set(CHECKS)
+    described = re.findall(
+        r"^\| \[(\w+\.py)\]\((\w+\.py)\) \|", (FOLDER / "README.md").read_text(), re.M
+    )
+    assert sorted(described) == sorted((name, name) for name in files)
+
+
+def test_fp8_says_why_it_cannot_be_used_here(tmp_path):
+    process = start(STARTERS[1], "mixed_precision.py", tmp_path, "--mixed_precision", "fp8")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert re.search(r"^fp8 cannot be used here: .*mixed_precision='fp8'", err, re.M)
+    assert "Traceback" not in err
