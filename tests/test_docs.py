@@ -8,12 +8,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import accel_callbacks
 import accel_callbacks.callbacks
+import accel_callbacks.utils
 from accel_callbacks.callbacks.base import HOOKS
 from accel_callbacks.state import destroy_topology
 
@@ -24,7 +28,15 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-REFERENCE = [f"docs/reference/{name}.md" for name in ("accelerator", "callbacks", "hooks")]
+REFERENCE = [
+    f"docs/reference/{name}.md"
+    for name in ("accelerator", "callbacks", "data", "hooks", "plugins", "processes", "utilities")
+]
+OPTIONS = sorted(
+    name
+    for name in accel_callbacks.__all__
+    if is_dataclass(getattr(accel_callbacks, name)) or name == "Accelerator"
+)
 
 
 def read(page: str) -> str:
@@ -96,40 +108,128 @@ def index_links() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*accel_callbacks.__all__, *accel_callbacks.callbacks.__all__})
+    "name",
+    sorted(
+        {
+            *accel_callbacks.__all__,
+            *accel_callbacks.callbacks.__all__,
+            *accel_callbacks.utils.__all__,
+        }
+    ),
 )
 def test_public_names_are_in_the_reference(name: str) -> None:
     assert any(re.search(rf"`{name}\b", read(page)) for page in REFERENCE)
 
 
-def test_members_of_the_accelerator_are_in_the_reference() -> None:
-    text = read("docs/reference/accelerator.md")
-    for owner in (accel_callbacks.Accelerator, accel_callbacks.TrainingRun):
-        public = [name for name in dir(owner) if not name.startswith("_")]
-        missing = [name for name in public if not re.search(rf"`{name}\b", text)]
-        assert missing == [], owner.__name__
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("accelerator", "Accelerator"),
+        ("accelerator", "TrainingRun"),
+        ("accelerator", "GradientState"),
+        ("data", "DataLoaderShard"),
+        ("processes", "AcceleratorState"),
+    ],
+)
+def test_members_are_in_the_reference(page: str, name: str) -> None:
+    text, owner = read(f"docs/reference/{page}.md"), getattr(accel_callbacks, name)
+    ours = [one for one in owner.__mro__ if one.__module__.startswith("accel_callbacks")]
+    public = {member for one in ours for member in vars(one) if not member.startswith("_")}
+    missing = [member for member in sorted(public) if not re.search(rf"`{member}\b", text)]
+    assert missing == []
 
 
-@pytest.mark.parametrize("page", ["accelerator", "callbacks"])
-def test_the_signatures_in_the_reference_are_those_of_the_code(page: str) -> None:
+def arguments_of(name: str) -> set[str]:
+    owner = getattr(accel_callbacks, name)
+    if is_dataclass(owner):
+        return {field.name for field in fields(owner)}
+    return {
+        parameter.name
+        for parameter in inspect.signature(owner).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+
+
+def signatures(page: str) -> list[tuple[str, list[str]]]:
+    """What stands as `name(argument, other=default)` on a page, but for what leaves things out."""
+    found = re.findall(r"`(\w+)\(([^`]*?)\)`", read(page), re.S)
+    return [
+        (name, [part for part in (part.strip() for part in listed.split(",")) if part])
+        for name, listed in found
+        if "..." not in listed
+    ]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_reference_names_every_option(name: str) -> None:
+    """In one signature, and those of which there are many in a table too."""
+    listed = [parts for page in REFERENCE for one, parts in signatures(page) if one == name]
+    names = [{part.partition("=")[0] for part in parts} - {"*"} for parts in listed]
+    assert arguments_of(name) in names
+    if name.endswith(("Kwargs", "Plugin", "Accelerator", "DataLoaderConfiguration")):
+        assert arguments_of(name) - in_tables_of(name) == set()
+
+
+def in_tables_of(name: str) -> set[str]:
+    """The names in the first column of the tables in the section that is headed by this name."""
+    for page in REFERENCE:
+        section = re.search(rf"^## `{name}`$(.*?)(?=^##|\Z)", read(page), re.M | re.S)
+        if section is not None:
+            firsts = re.findall(r"^\|([^|]*)\|", section[1], re.M)
+            return {option for first in firsts for option in re.findall(r"`(\w+)", first)}
+    raise AssertionError(f"no section is headed by {name}")
+
+
+@pytest.mark.parametrize(
+    ("page", "first", "at_least"),
+    [
+        ("accelerator", accel_callbacks.Accelerator, 40),
+        ("callbacks", accel_callbacks.Callback, 5),
+        ("data", accel_callbacks, 10),
+        ("plugins", accel_callbacks, 9),
+        ("processes", accel_callbacks, 20),
+        ("utilities", accel_callbacks.utils, 20),
+    ],
+)
+def test_the_signatures_in_the_reference_are_those_of_the_code(
+    page: str, first: Any, at_least: int
+) -> None:
     """`name(argument, other=default)` names arguments that exist, with their defaults."""
-    first = {"accelerator": accel_callbacks.Accelerator, "callbacks": accel_callbacks.Callback}
-    owners = (first[page], accel_callbacks.TrainingRun, accel_callbacks, accel_callbacks.callbacks)
-    checked = 0
-    for name, listed in re.findall(r"`(\w+)\(([^`]*?)\)`", read(f"docs/reference/{page}.md"), re.S):
+    owners = (
+        first,
+        accel_callbacks,
+        accel_callbacks.callbacks,
+        accel_callbacks.TrainingRun,
+        accel_callbacks.PartialState,
+        accel_callbacks.DataLoaderShard,
+        accel_callbacks.MultiProcessAdapter,
+    )
+    checked = set()
+    for name, parts in signatures(f"docs/reference/{page}.md"):
         owner = next((one for one in owners if callable(getattr(one, name, None))), None)
-        if owner is None or "..." in listed:
+        if owner is None:
             continue
-        parameters = inspect.signature(getattr(owner, name)).parameters
-        for part in filter(None, (part.strip() for part in listed.split(","))):
+        function = getattr(owner, name)
+        parameters = inspect.signature(function).parameters
+        for part in parts:
             argument, _, default = part.partition("=")
             if argument == "*":
                 continue
             assert argument.lstrip("*") in parameters, f"{name}({argument})"
             if default:
-                assert repr(parameters[argument].default).replace("'", '"') == default, name
-            checked += 1
-    assert checked > 10
+                assert default_of(function, argument) == default, f"{name}({part})"
+        checked.add(name)
+    assert len(checked) >= at_least
+
+
+def default_of(function: Any, argument: str) -> str:
+    """A default as the pages write it."""
+    default = inspect.signature(function).parameters[argument].default
+    if is_dataclass(function):
+        made = next(one for one in fields(function) if one.name == argument).default_factory
+        default = default if made is MISSING else made()
+    value = default.value if isinstance(default, Enum) else default
+    return repr(value).replace("'", '"')
 
 
 def test_the_table_of_hooks_is_complete() -> None:
