@@ -56,17 +56,23 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
     loader.trained = True
     run.num_training_batches = _length(loader)
     start_hooks = loop.dispatch.hooks["on_train_batch_start"]
+    # Each call less in the loop is felt: this code is cold after the work of a step.
+    quiet = not loop.dispatch.hooks["on_train_batch_end"] and not loop.dispatch.can_vote
     index, batch, seen, looked = -1, None, 0, False
     try:
         for batch in loader.batches():
-            loop.open_plain_epoch(loader.epoch)
+            if not run.epoch_open:
+                loop.open_plain_epoch(loader.epoch)
             run.batch_idx = index = loader.batch_index
             seen += 1
             loop.begin_batch(loader)
             for hook in start_hooks:
                 hook(run, loop.model, batch, index)
             yield batch
-            _end_batch(loop, batch, index)
+            if quiet and not loop.left_open:
+                loop.worked = True
+            else:
+                _end_batch(loop, batch, index)
             if run.should_stop and not loop.window.is_open:
                 loop.stop_pass(loader)
                 break

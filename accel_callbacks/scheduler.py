@@ -49,21 +49,15 @@ class AcceleratedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler, if the optimizer stepped."""
-        if self._step_with_optimizer and not self._counts():
-            return
+        if self._step_with_optimizer:
+            loop = self._loop
+            if not loop.window.sync and loop.window.plugin.adjust_scheduler:
+                return
+            for optimizer in self._optimizers:
+                if optimizer.step_was_skipped and not loop.between_passes:
+                    return
         for _ in range(self._steps_at_once):
             self.scheduler.step(*args, **kwargs)
-
-    def _counts(self) -> bool:
-        """Whether a call of ``step`` here belongs to a step that the optimizer took."""
-        loop = self._loop
-        window = loop.window
-        if not window.sync and window.plugin.adjust_scheduler:
-            return False
-        for optimizer in self._optimizers:
-            if optimizer.step_was_skipped:
-                return loop.between_passes
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scheduler inside."""
