@@ -209,12 +209,11 @@ def is_fp8_available() -> bool:
 def _works(precision: str) -> bool:
     import torch
 
+    from accel_callbacks.devices import own_accelerator
     from accel_callbacks.precision import create_precision
 
-    # A torch built for CUDA names it where there is none.
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
-        create_precision(precision, here or torch.device("cpu"))
+        create_precision(precision, own_accelerator() or torch.device("cpu"))
     except (ImportError, RuntimeError, ValueError):
         return False
     return True

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["pick_device", "select_device"]
+__all__ = ["own_accelerator", "pick_device", "select_device"]
+
+
+def own_accelerator() -> torch.device | None:
+    """The kind of accelerator that this machine has; a torch built for one names it regardless.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.devices import own_accelerator
+        >>> (own_accelerator() is not None) == torch.accelerator.is_available()
+        True
+    """
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def pick_device(cpu: bool, local_rank: int) -> torch.device:
@@ -22,7 +34,8 @@ def pick_device(cpu: bool, local_rank: int) -> torch.device:
         >>> pick_device(cpu=True, local_rank=1)
         device(type='cpu')
     """
-    if cpu or not torch.accelerator.is_available():
+    kind = None if cpu else own_accelerator()
+    if kind is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if local_rank >= count:
@@ -30,8 +43,6 @@ def pick_device(cpu: bool, local_rank: int) -> torch.device:
             f"local rank {local_rank} has no device: this machine shows {count}. Start at most "
             f"{count} processes here, or pass --cpu to `accel launch`."
         )
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     device = torch.device(kind.type, local_rank)
     select_device(device)
     return device

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.config import AcceleratorConfig, resolve_config
-from accel_callbacks.devices import select_device
+from accel_callbacks.devices import own_accelerator, select_device
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 from accel_callbacks.process import ProcessControl
@@ -71,8 +71,7 @@ class PartialState(ProcessControl):
     @property
     def default_device(self) -> torch.device:
         """The kind of device that this machine is best used with, whatever this process uses."""
-        best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return best if best is not None else torch.device("cpu")
+        return own_accelerator() or torch.device("cpu")
 
     @property
     def backend(self) -> str | None:

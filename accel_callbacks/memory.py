@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
+from accel_callbacks.devices import own_accelerator
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.failing import end_with, group_is_torn, watch_others
 from accel_callbacks.failures import shared_failure
@@ -76,7 +77,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = own_accelerator()
     if kind is not None:
         torch.get_device_module(kind).empty_cache()
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.gradients import multiply_gradients
 
-__all__ = ["Normalizer", "has_gradients", "multiply_gradients"]
+__all__ = ["Normalizer"]
 
 Count = float | torch.Tensor
 
@@ -125,24 +126,3 @@ def _summed(count: Count) -> Count:
     if isinstance(count, torch.Tensor):
         return collectives.reduce(count, "sum")
     return float(collectives.reduce(torch.tensor(count, dtype=torch.float64), "sum"))
-
-
-def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any parameter of this optimizer has a gradient."""
-    return any(parameter.grad is not None for parameter in _parameters(optimizer))
-
-
-def multiply_gradients(optimizer: torch.optim.Optimizer, factor: Count) -> None:
-    """Multiply the gradients that this optimizer steps with, in place."""
-    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-    if not gradients:
-        return
-    if isinstance(factor, torch.Tensor):
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    else:
-        torch._foreach_mul_(gradients, factor)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.gradients import has_gradients, multiply_gradients
 from accel_callbacks.loop import Loop
-from accel_callbacks.normalizer import has_gradients, multiply_gradients
 from accel_callbacks.precision import Precision
 
 __all__ = ["AcceleratedOptimizer"]

@@ -10,7 +10,7 @@ import torch
 
 from accel_callbacks.contexts import Accumulate
 from accel_callbacks.facade.parts import Parts
-from accel_callbacks.normalizer import has_gradients
+from accel_callbacks.gradients import has_gradients
 from accel_callbacks.plugins.autocast import AutocastKwargs
 
 __all__ = ["StepMethods"]

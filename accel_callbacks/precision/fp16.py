@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.gradients import has_gradients
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.scaler import GradScalerKwargs
 from accel_callbacks.precision.autocast import Autocast
@@ -51,7 +52,7 @@ class FP16(Autocast):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, at most once a step."""
-        if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
+        if id(optimizer) not in self._unscaled and has_gradients(optimizer):
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
@@ -65,7 +66,7 @@ class FP16(Autocast):
             return super().step(optimizer, *args, **kwargs)
         if args or kwargs:
             raise RuntimeError("fp16 cannot step with a closure; use bf16 instead.")
-        if not _has_gradients(optimizer):  # the scaler refuses a step without any
+        if not has_gradients(optimizer):  # the scaler refuses a step without any
             return True, optimizer.step()
         self.unscale(optimizer)
         self._unscaled.discard(id(optimizer))
@@ -100,7 +101,3 @@ class FP16(Autocast):
             self.scaler.update()
             self._unscaled.clear()
             self._stepped = False
-
-
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
