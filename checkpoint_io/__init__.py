@@ -10,43 +10,71 @@ Example:
     ['bias', 'weight']
 """
 
-from checkpoint_io.commit import save
+from checkpoint_io.async_saving.background import BackgroundSaver
+from checkpoint_io.async_saving.handle import SaveHandle
 from checkpoint_io.errors import (
+    CheckpointConflictError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointWarning,
     CorruptCheckpointError,
     ManifestVersionError,
+    StateMismatchError,
+    TornLoadError,
     UnsupportedStateError,
 )
-from checkpoint_io.folder import CheckpointFolder, CheckpointInfo
+from checkpoint_io.folders.discovery import CheckpointInfo, FolderEntry
+from checkpoint_io.folders.folder import CheckpointFolder
+from checkpoint_io.folders.policies import KeepPolicy, any_of, keep_best, keep_every, keep_last
 from checkpoint_io.group import ProcessGroupLike, SingleProcess, TorchGroup
-from checkpoint_io.hf import load_model_state, save_model
-from checkpoint_io.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from checkpoint_io.reader import Checkpoint, load, read_manifest, verify
-from checkpoint_io.retention import KeepPolicy, keep_last
+from checkpoint_io.layout.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from checkpoint_io.models.hf import save_model
+from checkpoint_io.models.weights import LoadReport, load_model, load_model_state
+from checkpoint_io.progress import TransferProgress
+from checkpoint_io.reading.reader import Checkpoint, load, read_manifest
+from checkpoint_io.reading.verifying import verify
+from checkpoint_io.reading.views import CheckpointReader, TensorView, open_checkpoint
+from checkpoint_io.writing.job import SaveJob, prepare_save
+from checkpoint_io.writing.saving import save
 
 __all__ = [
+    "BackgroundSaver",
     "Checkpoint",
+    "CheckpointConflictError",
     "CheckpointError",
     "CheckpointFolder",
     "CheckpointInfo",
     "CheckpointNotFoundError",
+    "CheckpointReader",
     "CheckpointWarning",
     "Chunk",
     "CorruptCheckpointError",
     "FileEntry",
+    "FolderEntry",
     "KeepPolicy",
+    "LoadReport",
     "Manifest",
     "ManifestVersionError",
     "ProcessGroupLike",
+    "SaveHandle",
+    "SaveJob",
     "SingleProcess",
+    "StateMismatchError",
     "TensorEntry",
+    "TensorView",
     "TorchGroup",
+    "TornLoadError",
+    "TransferProgress",
     "UnsupportedStateError",
+    "any_of",
+    "keep_best",
+    "keep_every",
     "keep_last",
     "load",
+    "load_model",
     "load_model_state",
+    "open_checkpoint",
+    "prepare_save",
     "read_manifest",
     "save",
     "save_model",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointConflictError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "CheckpointWarning",
     "CorruptCheckpointError",
     "ManifestVersionError",
+    "StateMismatchError",
+    "TornLoadError",
     "UnsupportedStateError",
 ]
 
@@ -37,6 +40,36 @@ class CorruptCheckpointError(CheckpointError):
     """
 
 
+class TornLoadError(CorruptCheckpointError):
+    """A load broke off after it had begun to write into the caller's tensors.
+
+    They hold a mixture now: load a good checkpoint into them before anything is computed with
+    them. The error that broke the load is the cause (`__cause__`).
+
+    Example:
+        >>> from checkpoint_io import CorruptCheckpointError, TornLoadError
+        >>> issubclass(TornLoadError, CorruptCheckpointError)
+        True
+    """
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """A sound checkpoint does not fit what it is to be loaded into: names, shapes or dtypes.
+
+    Raised before anything is changed.
+
+    Example:
+        >>> import torch
+        >>> from checkpoint_io import StateMismatchError, load, save
+        >>> _ = save("memory://doc-errors/fit", {"w": torch.ones(2)})
+        >>> try:
+        ...     load("memory://doc-errors/fit", into={"w": torch.zeros(3)})
+        ... except StateMismatchError as error:
+        ...     print("(2,)" in str(error) and "(3,)" in str(error))
+        True
+    """
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no committed checkpoint (no `manifest.json`) at that place.
 
@@ -50,6 +83,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """
 
 
+class UnsettledWriteError(CheckpointError):
+    """A request to write was sent and never answered: it may still be on its way, and arrive."""
+
+
 class UnsupportedStateError(CheckpointError, TypeError):
     """The state holds an object that is neither a tensor nor in the closed set of JSON types.
 
@@ -61,6 +98,18 @@ class UnsupportedStateError(CheckpointError, TypeError):
         ...     save("memory://doc-errors/bad", {"when": object()})
         ... except UnsupportedStateError as error:
         ...     print("state['when']" in str(error))
+        True
+    """
+
+
+class CheckpointConflictError(CheckpointError):
+    """Another save is writing, or has just written, to the same place; nothing was mixed.
+
+    Give each job a folder of its own, or wait for the other one.
+
+    Example:
+        >>> from checkpoint_io import CheckpointConflictError, CheckpointError
+        >>> issubclass(CheckpointConflictError, CheckpointError)
         True
     """
 

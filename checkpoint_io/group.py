@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
+
+from checkpoint_io.roll_call import name_the_silent
 
 __all__ = ["ProcessGroupLike", "SingleProcess", "TorchGroup"]
 
@@ -60,14 +65,15 @@ class TorchGroup:
     """A `torch.distributed` process group (the default one for None).
 
     The ranks wait in a collective while the slowest one writes, so the group's timeout must be
-    longer than a save takes. On NCCL, a gloo group made for this by
-    `torch.distributed.new_group(backend="gloo", timeout=...)` is the better choice.
+    longer than a save takes, and a save in the background needs a group that nobody else uses:
+    `TorchGroup.dedicated()` makes one.
 
     Args:
         process_group: a group of which this process is a member; None means the default group.
 
     Raises:
         RuntimeError: if `torch.distributed` is not initialised.
+        ValueError: this process is not a member of the group.
 
     Example:
         >>> import torch.distributed as dist
@@ -87,13 +93,56 @@ class TorchGroup:
             )
         self._dist = dist
         self._group = process_group
+        self._owned = False
+        self._calls = 0
         self.rank: int = dist.get_rank(process_group)
         self.world_size: int = dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError(
+                "this process is not a member of the group: let only its members save and load "
+                "with it, or pass process_group=None for all processes"
+            )
+
+    @classmethod
+    def dedicated(cls, timeout: timedelta = timedelta(hours=2)) -> TorchGroup:
+        """Make a gloo group of all processes for saving alone; a collective call.
+
+        Its messages go over the CPU, apart from those of training (on gloo or NCCL), so that it can
+        be used from another thread at the same time.
+
+        Args:
+            timeout: how long a rank waits for the others; default 2 hours.
+
+        Raises:
+            RuntimeError: if `torch.distributed` is not initialised.
+        """
+        return cls().beside(timeout)
+
+    def beside(self, timeout: timedelta = timedelta(hours=2)) -> TorchGroup:
+        """Make such a group of the ranks of this one; collective among these.
+
+        Args:
+            timeout: how long a rank waits for the others; default 2 hours.
+        """
+        options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
+        if self._group is not None:
+            ranks = self._dist.get_process_group_ranks(self._group)
+            options.update(ranks=ranks, use_local_synchronization=True)  # the others do not come
+        group = TorchGroup(self._dist.new_group(**options))
+        group._owned = True
+        return group
+
+    def close(self) -> None:
+        """Give a dedicated group back; the second time, and for other groups, do nothing."""
+        if self._owned and self._dist.is_initialized():
+            self._dist.destroy_process_group(self._group)
+        self._owned = False
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gather one small object from every rank of the group."""
         result: list[Any] = [None] * self.world_size
-        self._dist.all_gather_object(result, obj, group=self._group)
+        with self._naming_the_silent():
+            self._dist.all_gather_object(result, obj, group=self._group)
         return result
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -101,5 +150,21 @@ class TorchGroup:
         # torch wants the global rank here, also for a subgroup
         source = src if self._group is None else self._dist.get_global_rank(self._group, src)
         box = [obj]
-        self._dist.broadcast_object_list(box, src=source, group=self._group)
+        with self._naming_the_silent():
+            self._dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
+
+    @contextmanager
+    def _naming_the_silent(self) -> Iterator[None]:
+        """Around a collective: where it breaks, the error says which ranks are gone."""
+        self._calls += 1
+        try:
+            yield
+        except RuntimeError as error:
+            core = self._dist.distributed_c10d
+            group = self._group or self._dist.group.WORLD
+            call = f"checkpoint_io/{getattr(group, 'group_name', '')}/{self._calls}"
+            store, ranks = core._get_default_store(), range(self.world_size)
+            if silent := name_the_silent(store, call, self.rank, ranks):
+                raise self._dist.DistBackendError(f"{silent}: {error}") from error
+            raise

@@ -6,9 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from checkpoint_io.errors import CheckpointError, UnsupportedStateError
+from checkpoint_io.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    ManifestVersionError,
+    UnsupportedStateError,
+)
 
 T = TypeVar("T")
+
+# What callers tell apart stays apart on the ranks that only hear of it.
+_KINDS: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind
+    for kind in (CheckpointConflictError, ManifestVersionError, UnsupportedStateError)
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class Outcome:
         return {
             "value": self.value,
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
-            "unsupported": isinstance(self.error, UnsupportedStateError),
+            "kind": next((n for n, kind in _KINDS.items() if isinstance(self.error, kind)), ""),
         }
 
 
@@ -50,6 +61,6 @@ def raise_failure(headline: str, outcomes: Sequence[Mapping[str, Any]], own: Out
             raise own.error
     failed = failed_ranks(outcomes)
     text = "; ".join(f"rank {rank}: {outcomes[rank]['error']}" for rank in failed)
-    unsupported = all(outcomes[rank]["unsupported"] for rank in failed)
-    kind = UnsupportedStateError if unsupported else CheckpointError
+    kinds = {outcomes[rank]["kind"] for rank in failed}
+    kind = _KINDS.get(kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
     raise kind(f"{headline}: {text}") from own.error

@@ -1,0 +1,1 @@
+"""Saving while training goes on."""

@@ -1,0 +1,161 @@
+"""Geometry: which elements of a box lie in a run of bytes, and where they go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+Slices = tuple[slice, ...]
+
+
+class Axis(NamedTuple):
+    """Along one dimension: `length` indices from `start`, `step` apart."""
+
+    start: int
+    length: int
+    step: int = 1
+
+    @property
+    def reach(self) -> int:
+        """One past the last index."""
+        return self.start + (self.length - 1) * self.step + 1 if self.length else self.start
+
+
+Axes = tuple[Axis, ...]
+
+
+def axes_of(offsets: Sequence[int], lengths: Sequence[int]) -> Axes:
+    """Describe a plain box."""
+    return tuple(map(Axis, offsets, lengths))
+
+
+def volume(axes: Axes) -> int:
+    """Return how many elements a box has."""
+    return math.prod(axis.length for axis in axes)
+
+
+def within(axes: Axes, offsets: Shape, shape: Shape) -> tuple[Axes, Slices] | None:
+    """Cut a box of a tensor to one chunk: the box inside the chunk, and its place in the result."""
+    inner, places = [], []
+    for axis, low, length in zip(axes, offsets, shape, strict=True):
+        first, stop = _hits(axis, low, low + length)
+        if first >= stop:
+            return None
+        inner.append(Axis(axis.start + first * axis.step - low, stop - first, axis.step))
+        places.append(slice(first, stop))
+    return tuple(inner), tuple(places)
+
+
+def _hits(axis: Axis, low: int, high: int) -> tuple[int, int]:
+    """Return which of the axis' indices, counted from 0, lie between low and high."""
+    if axis.step == 1:
+        return max(0, low - axis.start), min(axis.length, high - axis.start)
+    first = max(0, -((axis.start - low) // axis.step))
+    return first, min(axis.length, -((axis.start - high) // axis.step))
+
+
+def merge(shape: Shape, axes: Axes) -> tuple[Shape, Axes]:
+    """Describe the same elements with as few dimensions as possible, at least one."""
+    merged_shape: list[int] = [1]
+    merged: list[Axis] = [Axis(0, 1)]
+    for length, axis in zip(shape, axes, strict=True):
+        outer, whole = merged[-1], axis == Axis(0, length)
+        if outer.length == 1:
+            joined: Axis | None = Axis(outer.start * length + axis.start, axis.length, axis.step)
+        elif whole and outer.step == 1:
+            joined = Axis(outer.start * length, outer.length * length)
+        else:
+            joined = outer if length == 1 else None
+        if joined is None:
+            merged_shape.append(length)
+            merged.append(axis)
+        else:
+            merged_shape[-1] *= length
+            merged[-1] = joined
+    return tuple(merged_shape), tuple(merged)
+
+
+def blocks(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cut elements `begin` to `end` of a C-ordered array into boxes: (offsets, lengths) of each.
+
+    There are at most 2 * dimensions - 1 of them, in the order of their elements.
+    """
+    if len(shape) == 1:
+        yield (begin,), (end - begin,)
+        return
+    inner = shape[1:]
+    size = math.prod(inner)
+    first, head = divmod(begin, size)
+    last, tail = divmod(end, size)
+    if first == last:
+        for offsets, lengths in blocks(inner, head, tail):
+            yield (first, *offsets), (1, *lengths)
+        return
+    if head:
+        for offsets, lengths in blocks(inner, head, size):
+            yield (first, *offsets), (1, *lengths)
+        first += 1
+    if last > first:
+        yield (first, *(0,) * len(inner)), (last - first, *inner)
+    if tail:
+        for offsets, lengths in blocks(inner, 0, tail):
+            yield (last, *offsets), (1, *lengths)
+
+
+def meet(axes: Axes, offsets: Shape, lengths: Shape) -> tuple[Slices, Slices] | None:
+    """Find what a box has in common with a block: slices of the block, and of the box."""
+    source, target = [], []
+    for axis, low, length in zip(axes, offsets, lengths, strict=True):
+        first, stop = _hits(axis, low, low + length)
+        if first >= stop:
+            return None
+        begin = axis.start + first * axis.step - low
+        source.append(slice(begin, begin + (stop - first - 1) * axis.step + 1, axis.step))
+        target.append(slice(first, stop))
+    return tuple(source), tuple(target)
+
+
+def parts_with(shape: Shape, axes: Axes, part: int) -> list[int]:
+    """Return the numbers of the parts, of `part` elements each, that hold an element of a box."""
+    if volume(axes) == 0:
+        return []
+    shape, axes = merge(shape, axes)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    low = sum(axis.start * stride for axis, stride in zip(axes, strides, strict=True))
+    high = sum((axis.reach - 1) * stride for axis, stride in zip(axes, strides, strict=True))
+    numbers = range(low // part, high // part + 1)
+    if len(shape) == 1 and axes[0].step <= part:
+        return list(numbers)
+    total = math.prod(shape)
+    return [
+        number
+        for number in numbers
+        if any(
+            meet(axes, offsets, lengths) is not None
+            for offsets, lengths in blocks(shape, number * part, min((number + 1) * part, total))
+        )
+    ]
+
+
+def overlapping(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Say whether two boxes, (offsets, lengths) without a zero, share an element."""
+    if len(boxes) < 2 or not boxes[0][0]:
+        return len(boxes) > 1
+    # sweep along the dimension that tells most boxes apart, so that few meet there
+    columns = zip(*(offsets for offsets, _ in boxes), strict=True)
+    distinct = [len(set(column)) for column in columns]
+    dim = distinct.index(max(distinct))
+    active: list[tuple[Shape, Shape]] = []
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        active = [a for a in active if a[0][dim] + a[1][dim] > box[0][dim]]
+        if any(_share(a, box) for a in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _share(a: tuple[Shape, Shape], b: tuple[Shape, Shape]) -> bool:
+    """Say whether two boxes share an element."""
+    return all(x < y + m and y < x + n for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))

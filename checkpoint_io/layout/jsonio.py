@@ -1,0 +1,51 @@
+"""Strict JSON: no NaN literals, no duplicate keys, no surprises from hostile files."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
+
+# What we refuse to read we also refuse to write.
+MAX_JSON_BYTES = 512 * 1024 * 1024
+
+
+def dumps(value: Any, what: str) -> bytes:
+    """Encode as compact ASCII JSON; `what` names the file in errors."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    check_size(len(text), what)
+    return text.encode("ascii")
+
+
+def check_size(size: int, what: str) -> None:
+    """Refuse to write more JSON than any reader takes."""
+    if size > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{what} would be {size} bytes of JSON, more than the limit of {MAX_JSON_BYTES}; "
+            "keep large data as tensors or numpy arrays instead of lists or bytes"
+        )
+
+
+def loads(data: bytes, what: str) -> Any:
+    """Decode strict JSON, or raise `CorruptCheckpointError` that names `what`."""
+    try:
+        text = data.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise CorruptCheckpointError(f"{what}: JSON is nested too deeply") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"{what}: not valid JSON ({error})") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object, refusing a key that comes twice."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("an object has a duplicate key")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuse the non-standard literals NaN and Infinity."""
+    raise ValueError(f"the literal {name} is not JSON")

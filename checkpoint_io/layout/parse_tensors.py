@@ -1,0 +1,126 @@
+"""The tensors of a manifest, checked: boxes that fill their tensor, bytes that fill their file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from checkpoint_io.layout.checks import LIMIT, Bad, integers, joined_checksums, show, typed
+from checkpoint_io.layout.dtypes import ITEMSIZE
+from checkpoint_io.layout.manifest import Chunk, FileEntry, TensorEntry
+
+_MAX_CHUNKS = 65536
+
+
+def parse_tensors(value: Any, files: Sequence[FileEntry], part_size: int) -> dict[str, TensorEntry]:
+    """Check every tensor entry, and that each tensors file is filled without a hole."""
+    parser = _Parser(files, part_size)
+    tensors = {}
+    for key, item in typed(value, dict, "tensors").items():
+        try:
+            tensors[key] = parser.tensor(item)
+        except Bad as problem:
+            raise Bad(f"tensor {key!r:.200}: {problem}") from None
+    for entry, ranges in zip(files, parser.used, strict=True):
+        _refuse_holes(entry, ranges)
+    return tensors
+
+
+class _Parser:
+    """Checks tensors one after the other; `used` collects which bytes of each file they claim."""
+
+    def __init__(self, files: Sequence[FileEntry], part_size: int) -> None:
+        self._files = files
+        self._part_size = part_size
+        self.used: list[list[tuple[int, int]]] = [[] for _ in files]
+
+    def tensor(self, value: Any) -> TensorEntry:
+        """Check that a tensor's chunks are inside it, do not overlap and fill it."""
+        if type(value) is not list or not 3 <= len(value) <= _MAX_CHUNKS + 2:
+            raise Bad(f"must be a dtype, a shape and 1 to {_MAX_CHUNKS} chunks")
+        dtype = value[0]
+        if type(dtype) is not str or dtype not in ITEMSIZE:
+            raise Bad(f"unknown dtype {show(dtype)}")
+        shape, itemsize = integers(value[1], "its shape"), ITEMSIZE[dtype]
+        if math.prod([n or 1 for n in shape]) * itemsize > LIMIT:
+            raise Bad("an absurd shape")
+        if len(value) == 3:
+            only = self._chunk(value[2], shape, itemsize)
+            if only.shape != shape:
+                raise Bad("its chunk does not cover it")
+            return TensorEntry(dtype, shape, (only,))
+        chunks = tuple([self._chunk(row, shape, itemsize) for row in value[2:]])
+        volume = sum([math.prod(chunk.shape) for chunk in chunks])
+        if volume != math.prod(shape) or _boxes_overlap(chunks):
+            raise Bad("its chunks do not cover it exactly once")
+        return TensorEntry(dtype, shape, chunks)
+
+    def _chunk(self, row: Any, shape: tuple[int, ...], itemsize: int) -> Chunk:
+        """Check that a chunk lies inside its tensor and its bytes inside their file."""
+        if type(row) not in (list, tuple) or len(row) not in (4, 6):
+            raise Bad("a chunk that has not 4 or 6 fields")
+        index, begin, end = row[0], row[1], row[2]
+        # true and false are not numbers, so no isinstance
+        if not (type(index) is type(begin) is type(end) is int and 0 <= index < len(self._files)):
+            raise Bad("a chunk whose file, begin and end are not whole numbers, or not a file")
+        entry = self._files[index]
+        if entry.kind != "tensors" or not entry.covered <= begin <= end <= entry.size:
+            raise Bad(f"bytes {show(begin)} to {show(end)} are not in {entry.name}")
+        offsets, extent = ((0,) * len(shape), shape) if len(row) == 4 else _box(row, shape)
+        size = end - begin
+        if math.prod(extent) * itemsize != size:
+            raise Bad(f"{size} bytes do not hold a chunk of shape {list(extent)}")
+        if size:
+            self.used[index].append((begin, end))
+        sums = joined_checksums(row[3], size, self._part_size)
+        return Chunk(index, offsets, extent, begin, end, sums)
+
+
+def _box(row: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Check that a box lies inside its tensor."""
+    at, lengths = integers(row[4], "its offsets"), integers(row[5], "the shape of a chunk")
+    if not len(at) == len(lengths) == len(shape) or any(
+        a + n > total for a, n, total in zip(at, lengths, shape, strict=True)
+    ):
+        raise Bad("a chunk that reaches outside its shape")
+    return at, lengths
+
+
+def _refuse_holes(entry: FileEntry, ranges: list[tuple[int, int]]) -> None:
+    """Refuse bytes of a tensors file that two chunks claim, or none."""
+    if entry.kind != "tensors":
+        return
+    position = entry.covered
+    for begin, end in sorted(ranges):
+        if begin < position:
+            raise Bad(f"two tensors claim the same bytes of {entry.name}")
+        if begin > position:
+            break
+        position = end
+    if position != entry.size:
+        raise Bad(f"no tensor claims byte {position} of {entry.name}")
+
+
+def _boxes_overlap(chunks: tuple[Chunk, ...]) -> bool:
+    """Say whether two boxes of one tensor share an element."""
+    boxes = [c for c in chunks if c.end > c.begin]
+    if len(boxes) < 2:
+        return False
+    if not boxes[0].shape:
+        return True  # two numbers where the tensor is one
+    starts = np.array([c.offsets for c in boxes], dtype=np.int64)
+    ends = starts + np.array([c.shape for c in boxes], dtype=np.int64)
+    # sweep along the dimension that tells most boxes apart, so that few meet there
+    axis = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))
+    order = np.argsort(starts[:, axis], kind="stable")
+    starts, ends = starts[order], ends[order]
+    reach = np.searchsorted(starts[:, axis], ends[:, axis], side="left")
+    for number, stop in enumerate(reach.tolist()):
+        others = slice(number + 1, stop)
+        meets = (starts[others] < ends[number]) & (starts[number] < ends[others])
+        if stop > number + 1 and meets.all(axis=1).any():
+            return True
+    return False

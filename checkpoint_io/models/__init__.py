@@ -1,0 +1,1 @@
+"""Model weights in the open layouts."""

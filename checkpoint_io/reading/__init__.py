@@ -1,0 +1,1 @@
+"""Loading: views, plans, verified transfers."""

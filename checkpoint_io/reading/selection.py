@@ -1,0 +1,183 @@
+"""Which saved name goes to which wanted name: patterns, renaming, and what is left over."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from checkpoint_io.errors import StateMismatchError
+
+__all__ = ["Matched", "Only", "Rename", "match_names", "nearest", "renamer", "selector"]
+
+Only = str | Iterable[str] | Callable[[str], bool]
+"""Saved names to take: a glob pattern (`*` also matches `/`), several, or a function."""
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""Prefixes of saved names to their replacements (the longest that fits), or a function."""
+
+_SHOWN = 8
+_COMPARED = 5000
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The result of `match_names`.
+
+    Attributes:
+        pairs: (wanted name, saved name), in the order of the wanted names.
+        missing: wanted names for which nothing was saved.
+        unexpected: selected saved names that nobody wants.
+    """
+
+    pairs: list[tuple[str, str]]
+    missing: list[str]
+    unexpected: list[str]
+
+    def describe(self) -> str:
+        """Say what is missing and unexpected, with the nearest name on the other side."""
+        spare = self.unexpected or [saved for _, saved in self.pairs]
+        lines = [
+            _listing("missing", [name + _hint(name, spare) for name in self.missing[:_SHOWN]]),
+            _listing("unexpected", self.unexpected[:_SHOWN]),
+        ]
+        totals = (len(self.missing), len(self.unexpected))
+        texts = [
+            text + (f" and {total - _SHOWN} more" if total > _SHOWN else "")
+            for text, total in zip(lines, totals, strict=True)
+            if total
+        ]
+        return "; ".join(texts)
+
+    def require(self, where: str) -> None:
+        """Raise `StateMismatchError` if a name is missing or unexpected."""
+        if self.missing or self.unexpected:
+            raise StateMismatchError(
+                f"{where}: the names do not fit: {self.describe()}; nothing was changed. Choose "
+                "with only=, translate with rename=, or pass strict=False to take what fits"
+            )
+
+
+def match_names(
+    wanted: Iterable[str],
+    available: Iterable[str],
+    only: Only | None = None,
+    rename: Rename | None = None,
+) -> Matched:
+    """Match wanted names with saved ones.
+
+    Args:
+        wanted: the names that the caller has places for.
+        available: the saved names.
+        only: which saved names to take, by their saved name; default all. A wanted name that was
+            not selected is neither matched nor missing.
+        rename: from a saved name to the wanted one; default unchanged.
+
+    Raises:
+        ValueError: renaming gives two saved names the same new one.
+    """
+    selected, translate = selector(only), renamer(rename)
+    by_new: dict[str, str] = {}
+    for saved in available:
+        new = translate(saved)
+        if new in by_new:
+            raise ValueError(
+                f"rename= turns both {by_new[new]!r} and {saved!r} into {new!r}: "
+                "give each saved name a name of its own"
+            )
+        by_new[new] = saved
+    pairs: list[tuple[str, str]] = []
+    missing: list[str] = []
+    places = list(wanted)
+    for name in places:
+        source = by_new.get(name)
+        if source is None:
+            # a name that nothing was renamed to can only be judged by itself
+            if rename is not None or selected(name):
+                missing.append(name)
+        elif selected(source):
+            pairs.append((name, source))
+    known = set(places)
+    unexpected = [saved for new, saved in by_new.items() if new not in known and selected(saved)]
+    return Matched(pairs, missing, unexpected)
+
+
+def selector(only: Only | None) -> Callable[[str], bool]:
+    """Turn `only` into a function; None selects everything."""
+    if only is None:
+        return lambda name: True
+    if callable(only):
+        return only
+    patterns = [only] if isinstance(only, str) else list(only)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"only= takes glob patterns or a function, not {only!r:.200}")
+    match = re.compile(
+        "|".join(fnmatch.translate(pattern) for pattern in patterns) or r"(?!)"
+    ).match
+    return lambda name: match(name) is not None
+
+
+def settled(only: Only | None) -> Only | None:
+    """Return the same selection in a form that can be gone through more than once."""
+    return only if only is None or isinstance(only, str) or callable(only) else tuple(only)
+
+
+def idle_patterns(
+    only: Only | None, available: Sequence[str], where: str, strict: bool
+) -> list[str]:
+    """Return the patterns that select nothing; with `strict` they are an error.
+
+    A function is taken at its word.
+    """
+    if only is None or callable(only):
+        return []
+    patterns = [only] if isinstance(only, str) else list(only)
+    idle = [pattern for pattern in patterns if not any(map(selector(pattern), available))]
+    if idle and strict:
+        hints = [repr(pattern) + _hint(pattern, available) for pattern in idle]
+        raise StateMismatchError(
+            f"{where}: only= matches no saved tensor with {', '.join(hints)}; nothing was "
+            "changed: correct the pattern, or pass strict=False"
+        )
+    return idle
+
+
+def renamer(rename: Rename | None) -> Callable[[str], str]:
+    """Turn `rename` into a function; None changes nothing."""
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    # longest first: the most specific prefix wins
+    prefixes = sorted(rename.items(), key=lambda item: -len(item[0]))
+
+    def translate(name: str) -> str:
+        for prefix, new in prefixes:
+            if name.startswith(prefix):
+                return new + name[len(prefix) :]
+        return name
+
+    return translate
+
+
+def nearest(name: str, names: Sequence[str]) -> str | None:
+    """Return the name that looks most like this one, None if none does."""
+    # a long list is searched where a slip is likely: among names with the same ending
+    if len(names) > _COMPARED:
+        ending = name.rsplit("/", 1)[-1].rsplit(".", 1)[-1]
+        names = [other for other in names if other.endswith(ending)][:_COMPARED]
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def _hint(name: str, names: Sequence[str]) -> str:
+    """Return the nearest name as an addition to a message."""
+    close = nearest(name, names)
+    return f" (nearest: {close})" if close else ""
+
+
+def _listing(label: str, names: Sequence[str]) -> str:
+    """Write a list for a message."""
+    return f"{label} {', '.join(names)}"

@@ -1,0 +1,128 @@
+"""Which boxes of a whole tensor a process holds of a DTensor, and where they lie in its memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from checkpoint_io.errors import CheckpointError, UnsupportedStateError
+
+Run = tuple[int, int]
+
+
+class LocalBox(NamedTuple):
+    """A box of the whole tensor, and where it starts in the local one."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Say whether this is a DTensor, without importing them where nobody uses them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return the local part of a DTensor, which shares its memory."""
+    local: torch.Tensor = tensor.detach().to_local()
+    wait = getattr(local, "wait", None)  # the result of a collective that may still be under way
+    return wait() if callable(wait) else local
+
+
+def in_mesh(tensor: Any) -> bool:
+    """Say whether this process is in the mesh of a DTensor."""
+    return tensor.device_mesh.get_coordinate() is not None
+
+
+def check_placements(tensor: Any, what: str) -> None:
+    """Refuse a DTensor whose parts are not parts of it (yet)."""
+    for placement in tensor.placements:
+        if placement.is_partial():
+            raise UnsupportedStateError(
+                f"{what} is a DTensor with the placement {placement}: what each rank holds still "
+                "has to be summed up; reduce it first, with redistribute(placements=[Replicate()])"
+            )
+        if type(placement).__name__ not in ("Replicate", "Shard", "_StridedShard"):
+            raise UnsupportedStateError(
+                f"{what} is a DTensor with the placement {placement}, which a checkpoint does not "
+                "know: redistribute it to Shard or Replicate first"
+            )
+
+
+def local_boxes(tensor: Any, what: str) -> list[LocalBox]:
+    """Return the boxes that this process holds; none if it is not in the mesh or holds nothing.
+
+    Raises UnsupportedStateError for a placement that cannot be stored.
+    """
+    check_placements(tensor, what)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    mesh = tensor.device_mesh.shape
+    runs = [[(0, size)] if size else [] for size in tensor.shape]
+    for dim_of_mesh, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            split = int(getattr(placement, "split_factor", 1))
+            at, parts = coordinate[dim_of_mesh], mesh[dim_of_mesh]
+            runs[placement.dim] = _part(runs[placement.dim], parts, at, split)
+    held = tuple(sum(length for _, length in of_dim) for of_dim in runs)
+    actual = tuple(local_of(tensor).shape)
+    if held != actual:
+        raise CheckpointError(
+            f"{what} is a DTensor whose local part has shape {list(actual)}; its placements "
+            f"{list(tensor.placements)} say {list(held)}: redistribute it to Shard or Replicate"
+        )
+    return [
+        LocalBox(
+            tuple(start for (start, _), _ in box),
+            tuple(length for (_, length), _ in box),
+            tuple(local for _, local in box),
+        )
+        for box in product(*(list(_placed(of_dim)) for of_dim in runs))
+    ]
+
+
+def _placed(runs: list[Run]) -> Iterator[tuple[Run, int]]:
+    """Add to each run of indices where it starts in the local tensor."""
+    position = 0
+    for run in runs:
+        yield run, position
+        position += run[1]
+
+
+def _part(runs: list[Run], parts: int, at: int, split: int) -> list[Run]:
+    """Return part `at` of so many; with `split`, of each of the pieces that others cut later."""
+    pieces = [piece for first in _chunk(runs, split) for piece in _chunk(first, parts)[at]]
+    joined: list[Run] = []
+    for start, length in pieces:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return joined
+
+
+def _chunk(runs: list[Run], parts: int) -> list[list[Run]]:
+    """Cut indices as torch.chunk does: equal parts, the last ones smaller or empty."""
+    total = sum(length for _, length in runs)
+    size = -(-total // parts)
+    return [_cut(runs, n * size, min((n + 1) * size, total)) for n in range(parts)]
+
+
+def _cut(runs: list[Run], begin: int, end: int) -> list[Run]:
+    """Return the runs between two positions."""
+    found = []
+    position = 0
+    for start, length in runs:
+        low, high = max(begin, position), min(end, position + length)
+        if low < high:
+            found.append((start + low - position, high - low))
+        position += length
+    return found

@@ -1,0 +1,1 @@
+"""Where bytes go: local disks and everything behind fsspec."""

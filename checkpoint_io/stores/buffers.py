@@ -1,0 +1,73 @@
+"""Page-aligned buffers, reused, and never more of them than a bound."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+BUFFER_BYTES = 16 * 2**20
+MAX_BUFFERED_BYTES = 256 * 10**6
+_BY_HAND = 64 * 1024  # below that, handing the GIL over costs more than the copy
+
+
+def aligned(length: int) -> memoryview[int]:
+    """Return new memory that starts at a page, as direct IO wants it."""
+    private = getattr(mmap, "MAP_PRIVATE", None)  # the default is shared memory, which is slower
+    if private is None:
+        return memoryview(mmap.mmap(-1, length))
+    return memoryview(mmap.mmap(-1, length, flags=private | mmap.MAP_ANONYMOUS))
+
+
+def copy_into(target: memoryview[int], source: memoryview[int]) -> None:
+    """Copy bytes between views of one length; other threads run during a long copy."""
+    if len(source) < _BY_HAND:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class BufferPool:
+    """Buffers of one size for all files that a store writes at a time, `limit` bytes in all.
+
+    Who writes holds the pool meanwhile; what came back is freed when the last one lets go.
+    """
+
+    def __init__(self, limit: int = MAX_BUFFERED_BYTES, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self.buffer_bytes = buffer_bytes
+        self._left = limit // buffer_bytes
+        self._free: list[memoryview[int]] = []
+        self._holders = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> memoryview[int] | None:
+        """Return a buffer, None if the bound is reached; never waits."""
+        with self._lock:
+            if self._left == 0:
+                return None
+            buffer = self._free.pop() if self._free else aligned(self.buffer_bytes)
+            self._left -= 1
+            return buffer
+
+    def give(self, buffers: list[memoryview[int]]) -> None:
+        """Take buffers back; the list is emptied."""
+        with self._lock:
+            self._left += len(buffers)
+            self._free += buffers
+            buffers.clear()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep what comes back for the next file during the block."""
+        with self._lock:
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._free.clear()

@@ -1,0 +1,1 @@
+"""Saving: who writes what, the writing, the commit."""
