@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.conftest import pool, pool_of_4  # noqa: F401
+
 
 @pytest.fixture
 def state() -> dict[str, object]:

@@ -2,28 +2,27 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import checkpoint_io.local
+import checkpoint_io.stores.local
 from checkpoint_io import (
     CheckpointError,
-    CheckpointFolder,
     CheckpointNotFoundError,
+    CheckpointWarning,
     CorruptCheckpointError,
     load,
     read_manifest,
     save,
     verify,
 )
-from checkpoint_io.names import save_id_of
+from checkpoint_io.layout.names import save_id_of
 
 
 def test_every_flipped_bit_is_found_and_named(
@@ -115,7 +114,7 @@ def test_failure_at_any_file_leaves_the_old_one(
         if count == call:
             raise error
 
-    monkeypatch.setattr(checkpoint_io.local, "sync_file", failing)
+    monkeypatch.setattr(checkpoint_io.stores.local, "sync_file", failing)
     kind = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(kind, match="No space" if isinstance(error, OSError) else None):
         save(tmp_path, {**state, "step": 8})
@@ -127,7 +126,7 @@ def test_failure_at_any_file_leaves_the_old_one(
 def test_error_after_the_commit_took_place_keeps_the_new_one(
     tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    save(tmp_path, state)
+    first = save(tmp_path, state)
     real = os.replace
 
     def replace_then_raise(old: str, new: str) -> None:
@@ -135,13 +134,13 @@ def test_error_after_the_commit_took_place_keeps_the_new_one(
         raise error
 
     monkeypatch.setattr(os, "replace", replace_then_raise)
-    if isinstance(error, OSError):
+    ends = nullcontext() if isinstance(error, Exception) else pytest.raises(KeyboardInterrupt)
+    with ends, pytest.warns(CheckpointWarning, match="power cut"):
         save(tmp_path, {**state, "step": 8})
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            save(tmp_path, {**state, "step": 8})
     verify(tmp_path)
     assert load(tmp_path).state["step"] == 8
+    # the rename was not synced: after a power cut the old manifest may be back, and needs these
+    assert all((tmp_path / entry.name).exists() for entry in first.files)
 
 
 def test_real_disk_full_leaves_the_old_one(tmp_path: Path, state: Any) -> None:
@@ -164,60 +163,18 @@ def test_real_disk_full_leaves_the_old_one(tmp_path: Path, state: Any) -> None:
     assert load(tmp_path).state["step"] == 7
 
 
-KILLED = """
-import sys, torch, checkpoint_io
-folder = checkpoint_io.CheckpointFolder(sys.argv[1])
-start = int(sys.argv[2])
-for value in range(start, start + 1000):
-    state = {"v": value, "w": torch.full((700_000,), float(value))}
-    folder.save(1, state, local_state={"v": value}, metadata={"run_id": "r"}, max_shard_size="1MB")
-    print(value, flush=True)
-"""
-
-
-def test_kill_9_at_any_moment_gives_old_or_new(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path)
-    last = 0
-    litter = 0
-    for attempt in range(15):
-        child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path), str(last + 1)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert child.stdout is not None
-        committed = int(child.stdout.readline())
-        time.sleep(0.003 * attempt)
-        child.send_signal(signal.SIGKILL)
-        committed = max([committed, *map(int, child.stdout.read().split())])
-        child.wait()
-        checkpoint = load(folder.path(1))
-        value = checkpoint.state["v"]
-        assert value in (committed, committed + 1)
-        assert checkpoint.local_state == {"v": value}
-        assert torch.equal(checkpoint.state["w"], torch.full((700_000,), float(value)))
-        present = {path.name for path in Path(folder.path(1)).iterdir()}
-        named = {"manifest.json", *(entry.name for entry in checkpoint.manifest.files)}
-        litter += len(present - named)
-        folder.prune([folder.path(1)], run_id="r")
-        assert {path.name for path in Path(folder.path(1)).iterdir()} == named
-        last = value
-    assert litter, "no kill came in the middle of a save: the test proves nothing"
-
-
 def test_planted_link_is_not_followed_on_save(
     tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import checkpoint_io.commit as commit
-    from checkpoint_io.names import tensors_name
+    import checkpoint_io.writing.job as job
+    from checkpoint_io.layout.names import tensors_name
 
     victim = tmp_path / "victim"
     victim.write_text("precious")
     place = tmp_path / "c"
     place.mkdir()
     (place / tensors_name("ab" * 8, 0, 1)).symlink_to(victim)
-    monkeypatch.setattr(commit, "new_save_id", lambda: "ab" * 8)
+    monkeypatch.setattr(job, "new_save_id", lambda: "ab" * 8)
     with pytest.raises(CheckpointError):
         save(place, state)
     assert victim.read_text() == "precious"

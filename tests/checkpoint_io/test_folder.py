@@ -9,14 +9,19 @@ import pytest
 import torch
 
 from checkpoint_io import (
+    CheckpointError,
     CheckpointFolder,
     CheckpointNotFoundError,
     CheckpointWarning,
     CorruptCheckpointError,
+    SingleProcess,
+    StateMismatchError,
+    TornLoadError,
     keep_last,
     read_manifest,
     save,
 )
+from checkpoint_io.folders.fallback import Fallback
 
 
 def fill(folder: CheckpointFolder, *steps: int, run_id: str = "r1") -> None:
@@ -145,8 +150,7 @@ def test_prune_removes_unfinished_saves_of_its_run_only(tmp_path: Path) -> None:
         (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
     torn = next((tmp_path / "step-00000001").glob("objects-*"))
     os.truncate(torn, 3)  # cut short; the tensor file of the same save still says whose it is
-    with pytest.warns(CheckpointWarning):
-        folder.prune([folder.path(2)], run_id="r1", in_progress=[folder.path(3)])
+    folder.prune([folder.path(2)], run_id="r1", in_progress=[folder.path(3)])
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["step-00000002", "step-00000003", "step-00000004", "step-00000005"]
 
@@ -160,3 +164,167 @@ def test_links_are_no_checkpoints(tmp_path: Path) -> None:
     assert names(folder) == ["step-00000002"]
     folder.prune(keep_last(1), run_id="r1")
     assert names(other) == ["step-00000001"]
+
+
+def test_survey_says_what_each_folder_is(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2, 3, 4)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    os.truncate(tmp_path / "step-00000003" / "manifest.json", 100)
+    next((tmp_path / "step-00000004").glob("tensors-*")).unlink()
+    (tmp_path / "logs").mkdir()
+    found = {entry.name: entry for entry in folder.survey()}
+    assert [found[name].status for name in sorted(found)] == [
+        "foreign", "valid", "unfinished", "broken", "broken",
+    ]  # fmt: skip
+    assert found["step-00000001"].reason == ""
+    assert found["step-00000001"].info.manifest.metadata["step"] == 1
+    assert "never finished" in found["step-00000002"].reason
+    assert "not valid JSON" in found["step-00000003"].reason
+    assert "tensors-" in found["step-00000004"].reason
+    assert found["step-00000004"].manifest is not None
+    with pytest.raises(ValueError, match="broken"):
+        _ = found["step-00000004"].info
+
+
+@pytest.fixture
+def manifests_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders whose manifests were parsed, in turn."""
+    import checkpoint_io.folders.discovery as discovery
+
+    read: list[str] = []
+    real = discovery.manifest_of
+
+    def counting(store: Any) -> Any:
+        read.append(store.url.rsplit("/", 1)[-1])
+        return real(store)
+
+    monkeypatch.setattr(discovery, "manifest_of", counting)
+    return read
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_a_manifest_is_read_once(tmp_path: Path, manifests_read: list[str], place: str) -> None:
+    folder = CheckpointFolder(tmp_path if place == "local" else "memory://read-once")
+    fill(folder, 1, 2, 3)
+    assert folder.next_generation() == 4
+    assert manifests_read == []  # a generation stands at the head of its file
+    folder.list()
+    folder.latest()
+    folder.prune(keep_last(3), run_id="r1")
+    assert sorted(manifests_read) == ["step-00000001", "step-00000002", "step-00000003"]
+    del manifests_read[:]
+    fill(folder, 2, 4)
+    folder.prune(keep_last(2), run_id="r1")
+    assert sorted(manifests_read) == ["step-00000002", "step-00000004"]
+    assert names(folder) == ["step-00000002", "step-00000004"]
+    assert CheckpointFolder(folder.url).next_generation() == 6
+
+
+def test_what_is_remembered_of_manifests_is_bounded(
+    tmp_path: Path, manifests_read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkpoint_io.folders.discovery._CACHED_TENSORS", 2)
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2, 3)
+    folder.list()
+    folder.list()
+    assert len(manifests_read) > 3  # each has one tensor, and two may be remembered
+    assert names(folder) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_probe_finds_a_wrong_place(tmp_path: Path) -> None:
+    CheckpointFolder(tmp_path / "new").probe()
+    assert not list((tmp_path / "new").iterdir())
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="cannot save to"):
+        CheckpointFolder(tmp_path / "file").probe()
+
+
+def test_load_latest_in_place_falls_back_before_it_writes(tmp_path: Path, flip_bit: Any) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2):
+        folder.save(step, {"model": {"w": torch.full((5,), float(step))}, "step": step})
+    flip_bit(next((tmp_path / "step-00000002").glob("tensors-*")), 4100)
+    weight = torch.zeros(5)
+    with pytest.warns(CheckpointWarning, match="passed over"):
+        found = folder.load_latest(into={"model": {"w": weight}})
+    assert found.state["model"]["w"] is weight
+    assert weight.tolist() == [1.0] * 5
+    flip_bit(next((tmp_path / "step-00000001").glob("tensors-*")), 4100)
+    with pytest.warns(CheckpointWarning), pytest.raises(CorruptCheckpointError) as caught:
+        folder.load_latest(into={"model": {"w": weight}})
+    assert not isinstance(caught.value, TornLoadError)
+    assert weight.tolist() == [1.0] * 5
+
+
+def test_load_latest_does_not_fall_back_from_a_sound_one_that_does_not_fit(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, {"model": {"w": torch.zeros(5)}})
+    folder.save(2, {"model": {"w": torch.zeros(6)}})
+    with pytest.raises(StateMismatchError):
+        folder.load_latest(into={"model": {"w": torch.zeros(5)}})
+
+
+def test_load_latest_takes_the_options_of_load(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, {"a": torch.ones(2), "b": torch.zeros(2)})
+    state = folder.load_latest(only="a").state
+    assert isinstance(state["a"], torch.Tensor)
+    assert not isinstance(state["b"], torch.Tensor)
+
+
+def test_open_latest_checks_sizes_and_headers(tmp_path: Path, flip_bit: Any) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2, 3)
+    flip_bit(next((tmp_path / "step-00000003").glob("tensors-*")), 30)
+    with pytest.warns(CheckpointWarning, match="passed over .*step-00000003"):
+        reader = folder.open_latest()
+    assert reader.state["step"] == 2
+    assert reader["w"].read().tolist() == [2.0] * 5
+    with pytest.warns(CheckpointWarning):
+        assert folder.open_latest(skip=[folder.path(2) + "/"]).state["step"] == 1
+    with pytest.warns(CheckpointWarning), pytest.raises(CorruptCheckpointError):
+        folder.open_latest(skip=[folder.path(1), folder.path(2)])
+
+
+def test_only_broken_ones_are_not_none(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1)
+    os.truncate(tmp_path / "step-00000001" / "manifest.json", 100)
+    # a run that begins again here would lose what may still be mended
+    with pytest.warns(CheckpointWarning), pytest.raises(CorruptCheckpointError):
+        folder.load_latest()
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    with pytest.warns(CheckpointWarning), pytest.raises(CheckpointNotFoundError):
+        folder.load_latest()
+
+
+def test_a_job_is_saved_later(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    job = folder.prepare_save(3, {"lr": 0.1}, metadata={"run_id": "r1"})
+    fill(folder, 1)
+    assert job.run().generation == 2
+    assert names(folder) == ["step-00000001", "step-00000003"]
+
+
+def test_the_root_of_a_disk(tmp_path: Path) -> None:
+    """`lost+found` belongs to the filesystem; only root may look into it."""
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2)
+    (tmp_path / "step-00000002").rename(tmp_path / "lost+found")
+    assert [entry.name for entry in folder.survey()] == ["step-00000001"]
+    assert folder.next_generation() == 2
+
+
+@pytest.mark.parametrize("problem", [OSError("the network is down"), StateMismatchError("names")])
+def test_after_a_torn_attempt_every_failure_says_so(tmp_path: Path, problem: Exception) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2)
+    errors = [TornLoadError("half written"), problem]
+
+    def attempt(path: str) -> None:
+        raise errors.pop(0)
+
+    with pytest.warns(CheckpointWarning), pytest.raises(TornLoadError, match="a mixture"):
+        Fallback(str(tmp_path), folder.survey, SingleProcess(), in_place=True).run(attempt)

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model as load_with_safetensors
 
 from checkpoint_io import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedStateError,
+    load_model,
     load_model_state,
     save_model,
 )
@@ -30,7 +32,7 @@ class Tied(torch.nn.Module):
 def test_single_file_opens_with_the_stock_loader(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     assert save_model(model.state_dict(), tmp_path) == ["model.safetensors"]
-    missing, unexpected = load_model(other, tmp_path / "model.safetensors")
+    missing, unexpected = load_with_safetensors(other, tmp_path / "model.safetensors")
     assert not missing
     assert not unexpected
     assert torch.equal(other.head.weight, model.emb.weight)
@@ -68,7 +70,7 @@ def test_saving_again_leaves_nothing_stale(tmp_path: Path) -> None:
 
 
 def test_failure_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import checkpoint_io.local
+    import checkpoint_io.stores.local
 
     weights = {f"w{i}": torch.zeros(100) for i in range(3)}
     save_model(weights, tmp_path, max_shard_size=400)
@@ -79,7 +81,7 @@ def test_failure_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.Monkey
         if error := next(calls):
             raise error
 
-    monkeypatch.setattr(checkpoint_io.local, "sync_file", failing)
+    monkeypatch.setattr(checkpoint_io.stores.local, "sync_file", failing)
     with pytest.raises(OSError, match="No space"):
         save_model({key: value + 1 for key, value in weights.items()}, tmp_path, max_shard_size=400)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -136,3 +138,67 @@ def test_missing_shard_and_hostile_header(tmp_path: Path) -> None:
     single.write_bytes(b"\xff" * 20)
     with pytest.raises(CorruptCheckpointError, match="header"):
         load_model_state(tmp_path)
+
+
+def tiny_gpt2() -> torch.nn.Module:
+    """A model whose head is tied to its embedding."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2, n_inner=20
+    )
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("limit", ["5GB", "5KB"])
+def test_transformers_opens_what_is_saved(tmp_path: Path, limit: str) -> None:
+    model = tiny_gpt2()
+    transformers = pytest.importorskip("transformers")
+    names = save_model(model.state_dict(), tmp_path, max_shard_size=limit)
+    assert (len(names) > 2) == (limit == "5KB")
+    model.config.save_pretrained(tmp_path)
+    opened, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert opened.lm_head.weight is opened.transformer.wte.weight
+    tokens = torch.arange(8).reshape(1, 8)
+    assert torch.equal(model(tokens).logits, opened.eval()(tokens).logits)
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(base.wte.weight, model.transformer.wte.weight)
+
+
+@pytest.mark.parametrize("limit", ["10MB", "10KB"])
+def test_what_transformers_saves_is_opened(tmp_path: Path, limit: str) -> None:
+    model, other = tiny_gpt2(), tiny_gpt2()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    model.save_pretrained(tmp_path, max_shard_size=limit)
+    assert load_model(other, tmp_path) == ([], [])
+    assert other.lm_head.weight is other.transformer.wte.weight
+    tokens = torch.arange(8).reshape(1, 8)
+    assert torch.equal(model(tokens).logits, other(tokens).logits)
+
+
+def test_a_group_makes_it_collective_and_only_rank_0_writes(tmp_path: Path) -> None:
+    class Second:
+        """The second of two ranks, whose first one has already answered."""
+
+        rank, world_size = 1, 2
+
+        def all_gather_object(self, obj: Any) -> list[Any]:
+            return [obj, obj]
+
+        def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+            return []
+
+    save_model({"w": torch.ones(2)}, tmp_path / "m", group=Second())
+    assert not (tmp_path / "m").exists()
+
+
+def test_progress_counts_every_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    save_model({"w": torch.ones(1000)}, tmp_path, progress=True)
+    assert "saving" in capsys.readouterr().err

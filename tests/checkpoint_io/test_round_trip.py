@@ -10,8 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from checkpoint_io import UnsupportedStateError, load, read_manifest, save
-from checkpoint_io.dtypes import DTYPES
+from checkpoint_io import (
+    BackgroundSaver,
+    UnsupportedStateError,
+    load,
+    load_model_state,
+    read_manifest,
+    save,
+    save_model,
+)
+from checkpoint_io.layout.dtypes import DTYPES
 
 BASE = torch.arange(60, dtype=torch.float32).reshape(5, 12)
 
@@ -175,7 +183,7 @@ def test_stock_safetensors_reads_our_shards(tmp_path: Path) -> None:
 def test_data_larger_than_a_part_crosses_part_borders(tmp_path: Path) -> None:
     state = {"a": torch.randn(3_000_001), "b": torch.randn(3_000_003), "c": torch.arange(5)}
     manifest = save(tmp_path, state)
-    assert len(manifest.files[0].checksums) == 2
+    assert [len(manifest.tensors[key].chunks[0].checksums) for key in "abc"] == [12, 12, 1]
     assert same(load(tmp_path).state, state)
 
 
@@ -212,3 +220,18 @@ def test_home_and_path_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     save("~/runs/a", {"x": 1})
     assert load(tmp_path / "runs" / "a").state == {"x": 1}
     assert load(f"file://{tmp_path}/runs/a/").state == {"x": 1}
+
+
+def test_default_device_is_for_the_users_own_tensors(tmp_path: Path) -> None:
+    """On any other default device than the CPU, host memory is still host memory."""
+    state = {"cut": torch.ones(6, 5, device="cpu").T, "w": torch.ones(300, device="cpu")}
+    targets = {key: torch.zeros_like(value).half() for key, value in state.items()}
+    with torch.device("meta"):
+        BackgroundSaver().save(tmp_path / "a", state).wait()
+        loaded = load(tmp_path / "a").state
+        load(tmp_path / "a", into=targets, cast=True)
+        save_model(state, tmp_path / "m")
+        weights = load_model_state(tmp_path / "m")
+    for key, value in state.items():
+        for found in (loaded[key], targets[key].float(), weights[key]):
+            assert torch.equal(found, value), key
