@@ -40,7 +40,7 @@ _HOME = {
     "MultiProcessAdapter": "logging",
     "PartialState": "handles",
     "ProfileKwargs": "profiling",
-    "ProjectConfiguration": "config",
+    "ProjectConfiguration": "project",
     "RNGType": "rng_sync",
     "RemoteError": "errors",
     "ResumeError": "errors",
@@ -58,6 +58,7 @@ _HOME = {
     "get_logger": "logging",
     "is_main_process": "process",
     "last_process_only": "process",
+    "load_checkpoint_in_model": "model_checkpoint",
     "local_main_process_first": "process",
     "local_main_process_only": "process",
     "main_process_first": "process",
@@ -92,7 +93,6 @@ if TYPE_CHECKING:
     from accel_callbacks.collectives import pad_across_processes as pad_across_processes
     from accel_callbacks.collectives import reduce as reduce
     from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
-    from accel_callbacks.config import ProjectConfiguration as ProjectConfiguration
     from accel_callbacks.data.configuration import (
         DataLoaderConfiguration as DataLoaderConfiguration,
     )
@@ -118,6 +118,9 @@ if TYPE_CHECKING:
     from accel_callbacks.memory import clear_device_cache as clear_device_cache
     from accel_callbacks.memory import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks.memory import release_memory as release_memory
+    from accel_callbacks.model_checkpoint import (
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
     from accel_callbacks.operations import wait_for_everyone as wait_for_everyone
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_callbacks.plugins.accumulation import (
@@ -147,6 +150,7 @@ if TYPE_CHECKING:
     from accel_callbacks.process import synchronize as synchronize
     from accel_callbacks.profiling import ProfileKwargs as ProfileKwargs
     from accel_callbacks.progress import tqdm as tqdm
+    from accel_callbacks.project import ProjectConfiguration as ProjectConfiguration
     from accel_callbacks.rng import set_seed as set_seed
     from accel_callbacks.rng_sync import RNGType as RNGType
     from accel_callbacks.rng_sync import synchronize_rng_state as synchronize_rng_state

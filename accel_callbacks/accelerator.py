@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch import Dispatcher
-from accel_callbacks.config import ProjectConfiguration, chosen_project, resolve_config
+from accel_callbacks.config import resolve_config
 from accel_callbacks.data.configuration import (
     DataLoaderConfiguration,
     checked_config,
@@ -25,6 +25,7 @@ from accel_callbacks.facade.gathering import GatherMethods
 from accel_callbacks.facade.loading import LoadingMethods
 from accel_callbacks.facade.models import ModelMethods
 from accel_callbacks.facade.registering import RegisteringMethods
+from accel_callbacks.facade.resuming import ResumingMethods
 from accel_callbacks.facade.running import RunningMethods
 from accel_callbacks.facade.saving import SavingMethods
 from accel_callbacks.facade.step import StepMethods
@@ -37,6 +38,7 @@ from accel_callbacks.plugins.dynamo import DynamoBackend, TorchDynamoPlugin, cho
 from accel_callbacks.plugins.process_group import group_options
 from accel_callbacks.pre_hooks import PreHooks
 from accel_callbacks.precision import create_precision
+from accel_callbacks.project import ProjectConfiguration, chosen_project
 from accel_callbacks.registered import Registered
 from accel_callbacks.run import TrainingRun
 from accel_callbacks.scheduler import AcceleratedScheduler
@@ -55,6 +57,7 @@ class Accelerator(
     StepMethods,
     GatherMethods,
     SavingMethods,
+    ResumingMethods,
     RegisteringMethods,
     ControlMethods,
     RunningMethods,

@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from accel_callbacks.errors import nearest
 
-__all__ = ["AcceleratorConfig", "ProjectConfiguration", "chosen_project", "resolve_config"]
+__all__ = ["AcceleratorConfig", "resolve_config"]
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-
-
-@dataclass(frozen=True)
-class ProjectConfiguration:
-    """Where a run keeps its files.
-
-    Args:
-        project_dir: folder (or fsspec URL) of the run; ``None`` for the current folder.
-        logging_dir: folder of the trackers' files; the project folder where ``None``.
-
-    Example:
-        >>> from accel_callbacks import ProjectConfiguration
-        >>> ProjectConfiguration("runs/digits").log_folder
-        'runs/digits'
-    """
-
-    project_dir: str | os.PathLike[str] | None = None
-    logging_dir: str | os.PathLike[str] | None = None
-
-    @property
-    def root(self) -> str:
-        """The project folder as a string."""
-        return os.fspath(self.project_dir) if self.project_dir is not None else "."
-
-    @property
-    def log_folder(self) -> str:
-        """The folder that trackers write to."""
-        return os.fspath(self.logging_dir) if self.logging_dir is not None else self.root
-
-
-def chosen_project(
-    folder: str | os.PathLike[str] | None, config: ProjectConfiguration | None
-) -> ProjectConfiguration:
-    """Where a run keeps its files, from the folder or the configuration, whichever was given.
-
-    Raises:
-        TypeError: the configuration is none.
-        ValueError: both were given.
-
-    Example:
-        >>> from accel_callbacks.config import chosen_project
-        >>> chosen_project("runs/digits", None).root
-        'runs/digits'
-    """
-    if config is None:
-        return ProjectConfiguration(folder)
-    if not isinstance(config, ProjectConfiguration):
-        raise TypeError(f"project_config={config!r} must be a ProjectConfiguration.")
-    if folder is not None:
-        raise ValueError("give project_dir= or project_config=, not both.")
-    return config
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class DistributedOperationException(RuntimeError):
 class ResumeError(RuntimeError):
     """A checkpoint does not fit the objects it should be loaded into; nothing was changed.
 
+    Also raised by what would go on computing after a load that broke off half-way.
+
     Example:
         >>> from accel_callbacks import ResumeError
         >>> issubclass(ResumeError, RuntimeError)

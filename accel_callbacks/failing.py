@@ -22,9 +22,12 @@ from accel_callbacks.errors import RemoteError
 
 __all__ = [
     "begin_again",
+    "cut",
     "end_with",
+    "finish_spared",
     "group_is_torn",
     "refuse_torn",
+    "spare",
     "tear_group",
     "watch_others",
 ]
@@ -38,6 +41,8 @@ _SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe"
 
 # The group that an error has broken; as much a fact of the process as the group itself.
 _torn: weakref.ref[Any] | None = None
+# Groups in which a save goes on while the run ends, and what waits for its end here.
+_spared: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
 _exit_hook_set = False
 
 
@@ -118,10 +123,43 @@ def tear_group() -> None:
         atexit.register(_part_at_exit)
         _exit_hook_set = True
     for group in _groups():
-        with suppress(Exception):
-            _close_connections(group)
-        with suppress(Exception):
-            _abort_devices(group)
+        if group not in _spared:
+            cut(group)
+
+
+def spare(group: Any, until: Callable[[], None] | None) -> None:
+    """Let what goes on in a group go on when an error ends the run; None for no longer.
+
+    Args:
+        group: a process group that a thread uses.
+        until: waits for that thread.
+
+    Example:
+        >>> from accel_callbacks.failing import finish_spared, spare
+        >>> group = frozenset({"stands for a group"})
+        >>> spare(group, lambda: print("waited"))
+        >>> finish_spared()
+        waited
+        >>> spare(group, None)
+    """
+    if until is None:
+        _spared.pop(group, None)
+    else:
+        _spared[group] = until
+
+
+def finish_spared() -> None:
+    """Wait until nothing goes on in any group: they are about to be left."""
+    for until in list(_spared.values()):
+        until()
+
+
+def cut(group: Any) -> None:
+    """Make each collective of one group fail that waits for this process, now and later."""
+    with suppress(Exception):
+        _close_connections(group)
+    with suppress(Exception):
+        _abort_devices(group)
 
 
 def _groups() -> list[Any]:
@@ -233,6 +271,7 @@ def begin_again(backend: str, timeout: timedelta | None) -> None:
     """
     here, world = rank(), world_size()
     place = _meet_again(timeout or dist.distributed_c10d.default_pg_timeout)
+    finish_spared()
     gc.collect()
     dist.destroy_process_group()
     dist.init_process_group(backend, store=place, rank=here, world_size=world, timeout=timeout)

@@ -3,89 +3,217 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_callbacks.data.own_state import stream_problems
 from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.selecting import Selection
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
-    from checkpoint_io import Checkpoint
+    from checkpoint_io import Manifest
 
-__all__ = ["check_counts", "check_weights", "own_part", "weights_for"]
+__all__ = ["RestoreReport", "chosen_indices", "doubt_names", "fitting_weights", "own_part"]
+
+_SHOWN = 5
 
 
-def check_counts(accel: Accelerator, state: Mapping[str, Any]) -> None:
-    """As many objects are prepared as were saved.
+@dataclass
+class RestoreReport:
+    """What ``load_state`` found: ``Accelerator.load_report``.
+
+    Names are those of parameters and buffers, ``"<number of the model>.<name>"``.
+
+    Attributes:
+        path: the checkpoint.
+        missing: names here that were selected and are not in the checkpoint; they are as before.
+        unexpected: names in the checkpoint that were selected and are not here.
+        kept: names that the save left out (``trainable_only``, or a hook); they are as before.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> accel = Accelerator(cpu=True)
+        >>> model = accel.prepare(torch.nn.Linear(1, 1))
+        >>> path = accel.save_state("memory://doc-report/c")
+        >>> accel.load_state(path) == accel.load_report.path, accel.load_report.missing
+        (True, [])
+    """
+
+    path: str
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+
+def chosen_indices(
+    accel: Accelerator, state: Mapping[str, Any], kind: str, selection: Selection
+) -> list[int]:
+    """Which of the prepared objects of a kind are restored from the selected part of a state.
 
     Raises:
-        ResumeError: there are more or fewer.
+        ResumeError: there are more or fewer here than in the checkpoint, or one that was selected
+            is not here.
     """
-    for kind in ("models", "optimizers", "schedulers", "loaders"):
-        saved, here = len(state[kind]), len(getattr(accel, kind))
+    saved, here = len(state[kind]), len(getattr(accel, kind))
+    if not selection.partial:
         if saved != here:
             raise ResumeError(
                 f"the checkpoint holds {saved} {kind}, but {here} were prepared: prepare the "
-                "same objects as the run that saved it, before loading."
+                "same objects as the run that saved it, before loading; or load a part of it "
+                "with only=."
             )
+        return list(range(here))
+    chosen = sorted(int(key) for key in state[kind])
+    if chosen and chosen[-1] >= here:
+        raise ResumeError(
+            f"only= selects {kind}/{chosen[-1]} of the checkpoint, but {here} {kind} were "
+            "prepared: prepare it before loading, or select less."
+        )
+    return chosen
 
 
-def check_weights(accel: Accelerator, state: Mapping[str, Any], indices: Iterable[int]) -> None:
-    """The saved weights fit the models with these indices, in names and shapes.
+def fitting_weights(
+    accel: Accelerator,
+    state: Mapping[str, Any],
+    index: int,
+    selection: Selection,
+    report: RestoreReport,
+) -> dict[str, Any]:
+    """The saved weights for a model, by their names here; what does not fit is noted.
 
     Raises:
-        ResumeError: they do not, or a save hook left them out and no load hook took the model.
+        ResumeError: they do not fit in shape or dtype, or nothing is left; or, where all of the
+            checkpoint is loaded, a name is missing; or a save hook left them out and no load
+            hook took the model.
     """
-    for index in indices:
-        if state["models"][str(index)] is None:
-            raise ResumeError(
-                f"a save hook left the weights of model {index} out of the checkpoint: register "
-                "the load hook that loads them, and takes the model out of its `models`, with "
-                "register_load_state_pre_hook."
-            )
-        current = accel.bare_models[index].state_dict()
-        saved = weights_for(current, state, index)
-        for name in saved.keys() ^ current.keys():
-            place = "checkpoint" if name in saved else "model"
-            other = current if name in saved else saved
-            raise ResumeError(f"{name!r} is only in the {place}.{nearest(name, other)}")
-        for name, tensor in current.items():
-            if isinstance(tensor, torch.Tensor) and tensor.shape != saved[name].shape:
-                raise ResumeError(
-                    f"{name!r} has shape {tuple(tensor.shape)} in the model and "
-                    f"{tuple(saved[name].shape)} in the checkpoint."
-                )
+    if state["models"][str(index)] is None:
+        raise ResumeError(
+            f"a save hook left the weights of model {index} out of the checkpoint: register "
+            "the load hook that loads them, and takes the model out of its `models`, with "
+            "register_load_state_pre_hook."
+        )
+    current = accel.strategy.own_state(accel.models[index])
+    saved = state["models"][str(index)]
+    dropped = set(state.get("dropped_weights", {}).get(str(index), ())) & current.keys()
+    expected = [
+        name
+        for name in current
+        if name not in dropped and selection.takes(f"models/{index}/{name}")
+    ]
+    missing = [name for name in expected if name not in saved]
+    unexpected = [name for name in saved if name not in current]
+    if not selection.partial and (missing or unexpected):
+        raise ResumeError(_differences(missing, unexpected, current, saved))
+    fitting = {name: value for name, value in saved.items() if name in current}
+    if saved and not fitting:
+        raise ResumeError(
+            f"nothing of what is selected for model {index} has its name there: "
+            + _differences(missing, unexpected, current, saved)
+        )
+    for name, value in fitting.items():
+        _check_tensor(name, current[name], value)
+    report.missing += [f"{index}.{name}" for name in missing]
+    report.unexpected += [f"{index}.{name}" for name in unexpected]
+    report.kept += [f"{index}.{name}" for name in sorted(dropped)]
+    return fitting
 
 
-def weights_for(current: Mapping[str, Any], state: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The saved weights of a model; what a save hook dropped stays as it is now."""
-    dropped = state.get("dropped_weights", {}).get(str(index), ())
-    kept = {name: current[name] for name in dropped if name in current}
-    return {**kept, **state["models"][str(index)]}
+def _check_tensor(name: str, here: Any, saved: Any) -> None:
+    own = name.rpartition(".")[2] == "_extra_state"  # whose form only its module knows
+    if own or not isinstance(here, torch.Tensor):
+        return
+    shape = getattr(saved, "shape", None)
+    if shape is None or tuple(here.shape) != tuple(shape):
+        there = "is no tensor" if shape is None else f"{tuple(shape)}"
+        raise ResumeError(
+            f"{name!r} has shape {tuple(here.shape)} in the model and {there} in the checkpoint."
+        )
+    if here.dtype != saved.dtype:
+        raise ResumeError(
+            f"{name!r} is {here.dtype} in the model and {saved.dtype} in the checkpoint: convert "
+            "the model before prepare(), or load the weights with load_checkpoint_in_model."
+        )
 
 
-def own_part(accel: Accelerator, checkpoint: Checkpoint, strict: bool) -> dict[str, Any] | None:
-    """This process's own part, or None where it belongs to another number of processes.
+def _differences(
+    missing: Iterable[str], unexpected: Iterable[str], here: Collection[str], there: Collection[str]
+) -> str:
+    """The names that are only on one side, the first few with the nearest on the other."""
+    lines = [f"{name!r} is only in the checkpoint.{nearest(name, here)}" for name in unexpected]
+    lines += [f"{name!r} is only in the model.{nearest(name, there)}" for name in missing]
+    more = len(lines) - _SHOWN
+    return "\n".join(lines[:_SHOWN] + ([f"and {more} more."] if more > 0 else []))
+
+
+def doubt_names(report: RestoreReport, strict: bool) -> None:
+    """Tell which selected names were not restored.
 
     Raises:
-        ResumeError: the latter, or a stream cannot go on exactly, and ``strict``.
+        ResumeError: there are some, and ``strict``.
     """
-    saved, here = checkpoint.manifest.world_size, accel.num_processes
-    local = checkpoint.local_state if saved == here else None
-    prepared = {str(index): loader for index, loader in enumerate(accel.loaders)}
-    problems = stream_problems(prepared, checkpoint.state["loaders"], local)
+    if not report.missing and not report.unexpected:
+        return
+    text = "of the weights that only= selects, some are not on both sides:\n" + _differences(
+        report.missing, report.unexpected, report.missing, report.unexpected
+    )
+    if strict:
+        raise ResumeError(text + "\nPass strict=False to load the others.")
+    warnings.warn(text + "\nThe others are loaded.", stacklevel=6)
+
+
+def own_part(
+    accel: Accelerator,
+    manifest: Manifest,
+    state: Mapping[str, Any],
+    local: dict[str, Any] | None,
+    selection: Selection,
+    strict: bool,
+) -> dict[str, Any] | None:
+    """What this process restores of what it, or one in its place, saved for itself.
+
+    On another number of processes only the random generators of the ranks that there are on both
+    sides go on.
+
+    Raises:
+        ResumeError: the resume is not exact, and ``strict``.
+    """
+    saved, here = manifest.world_size, accel.num_processes
+    own = local if saved == here else None
+    prepared = {
+        str(i): loader
+        for i, loader in enumerate(accel.loaders)
+        if selection.takes(f"loaders/{i}") and str(i) in state["loaders"]
+    }
+    problems = stream_problems(prepared, state["loaders"], own)
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
     if saved != here:
-        order = "" if problems else "the order of samples goes on exactly, but "
-        text += (
-            f"the checkpoint was saved by {saved} processes and is loaded by {here}: {order}"
-            "random generators start anew; "
-        )
+        text += _other_world(saved, here, local, exact=not problems, selection=selection)
+        if local is not None:
+            own = {"rng": local["rng"]}
     if text and strict:
         raise ResumeError(text + "pass strict=False to accept that.")
     if text:
-        warnings.warn(text.removesuffix("; ") + ".", stacklevel=5)
-    return local
+        warnings.warn(text.removesuffix("; ") + ".", stacklevel=6)
+    return own
+
+
+def _other_world(
+    saved: int, here: int, local: Mapping[str, Any] | None, *, exact: bool, selection: Selection
+) -> str:
+    """What another number of processes means for the rest of a run; empty if nothing."""
+    kept = min(saved, here)
+    alike = "rank 0" if kept == 1 else f"ranks 0 to {kept - 1}"
+    parts = []
+    if exact and selection.takes("loaders/0"):
+        parts.append("the order of samples goes on exactly, but")
+    if selection.takes("rng"):
+        parts.append(f"random generators start anew except on {alike};")
+    if local is not None and "window" in local and selection.takes("window"):
+        parts.append("the gradients of the open window are dropped;")
+    start = f"the checkpoint was saved by {saved} processes and is loaded by {here}: "
+    return start + " ".join(parts) + " " if parts and parts[-1].endswith(";") else ""

@@ -10,7 +10,7 @@ from accel_callbacks.data.loader import DataLoaderShard
 if TYPE_CHECKING:
     from accel_callbacks.loop import Loop
 
-__all__ = ["counted_epochs", "evaluation_pass", "feeding_pass", "training_pass"]
+__all__ = ["counted_epochs", "evaluation_pass", "feeding_pass", "poll_outside", "training_pass"]
 
 
 def counted_epochs(loop: Loop, total: int) -> Iterator[int]:
@@ -34,6 +34,7 @@ def counted_epochs(loop: Loop, total: int) -> Iterator[int]:
             yield epoch
             loop.settle()
             loop.end_epoch(epoch, counted=True)
+            _poll(loop)
             run.agree()
             if run.should_stop:
                 return
@@ -58,6 +59,7 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
     start_hooks = loop.dispatch.hooks["on_train_batch_start"]
     # Each call less in the loop is felt: this code is cold after the work of a step.
     quiet = not loop.dispatch.hooks["on_train_batch_end"] and not loop.dispatch.can_vote
+    saves = loop.saves
     index, batch, seen, looked = -1, None, 0, False
     try:
         for batch in loader.batches():
@@ -69,7 +71,7 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
             for hook in start_hooks:
                 hook(run, loop.model, batch, index)
             yield batch
-            if quiet and not loop.left_open:
+            if quiet and not loop.left_open and not saves.pending:
                 loop.worked = True
             else:
                 _end_batch(loop, batch, index)
@@ -101,6 +103,7 @@ def _end_batch(loop: Loop, batch: Any, index: int) -> None:
     if loop.left_open:
         loop.settle()
     loop.worked = True  # whatever the body did with it, this batch is done
+    _poll(loop)
     hooks = loop.dispatch.hooks["on_train_batch_end"]
     if hooks:
         outputs = None if loop.last_loss is None else {"loss": loop.last_loss.detach()}
@@ -108,6 +111,21 @@ def _end_batch(loop: Loop, batch: Any, index: int) -> None:
             hook(loop.run, loop.model, outputs, batch, index)
     if loop.dispatch.can_vote and not loop.window.is_open:
         loop.run.agree()
+
+
+def _poll(loop: Loop) -> None:
+    """At a step boundary: learn whether the save that is under way has ended."""
+    window = loop.window
+    # In a block of join_uneven_inputs the processes do not come here equally often.
+    if loop.saves.pending and not window.is_open and not window.normalizer.closed:
+        loop.saves.poll()
+
+
+def poll_outside(loop: Loop) -> None:
+    """The same where no prepared loader tells where a step ends: before the next one's backward."""
+    window = loop.window
+    if not loop.active and window.position <= 1 and not window.normalizer.closed:
+        loop.saves.poll()
 
 
 def feeding_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:

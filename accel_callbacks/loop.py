@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.accumulation import GradientWindow
+from accel_callbacks.background_saves import BackgroundSaves
 from accel_callbacks.callbacks.dispatch import Dispatcher
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.deliveries import Deliveries
@@ -43,6 +44,8 @@ class Loop:
         stepped: optimizers that stepped since the global step was last counted.
         deliveries: training loaders that moved on since the last micro-batch began.
         left_open: what is fired by the next thing that the script does.
+        saves: what saves the training state, also in the background.
+        half_loaded: the checkpoint whose loading broke off after it had changed something.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -68,9 +71,11 @@ class Loop:
         self.active: list[DataLoaderShard] = []
         self.deliveries = Deliveries()
         self.left_open: list[Callable[[], None]] = []
+        self.saves = BackgroundSaves(self.fire)
         self.evaluating = 0
         self.eval_loaders = 0
         self.last_loss: torch.Tensor | None = None
+        self.half_loaded: str | None = None
         self.worked = False
         self.epochs_counted = False
         self.stepped: set[int] = set()
@@ -140,22 +145,24 @@ class Loop:
 
     def finish_fit(self) -> None:
         """The hooks of a run that ends well; where one raises, the run is not over yet."""
+        if self._fit_started:
+            self.settle()
+            if self._train_started:
+                self.fire("on_train_end")
+        self.saves.wait()
         if not self._fit_started:
             return
-        self.settle()
-        if self._train_started:
-            self.fire("on_train_end")
         self.fire("on_fit_end")
         self.fire("teardown", "fit")
         self._reset()
 
     def fail_fit(self, error: BaseException) -> None:
         """The hooks of a run that ends with an error."""
-        if not self._fit_started:
-            return
-        self._fire_safely("on_exception", error)
-        self._fire_safely("teardown", "fit")
-        self._reset()
+        if self._fit_started:
+            self._fire_safely("on_exception", error)
+            self._fire_safely("teardown", "fit")
+            self._reset()
+        self.saves.abandon()
 
     def _fire_safely(self, hook: str, *args: Any) -> None:
         """Call a hook while an error unwinds: a second error is shown, and hides nothing."""
@@ -174,7 +181,7 @@ class Loop:
         """What was prepared is gone: drop what belongs to it, without any hook."""
         self._drop_passes()
         self.window.close()
-        self.model = self.last_loss = None
+        self.model = self.last_loss = self.half_loaded = None
         self.window.normalizer.forget()
         self.window.dirty = self._passed = False
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.gradients import has_gradients, multiply_gradients
+from accel_callbacks.half_loaded import refuse_half_loaded
 from accel_callbacks.loop import Loop
 from accel_callbacks.precision import Precision
 
@@ -92,6 +93,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step, if this is the end of a gradient window; takes what the optimizer takes."""
         loop = self._loop
         window = loop.window
+        if loop.half_loaded is not None:
+            refuse_half_loaded(loop.half_loaded, "step")
         if not window.sync:
             return None
         hooks = loop.dispatch.hooks["on_before_optimizer_step"]

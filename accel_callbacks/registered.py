@@ -106,12 +106,19 @@ class Registered:
             "unnamed": [*self._unnamed, *kept],
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any], *, strict: bool = False) -> None:
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any],
+        *,
+        strict: bool = False,
+        chosen: Callable[[str], bool] = lambda name: True,
+    ) -> None:
         """Restore each object by name; those whose class has another name now, by position.
 
         Args:
             saved: from :meth:`state_dict`.
             strict: raise where an object finds no state of its own, instead of warning.
+            chosen: whether the object of a name is restored; the others stay as they are.
 
         Raises:
             ResumeError: ``strict``, and an object is missing in ``saved`` or found by position.
@@ -125,7 +132,7 @@ class Registered:
                 strict,
             )
             sources[name] = source
-        for name in self._objects:
+        for name in filter(chosen, self._objects):
             if name not in sources:
                 _doubt(f"the checkpoint holds no state of {name!r}, which stays as it is", strict)
         for name, source in sources.items():
@@ -188,4 +195,4 @@ def _show(one: Any) -> str:
 def _doubt(text: str, strict: bool) -> None:
     if strict:
         raise ResumeError(text + "; pass strict=False to accept that.")
-    warnings.warn(text + ".", stacklevel=6)
+    warnings.warn(text + ".", stacklevel=7)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.devices import pick_device
-from accel_callbacks.failing import begin_again, group_is_torn
+from accel_callbacks.failing import begin_again, finish_spared, group_is_torn
 from accel_callbacks.joining import GroupOptions, backend_for, join_group
 
 __all__ = [
@@ -204,6 +204,7 @@ def destroy_topology() -> None:
     global _current, _owns_group, _joined_with
     _current = _joined_with = None
     if _owns_group and dist.is_initialized():
+        finish_spared()
         gc.collect()
         dist.destroy_process_group()
     _owns_group = False

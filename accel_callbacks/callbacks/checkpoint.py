@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import checkpointing, collectives
+from accel_callbacks.background_saves import Then, check_when_busy
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.monitor import Monitor
+from accel_callbacks.failures import shared_failure
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
@@ -24,8 +26,10 @@ class Checkpoint(Callback):
 
     Checkpoints are named ``step-<global step>``. Step intervals are counted in optimizer steps
     and saved at the end of the loop's body; epoch intervals at the end of the epoch, after its
-    validation. The finished run is saved too. Older checkpoints are removed only after a new one
-    is durable, and only those that this run wrote.
+    validation. The finished run is saved too. Training goes on while a checkpoint is written, at
+    most one at a time; an error is raised on all processes at the end of a later step. Older
+    checkpoints are removed only after a new one is durable, and only those that this run wrote;
+    the one that it resumed from stays. A run begins by trying whether the folder can be written.
 
     Args:
         dirpath: folder or fsspec URL; ``<project_dir>/checkpoints`` where ``None``.
@@ -36,15 +40,22 @@ class Checkpoint(Callback):
             and the ``keep_best`` best are kept besides the newest.
         mode: ``"min"`` (default) or ``"max"``.
         keep_best: best checkpoints to keep, 1 by default.
+        keep_every: also keep those whose step is a multiple of this; none if ``None``.
+        async_save: write while training goes on, on by default. If False, training waits.
+        when_busy: what a save does while the one before is still being written: ``"wait"`` (the
+            default), or ``"skip"``. The finished run always waits.
+        when_failed: what a save that could not be written does: ``"raise"`` (the default), or
+            ``"warn"``, so that training goes on until the next one.
         max_shard_size: largest tensor file, such as ``"5GB"``.
         storage_options: for the filesystem behind the URL.
 
     Attributes:
-        last_path: the newest checkpoint written by this process, or ``None``.
-        best_path: the best one by ``monitor``, or ``None``.
+        last_path: the newest checkpoint written by this process, once durable, or ``None``.
+        best_path: the best one by ``monitor``, once durable, or ``None``.
 
     Raises:
-        ValueError: an interval or a number to keep is below 1.
+        ValueError: an interval or a number to keep is below 1, or an unknown ``when_busy`` or
+            ``when_failed``.
 
     Example:
         >>> import tempfile, torch
@@ -73,6 +84,10 @@ class Checkpoint(Callback):
         monitor: str | None = None,
         mode: str = "min",
         keep_best: int = 1,
+        keep_every: int | None = None,
+        async_save: bool = True,
+        when_busy: str = "wait",
+        when_failed: str = "raise",
         max_shard_size: int | str = "5GB",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -81,10 +96,14 @@ class Checkpoint(Callback):
             "every_n_epochs": every_n_epochs,
             "keep_last": keep_last,
             "keep_best": keep_best,
+            "keep_every": keep_every,
         }
         for name, value in given.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
+        check_when_busy(when_busy)
+        if when_failed not in ("raise", "warn"):
+            raise ValueError(f"when_failed={when_failed!r} is unknown; use 'raise' or 'warn'.")
         self.dirpath = os.fspath(dirpath) if dirpath is not None else None
         self.every_n_steps = every_n_steps
         no_interval = every_n_steps is None and every_n_epochs is None and monitor is None
@@ -92,8 +111,13 @@ class Checkpoint(Callback):
         self.keep_last = keep_last
         self.monitor = Monitor(monitor, mode) if monitor is not None else None
         self.keep_best = keep_best
+        self.keep_every = keep_every
+        self.async_save = async_save
+        self.when_busy = when_busy
+        self.when_failed = when_failed
         self.max_shard_size = max_shard_size
         self.storage_options = storage_options
+        self._folder: CheckpointFolder | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -104,6 +128,7 @@ class Checkpoint(Callback):
         self._fresh_score: float | None = None
         self._saved_score: float | None = None
         self._best_score: float | None = None
+        self._best: str | None = None  # durable or on its way
 
     @property
     def state_key(self) -> str:
@@ -117,10 +142,20 @@ class Checkpoint(Callback):
     def _folder_url(self, run: TrainingRun) -> str:
         return self.dirpath or run.accelerator._in_project("checkpoints")
 
+    def _open(self, run: TrainingRun) -> CheckpointFolder:
+        """The folder; kept, because it remembers the manifests that it has read."""
+        url = self._folder_url(run)
+        if self._folder is None or self._folder.url != url:
+            self._folder = checkpointing.open_folder(url, self.storage_options)
+        return self._folder
+
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
+        """Begin anew, unless ``load_state`` has told where the run stands; try the folder."""
         if run.resumed_from is None:
             self._forget()
+        with shared_failure(f"trying {self._folder_url(run)}"):
+            if run.is_global_zero:
+                self._open(run).probe()
 
     # --- when ---------------------------------------------------------------------------------
 
@@ -148,9 +183,10 @@ class Checkpoint(Callback):
             self._save(run)
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
-        """Save the finished run, unless its last state is saved."""
+        """Save the finished run, unless its last state is saved; it is durable afterwards."""
+        run.accelerator.loop.saves.wait()
         if self._saved_at != self._place(run):
-            self._save(run)
+            self._save(run, last=True)
 
     def _improved(self) -> bool:
         score = self._fresh_score
@@ -167,16 +203,19 @@ class Checkpoint(Callback):
 
     # --- what ---------------------------------------------------------------------------------
 
-    def _save(self, run: TrainingRun) -> None:
-        folder = checkpointing.open_folder(self._folder_url(run), self.storage_options)
-        path = folder.path(run.global_step)
+    def _save(self, run: TrainingRun, *, last: bool = False) -> None:
+        when_busy = "wait" if last or not self.async_save else self.when_busy
+        # First, because the end of the save before changes what is noted here.
+        if not run.accelerator.loop.saves.make_room(when_busy):
+            return
+        folder = self._open(run)
         metadata: dict[str, Any] = {}
         score = self._score_of(run)
         if score is not None and self.monitor is not None:
             metadata["score"] = {"monitor": self.monitor.name, "value": score}
         before = self.state_dict()
         if self._improved():
-            self._best_score, self.best_path = self._fresh_score, path
+            self._best_score, self._best = self._fresh_score, folder.path(run.global_step)
         # Set now, because what the checkpoint says of this callback must hold after it was saved.
         self._fresh_score, self._saved_score = None, score
         self._saved_at = self._place(run)
@@ -186,13 +225,38 @@ class Checkpoint(Callback):
                 folder,
                 metadata=metadata,
                 max_shard_size=self.max_shard_size,
+                async_save=self.async_save and not last,
+                then=Then(
+                    saved=self._note_saved,
+                    failed=partial(self._failed, before),
+                    tidy=partial(self._prune, folder, run.run_id, run.resumed_from)
+                    if run.is_global_zero
+                    else None,
+                ),
             )
-        except BaseException:
-            self.load_state_dict(before)
-            raise
-        self.last_path = path
-        if run.is_global_zero and self.keep_last is not None:
-            self._prune(folder, run, self.keep_last)
+        except BaseException as error:
+            if not self._failed(before, error):
+                raise
+
+    def _note_saved(self, path: str) -> None:
+        """The checkpoint is durable."""
+        self.last_path, self.best_path = path, self._best
+
+    def _failed(self, before: dict[str, Any], error: BaseException) -> bool:
+        """Take back what was noted of a save; True if training goes on without it."""
+        from checkpoint_io import CheckpointError, UnsupportedStateError
+
+        fresh, best_path = self._fresh_score, self.best_path
+        self.load_state_dict(before)
+        self.best_path = best_path
+        if fresh is not None:
+            self._fresh_score = fresh
+        # A state that cannot be saved now will not be saved later either.
+        lasting = isinstance(error, UnsupportedStateError) or not isinstance(error, CheckpointError)
+        if self.when_failed == "raise" or lasting:
+            return False
+        warnings.warn(f"training goes on without this checkpoint: {error}", stacklevel=2)
+        return True
 
     def _score_of(self, run: TrainingRun) -> float | None:
         """The fresh score; where a step is saved again, the better one of its scores."""
@@ -202,31 +266,26 @@ class Checkpoint(Callback):
         better = fresh is not None and self.monitor.is_better(fresh, than=earlier)
         return fresh if better else earlier
 
-    def _prune(self, folder: CheckpointFolder, run: TrainingRun, keep_last: int) -> None:
+    def _prune(self, folder: CheckpointFolder, run_id: str, resumed_from: str | None) -> None:
         """Remove what is neither among the newest nor among the best of this run."""
+        from checkpoint_io import any_of, keep_best, keep_every, keep_last
+
+        if self.keep_last is None:
+            return
+        policies = [keep_last(self.keep_last)]
+        if self.keep_every is not None:
+            policies.append(keep_every(self.keep_every))
+        if self.monitor is not None:
+            policies.append(keep_best(self.keep_best, self.monitor.name, self.monitor.mode))
+        protected = () if resumed_from is None else (resumed_from,)
         try:
-            own = [e for e in folder.list() if e.manifest.metadata.get("run_id") == run.run_id]
-            keep = {entry.path for entry in own[-keep_last:]}
-            if self.monitor is not None:
-                sign = 1 if self.monitor.mode == "min" else -1
-                scored = [e for e in own if self._score(e) is not None]
-                scored.sort(key=lambda entry: sign * (self._score(entry) or 0.0))
-                keep |= {entry.path for entry in scored[: self.keep_best]}
-            folder.prune(keep, run_id=run.run_id)
+            folder.prune(any_of(*policies), run_id=run_id, protect=protected)
         except Exception as error:  # each store's driver has errors of its own
             # The new checkpoint is safe; old ones that stay only take up room.
             problem = f"{type(error).__name__}: {error}"
             warnings.warn(
                 f"older checkpoints in {folder.url} were not removed: {problem}", stacklevel=2
             )
-
-    def _score(self, entry: Any) -> float | None:
-        score = entry.manifest.metadata.get("score")
-        ours = isinstance(score, dict) and "value" in score  # a script may use the name as well
-        if self.monitor is None or not ours or score.get("monitor") != self.monitor.name:
-            return None
-        value = float(score["value"])
-        return None if math.isnan(value) else value  # not-a-number has no place in an order
 
     # --- state --------------------------------------------------------------------------------
 
@@ -237,7 +296,7 @@ class Checkpoint(Callback):
             "fresh_score": self._fresh_score,
             "saved_score": self._saved_score,
             "best_score": self._best_score,
-            "best_path": self.best_path,
+            "best_path": self._best,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -247,4 +306,4 @@ class Checkpoint(Callback):
         self._fresh_score = state_dict["fresh_score"]
         self._saved_score = state_dict["saved_score"]
         self._best_score = state_dict["best_score"]
-        self.best_path = state_dict["best_path"]
+        self._best = self.best_path = state_dict["best_path"]

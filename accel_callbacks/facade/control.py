@@ -145,6 +145,7 @@ class ControlMethods(Parts):
         for group in (self.models, self.optimizers, self.schedulers, self.loaders):
             group.clear()
         self.registered.clear()
+        self.loop.saves.free_memory()
         self.loop.forget()
         self.loop.run.start_over()
         return release_memory(*objects)

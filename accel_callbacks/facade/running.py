@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from accel_callbacks import checkpointing, collectives
+from accel_callbacks import collectives
 from accel_callbacks.contexts import Evaluate
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.failing import end_with, group_is_torn, refuse_torn, watch_others
 from accel_callbacks.failures import shared_failure
+from accel_callbacks.restoring import LoadOptions, restore_newest
 from accel_callbacks.run import TrainingRun
 from accel_callbacks.state import destroy_topology
 
@@ -167,6 +168,7 @@ class RunningMethods(Parts):
         """
         error = sys.exc_info()[1]  # in a `finally`, the error that ends the script
         self.loop.end_fit(error)
+        self.loop.saves.free_memory()
         self.tracking.close("success" if error is None else "failed")
         if group_is_torn():  # an error has ended the run; the others still read which one
             return
@@ -204,7 +206,7 @@ class _RunContext(AbstractContextManager[TrainingRun]):
 
     def _begin(self) -> TrainingRun:
         accel = self._accel
-        accel.loop.end_fit()  # of a plain loop that came before
+        accel.loop.end_fit()  # of a plain loop that came before, with its saves
         accel.tracking.close("success")
         run = TrainingRun(accel, self._name)
         accel._meet(run)
@@ -276,10 +278,9 @@ class _RunContext(AbstractContextManager[TrainingRun]):
         accel = self._accel
         for callback in accel.loop.dispatch.savers:
             root, storage_options = callback.resume_root(accel.loop.run)
-            found = checkpointing.read_latest(root, storage_options)
+            found = restore_newest(accel, root, LoadOptions(storage_options=storage_options))
             if found is not None:
-                checkpointing.restore(accel, found)
-                self._report(found.path)
+                self._report(found)
                 return
 
     def _report(self, url: str) -> None:

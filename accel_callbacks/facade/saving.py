@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from accel_callbacks import checkpointing, collectives
+from accel_callbacks import checkpointing
 from accel_callbacks._neighbours import require_neighbour
 from accel_callbacks.compiling import uncompile
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.failing import refuse_torn
+from accel_callbacks.half_loaded import refuse_half_loaded
+from accel_callbacks.project_saves import SavePlace, project_save, refuse_each_node
 from accel_callbacks.tensor_file import save_tensors
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
-    from checkpoint_io import Checkpoint, CheckpointFolder
 
 __all__ = ["SavingMethods"]
 
@@ -33,6 +34,9 @@ class SavingMethods(Parts):
         metadata: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         max_shard_size: int | str = "5GB",
+        async_save: bool = False,
+        when_busy: str = "wait",
+        trainable_only: bool = False,
     ) -> str:
         """Save the whole training state; all processes must call it.
 
@@ -43,18 +47,27 @@ class SavingMethods(Parts):
 
         Args:
             output_dir: folder or fsspec URL; ``<project_dir>/checkpoints/step-<global step>``
-                where ``None``.
+                where ``None``, or a number as :class:`ProjectConfiguration` says.
             safe_serialization: there is no other way; here because Accelerate has it.
             metadata: JSON values to find in the manifest, such as metrics.
             storage_options: for the filesystem behind the URL.
             max_shard_size: largest tensor file, such as ``"5GB"``.
+            async_save: return once the state is copied to host memory, and write it while training
+                goes on. ``on_checkpoint_saved`` tells when it is durable, and an error is raised on
+                all processes at the end of a later optimizer step, or by :meth:`wait_for_save`.
+            when_busy: if an earlier save is under way, ``"wait"`` for it, or ``"skip"`` this one.
+            trainable_only: leave frozen parameters out; a load keeps those that are there.
 
         Returns:
-            The path of the checkpoint, which is durable.
+            The path of the checkpoint, which is durable unless ``async_save``; an empty string if
+            it was skipped.
 
         Raises:
-            checkpoint_io.CheckpointError: a process could not write; nothing was committed.
-            ValueError: ``safe_serialization=False``, which means pickle.
+            checkpoint_io.CheckpointError: a process could not write; nothing was committed. Or the
+                save before, in the background, had failed.
+            ValueError: ``safe_serialization=False``, which means pickle; an unknown ``when_busy``;
+                ``save_on_each_node`` of the project on several nodes.
+            ResumeError: a ``load_state`` broke off half-way, and none succeeded since.
             RemoteError: a hook or a callback's ``state_dict`` failed on another process; likewise.
 
         Example:
@@ -68,75 +81,45 @@ class SavingMethods(Parts):
         _refuse_pickle(safe_serialization)
         refuse_torn("save_state")
         self.loop.settle()
-        target: str | CheckpointFolder
+        accel = cast("Accelerator", self)
+        refuse_each_node(accel)
         if output_dir is not None:
-            target = fspath(output_dir)
+            place = SavePlace(fspath(output_dir))
         else:
-            target = checkpointing.open_folder(self._in_project("checkpoints"), storage_options)
-        return checkpointing.write(
-            cast("Accelerator", self),
-            target,
-            metadata=metadata,
+            place = project_save(accel, storage_options)
+        path = checkpointing.write(
+            accel,
+            place.target,
+            metadata={**place.metadata, **(metadata or {})},
             storage_options=storage_options,
             max_shard_size=max_shard_size,
+            async_save=async_save,
+            when_busy=when_busy,
+            trainable_only=trainable_only,
+            then=place.then,
         )
+        if path:
+            place.started()
+        return path
 
-    def load_state(
-        self,
-        input_dir: str | PathLike[str] | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        *,
-        strict: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Restore what :meth:`save_state` saved, into the prepared objects, on all processes.
-
-        The checkpoint is read and verified as a whole before anything changes. A prepared loader
-        continues at the exact sample with its next ``for``.
-
-        Args:
-            input_dir: a checkpoint; the newest valid one of the project where ``None``.
-            load_kwargs: nothing is left to choose; here because Accelerate has it.
-            strict: raise where the resume cannot be exact: another number of processes, a
-                registered object without a state of its own.
-            storage_options: for the filesystem behind the URL.
-
-        Returns:
-            The path that was loaded.
+    def wait_for_save(self) -> None:
+        """Wait until the save in the background, if there is one, is durable; all must call it.
 
         Raises:
-            FileNotFoundError: ``input_dir`` is ``None`` and the project has no valid checkpoint.
-            ResumeError: the checkpoint does not fit; nothing was changed.
-            TypeError: ``load_kwargs`` are given.
-            checkpoint_io.CheckpointError: missing, unfinished or corrupt; nothing was changed.
-            RemoteError: another process could not read or restore it.
+            checkpoint_io.CheckpointError: it failed; nothing was committed.
 
         Example:
             >>> import tempfile, torch
             >>> from accel_callbacks import Accelerator
             >>> accel = Accelerator(cpu=True, project_dir=tempfile.mkdtemp())
             >>> model = accel.prepare(torch.nn.Linear(1, 1))
-            >>> accel.save_state() == accel.load_state()
+            >>> path = accel.save_state(async_save=True)
+            >>> accel.wait_for_save()
+            >>> accel.load_state() == path
             True
         """
-        if load_kwargs:
-            raise TypeError(
-                f"load_kwargs={dict(load_kwargs)!r} has no meaning here: tensors are restored in "
-                "place. Leave it out."
-            )
-        refuse_torn("load_state")
-        found: Checkpoint | None
-        if input_dir is not None:
-            found = checkpointing.read(fspath(input_dir), storage_options)
-        else:
-            root = self._in_project("checkpoints")
-            found = checkpointing.read_latest(root, storage_options)
-            if found is None:
-                raise FileNotFoundError(
-                    f"no valid checkpoint under {root}: pass the path of one, or save_state() first"
-                )
-        checkpointing.restore(cast("Accelerator", self), found, strict=strict)
-        return found.path
+        refuse_torn("wait_for_save")
+        self.loop.saves.wait()
 
     def save_model(
         self,
@@ -145,23 +128,30 @@ class SavingMethods(Parts):
         max_shard_size: int | str = "5GB",
         safe_serialization: bool = True,
         *,
+        trainable_only: bool = False,
+        progress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the weights as ``model.safetensors``, or as shards with an index.
 
         Stock safetensors and transformers read the result. All processes must call it; the main
-        one writes, the others wait.
+        one writes, or with ``save_on_each_node`` of the project one of each node, and the others
+        wait. Of a model whose parameters are spread over processes, one tensor after the other is
+        gathered where it is written.
 
         Args:
             model: prepared or not.
             save_directory: folder or fsspec URL.
             max_shard_size: largest file, such as ``"5GB"``.
             safe_serialization: there is no other way; here because Accelerate has it.
+            trainable_only: leave frozen parameters out, and keep buffers.
+            progress: a bar with bytes per second; ``None`` shows one for long saves on a terminal.
             storage_options: for the filesystem behind the URL.
 
         Raises:
             ValueError: ``safe_serialization=False``, which means pickle.
-            RemoteError: the main process could not write.
+            ResumeError: a ``load_state`` broke off half-way, and none succeeded since.
+            RemoteError: the process that writes could not.
 
         Example:
             >>> import os, tempfile, torch
@@ -172,18 +162,34 @@ class SavingMethods(Parts):
             ['model.safetensors']
         """
         _refuse_pickle(safe_serialization)
+        if self.loop.half_loaded is not None:
+            refuse_half_loaded(self.loop.half_loaded, "save_model")
         require_neighbour("checkpoint_io")
         import checkpoint_io
 
         state = self.strategy.model_state_dict(model)
+        if trainable_only:
+            inner = self.strategy.unwrap(model)
+            frozen = {
+                n for n, p in inner.named_parameters(remove_duplicate=False) if not p.requires_grad
+            }
+            state = {name: value for name, value in state.items() if name not in frozen}
+        spread = any(hasattr(value, "device_mesh") for value in state.values())
         with self.synchronize("save_model"):
-            if collectives.rank() == 0:
+            if spread or self._writes_files:
                 checkpoint_io.save_model(
                     state,
                     fspath(save_directory),
                     max_shard_size=max_shard_size,
                     storage_options=storage_options,
+                    progress=progress,
                 )
+
+    @property
+    def _writes_files(self) -> bool:
+        """Whether this process is the one that writes what is written once, or once a node."""
+        each_node = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if each_node else self.is_main_process
 
     def unwrap_model(
         self,
@@ -233,7 +239,8 @@ class SavingMethods(Parts):
     def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True) -> None:
         """Write a flat dict of tensors as one safetensors file, on the main process.
 
-        The others do not wait, so it may be called on all processes or on the main one only.
+        With ``save_on_each_node`` of the project it is the main one of each node. The others do
+        not wait, so it may be called on all processes or on the main one only.
 
         Args:
             obj: names to tensors.
@@ -254,7 +261,7 @@ class SavingMethods(Parts):
             {'mean': tensor([1., 1.])}
         """
         _refuse_pickle(safe_serialization)
-        if self.is_main_process:
+        if self._writes_files:
             save_tensors(obj, f)
 
 

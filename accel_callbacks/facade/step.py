@@ -11,6 +11,8 @@ import torch
 from accel_callbacks.contexts import Accumulate
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.gradients import has_gradients
+from accel_callbacks.half_loaded import refuse_half_loaded
+from accel_callbacks.iteration import poll_outside
 from accel_callbacks.plugins.autocast import AutocastKwargs
 
 __all__ = ["StepMethods"]
@@ -157,6 +159,7 @@ class StepMethods(Parts):
         Raises:
             ValueError: a second loss with a normalizer in one micro-batch, or losses with and
                 without one in a window.
+            ResumeError: a ``load_state`` broke off half-way, and none succeeded since.
 
         Example:
             >>> import torch
@@ -179,6 +182,10 @@ class StepMethods(Parts):
             tensor(0., requires_grad=True)
         """
         loop = self.loop
+        if loop.half_loaded is not None:
+            refuse_half_loaded(loop.half_loaded, "backward")
+        if loop.saves.pending:
+            poll_outside(loop)
         dispatch = loop.dispatch
         for hook in dispatch.hooks["on_before_backward"]:
             hook(loop.run, loop.model, loss)

@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from accel_callbacks.compiling import original
+from accel_callbacks.plain_modules import is_plain
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.state import Topology
 from accel_callbacks.strategies.refusals import refuse_empty
@@ -39,6 +41,7 @@ class Strategy(ABC):
     def __init__(self, topology: Topology, handlers: Handlers | None = None) -> None:
         self.topology = topology
         self.handlers = handlers or Handlers()
+        self._apart: WeakSet[torch.nn.Module] = WeakSet()
 
     def check(self, model: torch.nn.Module) -> None:
         """Refuse a model that cannot be made ready, before anything is done to it.
@@ -98,6 +101,25 @@ class Strategy(ABC):
     def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """The full state of a wrapped model, under the names of the unwrapped one."""
         return self.unwrap(model).state_dict()
+
+    def own_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """What this process holds of a model's state, under the names of the unwrapped one.
+
+        Tensors that are spread over processes are DTensors.
+        """
+        return self.unwrap(model).state_dict()
+
+    def fills_in_place(self, model: torch.nn.Module) -> bool:
+        """Whether writing into the tensors of :meth:`own_state` is all that loading takes."""
+        return is_plain(self.unwrap(model))
+
+    def alike_on_all(self, model: torch.nn.Module) -> set[str]:
+        """Names of the unwrapped model's parameters that training keeps alike on all processes."""
+        return set()
+
+    def trains_apart(self, model: torch.nn.Module) -> None:
+        """From now on processes may train this model without averaging."""
+        self._apart.add(model)
 
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
         """Load what :meth:`model_state_dict` gave."""

@@ -71,6 +71,18 @@ class DDP(Strategy):
             return self.unwrap(model.module)
         return model
 
+    def alike_on_all(self, model: torch.nn.Module) -> set[str]:
+        """What DDP sends from rank 0 at first, and averages from then on."""
+        if not isinstance(model, DistributedDataParallel) or model in self._apart:
+            return set()
+        ignored = {
+            id(parameter)
+            for name, parameter in model.module.named_parameters(remove_duplicate=False)
+            if name in model.parameters_to_ignore
+        }
+        named = self.unwrap(model).named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if id(parameter) not in ignored}
+
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """DDP's own no_sync, for models that it wraps."""
         if isinstance(model, DistributedDataParallel):

@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from accel_callbacks import get_logger as get_logger
     from accel_callbacks import is_main_process as is_main_process
     from accel_callbacks import last_process_only as last_process_only
+    from accel_callbacks import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_callbacks import local_main_process_first as local_main_process_first
     from accel_callbacks import local_main_process_only as local_main_process_only
     from accel_callbacks import main_process_first as main_process_first

@@ -1,0 +1,187 @@
+"""Loading weights into a model under Accelerate's name for it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks._neighbours import require_neighbour
+from accel_callbacks.failures import shared_failure
+
+__all__ = ["load_checkpoint_in_model"]
+
+Device = int | str | torch.device
+DtypeOf = Callable[[str], torch.dtype | None]
+
+_SHOWN = 5
+
+
+def load_checkpoint_in_model(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint's weights into a model's own parameters and buffers.
+
+    ``checkpoint_io.load_model`` under Accelerate's name: names and shapes are checked before
+    anything changes, no second copy of the weights is made, tied parameters stay tied.
+
+    Args:
+        model: the module; parameters on the meta device get memory.
+        checkpoint: a path or fsspec URL of a ``.safetensors`` file, a ``.bin`` or ``.pt`` file of
+            plain tensors, an ``.index.json``, a folder with one of these, or a checkpoint of
+            ``save_state`` (its first model).
+        device_map: one device for all of it, as ``{"": device}``; several are not supported yet.
+        offload_folder: not supported yet.
+        dtype: a floating-point dtype, or its name, for what is loaded; the model's own where
+            ``None``.
+        offload_state_dict: not supported yet, nor needed: there is no state dict in memory.
+        offload_buffers: not supported yet.
+        keep_in_fp32_modules: names of modules that stay in float32 whatever ``dtype`` is.
+        offload_8bit_bnb: not supported yet.
+        strict: names that are missing or unexpected are an error and not a warning.
+        full_state_dict: here because Accelerate has it; sharded parameters always take their own
+            part of a whole stored tensor.
+        broadcast_from_rank0: only rank 0 reads, and sends to the others; all processes must call.
+
+    Raises:
+        ValueError: an argument that is not supported yet, or makes no sense.
+        checkpoint_io.CheckpointError: the weights are missing, damaged, hold more than tensors, or
+            do not fit the model.
+        RemoteError: with ``broadcast_from_rank0``: another process failed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accel_callbacks import Accelerator, load_checkpoint_in_model
+        >>> trained, fresh = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        >>> folder = tempfile.mkdtemp()
+        >>> Accelerator(cpu=True).save_model(trained, folder)
+        >>> load_checkpoint_in_model(fresh, folder)
+        >>> torch.equal(fresh.weight, trained.weight)
+        True
+    """
+    _refuse_later(
+        offload_folder=offload_folder,
+        offload_state_dict=offload_state_dict,
+        offload_buffers=offload_buffers,
+        offload_8bit_bnb=offload_8bit_bnb,
+    )
+    device = _one_device(device_map)
+    dtype_of = _dtype_rule(_dtype(dtype), keep_in_fp32_modules or ())
+    if broadcast_from_rank0 and collectives.world_size() > 1:
+        _load_and_send(model, checkpoint, dtype_of, device, strict)
+    else:
+        _load(model, checkpoint, dtype_of, device, strict)
+
+
+def _refuse_later(**arguments: object) -> None:
+    """Refuse what comes with models that do not fit one device."""
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(
+                f"{name}={value!r} is not supported yet: weights are read straight into the "
+                "model, without a copy in memory or on disk. Leave it out."
+            )
+
+
+def _one_device(device_map: Mapping[str, Device] | None) -> torch.device | None:
+    if device_map is None:
+        return None
+    places = set(device_map.values()) if isinstance(device_map, Mapping) else set()
+    if len(places) != 1 or "disk" in places:
+        raise ValueError(
+            f"device_map={device_map!r} is not supported yet: only one device for the whole model "
+            'is, such as {"": "cpu"}.'
+        )
+    place = places.pop()
+    if isinstance(place, int):
+        kind = torch.accelerator.current_accelerator()
+        if kind is None:
+            raise ValueError(f"device_map={device_map!r}: there is no accelerator {place} here.")
+        return torch.device(kind.type, place)
+    return torch.device(place)
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f'dtype={dtype!r} is no floating-point dtype, such as "bfloat16".')
+    return found
+
+
+def _dtype_rule(dtype: torch.dtype | None, kept: Sequence[str]) -> DtypeOf:
+    """The dtype that a parameter is to have, by its name."""
+
+    def rule(name: str) -> torch.dtype | None:
+        in_kept = any(name == module or f"{module}." in name for module in kept)
+        return torch.float32 if dtype is not None and in_kept else dtype
+
+    return rule
+
+
+def _load(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    dtype_of: DtypeOf,
+    device: torch.device | None,
+    strict: bool,
+) -> list[str]:
+    """Load on this process; returns the names that nothing was stored for."""
+    require_neighbour("checkpoint_io")
+    import checkpoint_io
+
+    missing, unexpected = checkpoint_io.load_model(
+        model, checkpoint, strict=strict, dtype=dtype_of, device=device
+    )
+    for what, names in (("did not have", missing), ("has unused", unexpected)):
+        if names:
+            listed = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+            warnings.warn(f"{os.fspath(checkpoint)} {what} {listed}", stacklevel=3)
+    return missing
+
+
+def _load_and_send(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    dtype_of: DtypeOf,
+    device: torch.device | None,
+    strict: bool,
+) -> None:
+    """Load on rank 0, then give every loaded tensor to the others."""
+    from checkpoint_io.models.model_targets import ModelTargets
+    from checkpoint_io.sharding import is_dtensor
+
+    where = "load_checkpoint_in_model"
+    with shared_failure(where):
+        if any(is_dtensor(tensor) for tensor in ModelTargets(model).tensors.values()):
+            raise ValueError(
+                "broadcast_from_rank0=True does not go with sharded parameters (DTensors): leave "
+                "it out, each process then reads its own part."
+            )
+    first = collectives.rank() == 0
+    with shared_failure(where):
+        report = _load(model, checkpoint, dtype_of, device, strict) if first else []
+    missing: list[str] = collectives.broadcast_object(report)
+    targets = ModelTargets(model)
+    loaded = [name for name in targets.tensors if name not in missing]
+    with torch.no_grad():
+        with shared_failure(where):  # the others would wait in the broadcasts
+            if not first:
+                targets.prepare(loaded, dtype_of, device)
+        for name in loaded:
+            if targets.names_of(name)[0] == name:
+                tensor = targets.tensors[name].detach()
+                tensor.copy_(collectives.broadcast(tensor))
