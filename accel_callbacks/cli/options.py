@@ -32,6 +32,10 @@ class CommandParser(argparse.ArgumentParser):
         settings.setdefault("dest", _destination(flags))
         self.add_argument(*names, **settings)
 
+    def adopt(self, inner: CommandParser) -> None:
+        """Suggest the options of an inner parser too, whose strays end up in this one."""
+        self._known += inner._known
+
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse, or exit with code 2 and the nearest option's name."""
         args, unknown = self.parse_known_args(list(arguments))

@@ -34,6 +34,7 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "ckpt": Command("accel_callbacks.cli.ckpt", "list, show, verify and prune checkpoints"),
     "env": Command("accel_callbacks.cli.env", "print versions and devices, to paste in a report"),
     "launch": Command("accel_callbacks.cli.launch", "start a script on one or more processes"),
 }

@@ -1,0 +1,244 @@
+"""What ``accel ckpt`` does; imported when it is to be done, because it needs torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import checkpoint_io
+from accel_callbacks.cli.ckpt_text import age_of, printable, shape_of, size_of, table, to_json
+from accel_callbacks.cli.options import CommandError
+from checkpoint_io.models.weight_files import open_weights
+
+
+def run(args: Namespace) -> int:
+    """Do one action; what was skipped or could not be removed goes to standard error."""
+    options = storage_options(args.storage_option)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", checkpoint_io.CheckpointWarning)
+        try:
+            return _ACTIONS[args.action](args, options)
+        except (checkpoint_io.CheckpointError, OSError, ImportError, ValueError) as error:
+            raise CommandError(str(error), exit_code=1) from error
+        finally:
+            for warning in told:
+                if issubclass(warning.category, checkpoint_io.CheckpointWarning):
+                    print(f"accel ckpt: {warning.message}", file=sys.stderr)
+
+
+def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read ``KEY=VALUE`` pairs; a value that is JSON is taken as such."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise CommandError(f"--storage_option takes KEY=VALUE, not {pair!r}")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options
+
+
+def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.CheckpointFolder:
+    """Open the folder of checkpoints that was named."""
+    return checkpoint_io.CheckpointFolder(args.place, storage_options=options)
+
+
+# --- list and latest ------------------------------------------------------------------------
+
+
+def _list(args: Namespace, options: Mapping[str, Any]) -> int:
+    """Print one line a checkpoint, the newest last."""
+    entries = [e for e in _folder(args, options).survey() if e.status != "foreign"]
+    entries.sort(key=lambda e: (e.manifest.generation if e.manifest else -1, e.name))
+    if args.json:
+        print(to_json([_facts(entry) for entry in entries]))
+    elif entries:
+        print(table(("NAME", "STEP", "SIZE", "AGE", "STATUS"), map(_row, entries)))
+    if not entries:
+        print(f"no checkpoints in {args.place}", file=sys.stderr)
+    return 0 if entries else 1
+
+
+def _row(entry: checkpoint_io.FolderEntry) -> tuple[str, ...]:
+    """Return the line of one entry."""
+    status = f"{entry.status}: {entry.reason}" if entry.reason else entry.status
+    if entry.manifest is None:
+        return entry.name, "-", "-", "-", status
+    manifest = entry.manifest
+    step = str(manifest.metadata.get("step", "-"))
+    return entry.name, step, size_of(manifest.nbytes), age_of(manifest.created), status
+
+
+def _facts(entry: checkpoint_io.FolderEntry) -> dict[str, Any]:
+    """Return what is known of one entry, for JSON."""
+    facts: dict[str, Any] = {
+        "name": entry.name,
+        "path": entry.path,
+        "status": entry.status,
+        "reason": entry.reason,
+    }
+    if (manifest := entry.manifest) is not None:
+        facts |= {
+            "id": manifest.id,
+            "generation": manifest.generation,
+            "created": manifest.created,
+            "bytes": manifest.nbytes,
+            "world_size": manifest.world_size,
+            "metadata": manifest.metadata,
+        }
+    return facts
+
+
+def _latest(args: Namespace, options: Mapping[str, Any]) -> int:
+    """Print the path of the newest valid checkpoint."""
+    found = _folder(args, options).latest()
+    if found is None:
+        print(f"no valid checkpoint in {args.place}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(
+            to_json({"path": found.path, "name": found.name, "metadata": found.manifest.metadata})
+        )
+    else:
+        print(found.path)
+    return 0
+
+
+# --- show -----------------------------------------------------------------------------------
+
+
+def _show(args: Namespace, options: Mapping[str, Any]) -> int:
+    """Print one line a tensor: name, dtype, shape, size; a tied one says to which."""
+    rows = list(_tensors(args.place, options))
+    if args.pattern is not None:
+        rows = [row for row in rows if fnmatch.fnmatchcase(row["name"], args.pattern)]
+    if args.json:
+        print(to_json(rows))
+        return 0
+    lines = ((row["name"], row["dtype"], shape_of(row["shape"]), _size_or_tie(row)) for row in rows)
+    if rows:
+        print(table(("NAME", "DTYPE", "SHAPE", "SIZE"), lines))
+    total = sum(row["bytes"] for row in rows if row["tied_to"] is None)
+    print(f"{len(rows)} tensors, {size_of(total)}", file=sys.stderr)
+    return 0
+
+
+def _size_or_tie(row: Mapping[str, Any]) -> str:
+    """Return the last column of a tensor's line."""
+    return size_of(row["bytes"]) if row["tied_to"] is None else f"-> {row['tied_to']}"
+
+
+def _tensors(place: str, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Describe the tensors of a checkpoint, or of model weights in any layout."""
+    try:
+        manifest = checkpoint_io.read_manifest(place, storage_options=options)
+    except (checkpoint_io.CheckpointNotFoundError, NotADirectoryError):
+        source = open_weights(place, 0, options)
+        found = {
+            name: (str(info.dtype).removeprefix("torch."), info.shape, info.nbytes)
+            for name, info in source.infos.items()
+        }
+        ties: Mapping[str, str] = source.tied
+    else:
+        found = {
+            name: (entry.dtype, entry.shape, sum(c.end - c.begin for c in entry.chunks))
+            for name, entry in manifest.tensors.items()
+        }
+        ties = manifest.aliases
+    for name in sorted({*found, *ties}):
+        dtype, shape, nbytes = found[ties.get(name, name)]
+        tied_to = ties.get(name)
+        yield {
+            "name": name,
+            "dtype": dtype,
+            "shape": list(shape),
+            "bytes": nbytes,
+            "tied_to": tied_to,
+        }
+
+
+# --- verify ---------------------------------------------------------------------------------
+
+
+def _verify(args: Namespace, options: Mapping[str, Any]) -> int:
+    """Check one checkpoint, or all of a folder; 1 if one is damaged or there is none."""
+    results = list(_verdicts(args, options))
+    if args.json:
+        print(to_json(results))
+    return 0 if any(r["status"] == "ok" for r in results) and not _bad(results) else 1
+
+
+def _bad(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether one is damaged."""
+    return any(result["status"] == "damaged" for result in results)
+
+
+def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Verify one after the other, and say at once how it went."""
+    paths = [args.place]
+    try:
+        checkpoint_io.read_manifest(args.place, storage_options=options)
+    except checkpoint_io.CheckpointNotFoundError as error:
+        entries = [e for e in _folder(args, options).survey() if e.status != "foreign"]
+        if not entries:
+            raise CommandError(str(error), exit_code=1) from error
+        paths = [entry.path for entry in entries]
+    except checkpoint_io.CheckpointError:
+        pass  # told below
+    for path in paths:
+        verdict = {"path": path, **_verdict(path, args.sizes_only, options)}
+        if not args.json:
+            stream = sys.stderr if verdict["status"] == "damaged" else sys.stdout
+            reason = f": {verdict['reason']}" if verdict["reason"] else ""
+            print(printable(f"{verdict['status']} {path}{reason}"), file=stream)
+        yield verdict
+
+
+def _verdict(path: str, sizes_only: bool, options: Mapping[str, Any]) -> dict[str, str]:
+    """Verify one checkpoint."""
+    try:
+        checkpoint_io.verify(path, full=not sizes_only, storage_options=options)
+    except checkpoint_io.CheckpointNotFoundError as error:
+        return {"status": "unfinished", "reason": str(error)}
+    except checkpoint_io.CheckpointError as error:
+        return {"status": "damaged", "reason": str(error)}
+    return {"status": "ok", "reason": ""}
+
+
+# --- prune ----------------------------------------------------------------------------------
+
+
+def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
+    """Remove what no rule keeps, and say what went."""
+    rules = []
+    if args.keep_last is not None:
+        rules.append(checkpoint_io.keep_last(args.keep_last))
+    if args.keep_every is not None:
+        rules.append(checkpoint_io.keep_every(args.keep_every))
+    if args.keep_best is not None:
+        rules.append(checkpoint_io.keep_best(args.keep_best, args.metric, args.mode))
+    if not rules:
+        raise CommandError("say what to keep: --keep_last, --keep_every or --keep_best")
+    folder = _folder(args, options)
+    gone = folder.prune(reduce(or_, rules), run_id=args.run_id, dry_run=args.dry_run)
+    for path in gone:
+        print(f"would remove {path}" if args.dry_run else f"removed {path}")
+    return 0
+
+
+_ACTIONS: Mapping[str, Callable[[Namespace, Mapping[str, Any]], int]] = {
+    "list": _list,
+    "latest": _latest,
+    "show": _show,
+    "verify": _verify,
+    "prune": _prune,
+}

@@ -1,0 +1,70 @@
+"""Tables, sizes and ages for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Align columns; what a hostile name could do to a terminal is shown as an escape."""
+    lines = [tuple(head), *(tuple(map(printable, row)) for row in rows)]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def printable(text: str) -> str:
+    """Replace what is no printable character by its escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def size_of(nbytes: int) -> str:
+    """Write a number of bytes in decimal units, as ``max_shard_size`` takes them."""
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = f"{value:.0f}" if unit == 0 or value >= 99.5 else f"{value:.3g}"
+    return f"{digits} {_UNITS[unit]}"
+
+
+def age_of(created: str) -> str:
+    """Write how long ago a manifest's time was; ``?`` for what is no time."""
+    try:
+        then = datetime.fromisoformat(created.replace("Z", "+00:00"))
+        seconds = (datetime.now(timezone.utc) - then).total_seconds()
+    except (TypeError, ValueError, OverflowError):
+        return "?"
+    for span, unit in _SPANS:
+        if seconds >= span:
+            return f"{int(seconds // span)} {unit}"
+    return "now"
+
+
+def shape_of(shape: Sequence[int]) -> str:
+    """Write a shape as torch does."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def to_json(value: Any) -> str:
+    """Write JSON; what it lacks (not-a-number, sets, bytes) becomes text."""
+    return json.dumps(_plain(value), indent=2)
+
+
+def _plain(value: Any) -> Any:
+    """Turn a value into one that JSON has."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    known = value is None or isinstance(value, (str, int))
+    finite = isinstance(value, float) and math.isfinite(value)
+    return value if known or finite else repr(value)
