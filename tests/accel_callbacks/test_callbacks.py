@@ -339,7 +339,7 @@ def test_the_best_survives_a_resume(tmp_path):
     fit(saver(), epochs=2, scores=scores)
     resumed = saver()
     fit(resumed, epochs=4, scores=scores)
-    assert kept(tmp_path) == [4, 16]
+    assert kept(tmp_path) == [4, 8, 16]  # the best, the one resumed from, the newest
     assert resumed.best_path == str(tmp_path / "step-00000004")
 
 
@@ -423,7 +423,7 @@ def test_checkpoints_on_memory():
     assert kept("memory://callbacks/c") == [3, 4]
     accel = fit(Checkpoint("memory://callbacks/c", every_n_steps=1, keep_last=2), epochs=2)
     assert accel.current_run.resumed_from == "memory://callbacks/c/step-00000004"
-    assert kept("memory://callbacks/c") == [7, 8]
+    assert kept("memory://callbacks/c") == [4, 7, 8]  # with the one resumed from
     fsspec.filesystem("memory").rm("/callbacks", recursive=True)
 
 

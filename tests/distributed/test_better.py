@@ -16,6 +16,7 @@ from accel_callbacks import (
     Accelerator,
     AcceleratorState,
     Callback,
+    ProjectConfiguration,
     gather_object,
     main_process_first,
     set_seed,
@@ -193,6 +194,48 @@ def test_resume_and_then_save_does_not_raise_already_exists(tmp_path):
     assert accel.save_state() == saved
 
 
+def numbered(folder: Path, **options) -> Accelerator:
+    config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **options)
+    accel = accelerator(project_config=config)
+    accel.prepare(torch.nn.Linear(1, 1))
+    return accel
+
+
+def test_a_total_limit_of_one_and_a_failing_write_never_lose_the_last_good_checkpoint(tmp_path):
+    class Full:
+        full = False
+
+        def state_dict(self) -> dict:
+            if self.full:
+                raise OSError("no space left on device")
+            return {}
+
+        def load_state_dict(self, state: dict) -> None:
+            pass
+
+    accel, disk = numbered(tmp_path, total_limit=1), Full()
+    accel.register_for_checkpointing(disk=disk)
+    accel.save_state()
+    good = accel.save_state()
+    disk.full = True
+    with pytest.raises(OSError, match="no space"):
+        accel.save_state()
+    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert left == ["checkpoint_1"]
+    assert numbered(tmp_path).load_state() == good
+
+
+def test_resume_and_then_save_with_automatic_naming_does_not_raise_already_exists(tmp_path):
+    accel = numbered(tmp_path)
+    saved = [accel.save_state() for _ in range(3)]
+    accel = numbered(tmp_path)
+    assert accel.load_state() == saved[-1]
+    assert accel.save_state().endswith("checkpoint_3")
+    accel = numbered(tmp_path)
+    accel.load_state(saved[0])  # an older one, by hand
+    assert accel.save_state().endswith("checkpoint_4")
+
+
 def test_a_partial_save_is_detected_and_passed_over(tmp_path):
     accel, model, optimizer, loader = training(tmp_path)
     whole = accel.save_state()
@@ -213,6 +256,22 @@ def test_save_state_goes_to_object_storage(tmp_path, s3_options):
     url = accel.save_state("s3://bucket/better", storage_options=s3_options)
     assert accel.load_state(url, storage_options=s3_options) == url
     assert fsspec.filesystem("s3", **s3_options).exists("bucket/better/manifest.json")
+
+
+@pytest.mark.s3
+def test_save_state_goes_to_object_storage_while_training_goes_on(tmp_path, s3_options):
+    accel, model, optimizer, loader = training(tmp_path)
+    url = "s3://bucket/better-background"
+    weight = model.weight.detach().clone()
+    assert accel.save_state(url, async_save=True, storage_options=s3_options) == url
+    for batch in loader:
+        accel.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accel.wait_for_save()
+    assert not torch.equal(model.weight, weight)
+    accel.load_state(url, storage_options=s3_options)
+    assert torch.equal(model.weight, weight)
 
 
 def test_pruning_never_deletes_the_checkpoints_of_another_run(tmp_path):

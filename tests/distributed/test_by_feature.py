@@ -141,6 +141,18 @@ def automatic_batch_size(printed: str, processes: int) -> None:
     assert tried[-1] < (512 if processes > 1 else 1024)  # the last process has half the memory
 
 
+def background_saving(printed: str, processes: int) -> None:
+    saves, steps = map(int, re.findall(r"(\d+) checkpoints of (\d+) steps", printed)[0])
+    assert saves == steps // 10 > 1
+    assert "trained on after the last save: True" in printed
+    assert "loaded what was saved: True" in printed
+
+
+def other_number_of_processes(printed: str, processes: int) -> None:
+    assert f"saved in {processes} chunks by {processes} processes" in printed
+    assert f"loaded by {processes} processes, all as saved: True" in printed
+
+
 CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "gradient_accumulation.py": (gradient_accumulation, ()),
     "token_normalised_accumulation.py": (token_normalised_accumulation, ()),
@@ -153,6 +165,8 @@ CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "profiling.py": (profiling, ()),
     "inference_with_split_between_processes.py": (inference_with_split_between_processes, ()),
     "automatic_batch_size.py": (automatic_batch_size, ()),
+    "background_saving.py": (background_saving, ()),
+    "other_number_of_processes.py": (other_number_of_processes, ()),
 }
 
 
@@ -179,6 +193,13 @@ def test_it_works_alone_and_on_two_processes(pool, example, tmp_path):
         check(printed_by(alone), 1)
     finally:
         alone.kill()
+
+
+def test_what_two_processes_saved_is_loaded_by_one(pool, tmp_path):
+    example = "other_number_of_processes.py"
+    pool.run(played, example, str(tmp_path), ())
+    printed = printed_by(start(STARTERS[1], example, tmp_path, "--load", "runs/sharded"))
+    assert printed == "loaded by 1 processes, all as saved: True\n"
 
 
 def test_it_works_as_launched(tmp_path):

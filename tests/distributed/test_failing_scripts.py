@@ -146,3 +146,25 @@ def test_a_broken_group_that_the_script_made_is_the_scripts_to_make_anew():
     assert "RemoteError rank 0 failed in the run 'second'" in outcomes[1][1]
     for _, text in outcomes:
         assert "call destroy_process_group() and init_process_group()" in text
+
+
+DIES = """
+import os, sys
+from datetime import timedelta
+from accel_callbacks import Accelerator
+
+failing = int(sys.argv[1])
+accel = Accelerator(cpu=True, timeout=timedelta(seconds=300))
+accel.wait_for_everyone()
+if accel.process_index == failing:
+    os._exit(7)
+try:
+    accel.load_state("memory://nothing")
+except RuntimeError:
+    os._exit(3)
+"""
+
+
+def test_a_process_that_dies_before_the_first_load_keeps_the_other_waiting_for_no_group():
+    (code, text), (gone, _) = run_script("1", code=DIES)
+    assert (code, gone) == (3, 7), text

@@ -1,0 +1,303 @@
+"""load_state on several processes: agreed on all, on another number of them, and of DTensors."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint_io
+from accel_callbacks import Accelerator, ResumeError
+from accel_callbacks.strategies.single import SingleDevice
+
+pytestmark = pytest.mark.distributed
+
+
+def job(seed: int, steps: int = 1, layers: int = 8, **options: Any) -> tuple:
+    torch.manual_seed(seed)
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), **options)
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(layers)])
+    model, optimizer = accel.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for _ in range(steps):
+        step(accel, model, optimizer)
+    return accel, model, optimizer
+
+
+def step(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    accel.backward(model(torch.ones(2, 16)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def digest(accel: Accelerator) -> list:
+    """All weights and states, as plain numbers that are equal only where the bits are."""
+    optimizers = [
+        [float(value.double().sum()) for state in o.state.values() for value in state.values()]
+        for o in accel.optimizers
+    ]
+    models = [
+        [value.double().flatten().tolist() for value in model.state_dict().values()]
+        for model in accel.bare_models
+    ]
+    return [models, optimizers]
+
+
+# --- agreed ----------------------------------------------------------------------------------
+
+
+def saves_two(folder: str) -> list:
+    accel, model, optimizer = job(0, project_dir=folder)
+    paths, wanted = [], []
+    for _ in range(2):
+        paths.append(accel.save_state(max_shard_size=3_000))
+        wanted.append(digest(accel))
+        step(accel, model, optimizer)
+    return [paths, wanted]
+
+
+def flip_last_weight(folder: Path) -> None:
+    """A wrong byte in the last file of a state that is read in place."""
+    manifest = checkpoint_io.read_manifest(folder)
+    chunks = [e.chunks[0] for key, e in manifest.tensors.items() if key.startswith("optimizers/")]
+    file = folder / manifest.files[max(chunk.file for chunk in chunks)].name
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def loads_the_newest(folders: list[str]) -> list:
+    accel, model, optimizer = job(1, project_dir=".")
+    os.chdir(folders[accel.process_index])  # one path, and what is there differs
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = accel.load_state()
+    told = [str(one.message) for one in caught if "passed over" in str(one.message)]
+    result = [Path(path).name, digest(accel), told]
+    step(accel, model, optimizer)
+    return result
+
+
+def loads_and_is_refused(folders: list[str], name: str, older: str) -> list:
+    accel, model, optimizer = job(1)
+    seen = []
+    here = folders[accel.process_index]
+    for action in (
+        lambda: accel.load_state(f"{here}/checkpoints/{name}"),
+        lambda: step(accel, model, optimizer),
+        optimizer.step,
+        lambda: accel.save_state(f"{here}/again"),
+    ):
+        try:
+            action()
+            seen.append("ok")
+        except Exception as error:
+            seen.append(type(error).__name__)
+    accel.load_state(f"{here}/checkpoints/{older}")
+    step(accel, model, optimizer)
+    return seen
+
+
+def test_damage_that_one_process_meets_half_way_sends_all_to_the_one_before(pool, tmp_path):
+    ((older, newer), wanted), _ = pool.run(saves_two, str(tmp_path / "a"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # what the second process sees
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    flip_last_weight(tmp_path / "b" / Path(newer).relative_to(tmp_path / "a"))
+    results = pool.run(loads_the_newest, folders)
+    for name, state, told in results:
+        assert name == Path(older).name
+        assert state == wanted[0]
+        assert len(told) == 1
+        assert "rank 1: " in told[0]
+    seen = pool.run(loads_and_is_refused, folders, Path(newer).name, Path(older).name)
+    refused = ["ResumeError"] * 3
+    assert seen == [["RemoteError", *refused], ["TornLoadError", *refused]]
+
+
+def saves_one(path: str) -> list:
+    accel, *_ = job(0)
+    accel.save_state(path)
+    return digest(accel)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_misfit_on_one_process_changes_nothing_on_any(pool, tmp_path):
+    path = str(tmp_path / "c")
+    pool.run(saves_one, path)
+    results = pool.run(ddp_free, path)
+    assert results == [["RemoteError", True, None], ["ResumeError", True, None]]
+
+
+def ddp_free(path: str) -> list:
+    """Models that differ between processes cannot be wrapped, so they are prepared frozen."""
+    torch.manual_seed(1)
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
+    layers = 8 if accel.process_index == 0 else 7
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(layers)])
+    accel.prepare(model.requires_grad_(False))
+    before = digest(accel)
+    try:
+        accel.load_state(path, only="models", strict=True)
+        outcome = "ok"
+    except Exception as error:
+        outcome = type(error).__name__
+    return [outcome, digest(accel) == before, accel.loop.half_loaded]
+
+
+# --- another number of processes -------------------------------------------------------------
+
+
+def saves_all(path: str) -> list:
+    accel, model, optimizer = job(0)
+    loader = accel.prepare(torch.utils.data.DataLoader(range(24), batch_size=2, shuffle=True))
+    seen = []
+    for batch in loader:
+        seen.append(accel.gather(batch).tolist())
+        step(accel, model, optimizer)
+        if len(seen) == 2:
+            random.seed(100 + accel.process_index)
+            torch.manual_seed(200 + accel.process_index)
+            accel.save_state(path)
+            saved = digest(accel)
+    return [saved, seen]
+
+
+def loads_all(path: str, strict: bool) -> list:
+    random.seed(1)
+    accel, *_ = job(1)
+    loader = accel.prepare(torch.utils.data.DataLoader(range(24), batch_size=2, shuffle=True))
+    torch.manual_seed(9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            accel.load_state(path, strict=strict)
+        except (ResumeError, RuntimeError) as error:
+            return [str(error)]
+    told = [str(one.message) for one in caught if "processes and is loaded" in str(one.message)]
+    numbers = [random.random(), torch.rand(1).item()]
+    return [digest(accel), [accel.gather(batch).tolist() for batch in loader], numbers, told]
+
+
+def drawn(rank: int) -> list[float]:
+    state, generator = random.Random(100 + rank), torch.Generator().manual_seed(200 + rank)
+    return [state.random(), torch.rand(1, generator=generator).item()]
+
+
+def flat(batches: list) -> list:
+    return sorted(sample for batch in batches for sample in batch)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (2, 2)])
+def test_a_run_goes_on_on_another_number_of_processes(pool, pool_of_4, tmp_path, before, after):
+    def on(world: int, function: Any, *args: Any) -> list:
+        pools = {2: pool, 4: pool_of_4}
+        return [function(*args)] if world == 1 else pools[world].run(function, *args)
+
+    path = str(tmp_path / "c")
+    saved, seen = on(before, saves_all, path)[0]
+    left = flat(seen[2:])
+    results = on(after, loads_all, path, False)
+    for rank, (state, batches, numbers, told) in enumerate(results):
+        assert state == saved
+        assert flat(batches) == left
+        assert (numbers == drawn(rank)) == (rank < before)
+        assert len(told) == (before != after)
+        kept = min(before, after) - 1
+        alike = "rank 0" if kept == 0 else f"ranks 0 to {kept}"
+        assert all(f"random generators start anew except on {alike}" in text for text in told)
+    if before != after:
+        for (text,) in on(after, loads_all, path, True):
+            assert "pass strict=False" in text
+
+
+# --- DTensors --------------------------------------------------------------------------------
+
+
+class Spread(SingleDevice):
+    """Leaves models as they are, whose parameters are spread already."""
+
+    has_gradient_sync = True
+
+
+def spread_job(seed: int, steps: int, mesh_shape: tuple[int, ...]) -> tuple:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(seed)
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
+    accel.strategy = Spread(accel.topology)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [Shard(0), Replicate()][: len(mesh_shape)]
+    if len(mesh_shape) == 2:
+        placements = [Replicate(), Shard(1)]
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 7))
+    for layer in model:
+        for name, parameter in list(layer.named_parameters()):
+            own = placements if parameter.dim() > 1 else [Replicate()] * len(mesh_shape)
+            spread = distribute_tensor(parameter.detach(), mesh, own)
+            setattr(layer, name, torch.nn.Parameter(spread))
+    model, optimizer = accel.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        sum(parameter.square().sum() for parameter in model.parameters()).full_tensor().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return accel, model, optimizer
+
+
+def whole(value: torch.Tensor) -> list:
+    full = getattr(value, "full_tensor", None)
+    return (value if full is None else full()).double().flatten().tolist()
+
+
+def contents(model: Any, optimizer: Any) -> list:
+    return [
+        [whole(value.detach()) for value in model.state_dict().values()],
+        [whole(value) for state in optimizer.state.values() for value in state.values()],
+    ]
+
+
+def saves_spread(path: str, mesh_shape: tuple[int, ...]) -> list:
+    accel, model, optimizer = spread_job(0, 1, mesh_shape)
+    accel.save_state(path)
+    accel.save_model(model, f"{path}-model", max_shard_size=100)
+    return contents(model, optimizer)
+
+
+def loads_spread(path: str, mesh_shape: tuple[int, ...], steps: int) -> list:
+    accel, model, optimizer = spread_job(1, steps, mesh_shape)
+    places = [p.to_local().data_ptr() for p in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accel.load_state(path)
+    assert places == [p.to_local().data_ptr() for p in model.parameters()]
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].placements == parameter.placements
+        assert state["exp_avg"].to_local().shape == parameter.to_local().shape
+    return contents(model, optimizer)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_spread_parameters_and_their_states_go_on_on_another_mesh(pool, pool_of_4, tmp_path, steps):
+    path = str(tmp_path / "c")
+    wanted = pool.run(saves_spread, path, (2,))[0]
+    for group, mesh_shape in ((pool, (2,)), (pool_of_4, (4,)), (pool_of_4, (2, 2))):
+        assert all(one == wanted for one in group.run(loads_spread, path, mesh_shape, steps))
+
+
+def test_one_process_loads_what_was_spread_and_save_model_writes_it_whole(pool, tmp_path):
+    path = str(tmp_path / "c")
+    weights, states = pool.run(saves_spread, path, (2,))[0]
+    accel = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 7))
+    model, optimizer = accel.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="saved by 2 processes and is loaded by 1"):
+        accel.load_state(path)
+    assert contents(model, optimizer) == [weights, states]
+    saved = checkpoint_io.load_model_state(f"{path}-model")
+    assert [whole(saved[name]) for name in model.state_dict()] == weights
