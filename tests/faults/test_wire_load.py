@@ -1,0 +1,100 @@
+"""The wire breaks while a checkpoint is read: read again, or said; nothing wrong is believed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from faultkit import breakage as wire
+from faultkit.places import Place, broken_place, cases
+from faultkit.proxy import Rule
+from faultkit.states import state_of
+
+from checkpoint_io import (
+    CheckpointError,
+    CheckpointFolder,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
+
+pytestmark = [pytest.mark.s3, pytest.mark.timeout(100)]
+
+LARGE = 4_500_000  # 18 MB a tensor: more than one span
+SMALL = 1000
+FOREVER = None
+slow = pytest.mark.slow
+
+
+@pytest.fixture(params=["fsspec", pytest.param("obstore", marks=pytest.mark.slow)])
+def place(s3: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
+    with broken_place(s3, request.param) as made:
+        yield made
+
+
+DATA = r"^GET .*/(tensors|objects)-"
+TENSORS = r"^GET .*/tensors-"
+READ_MANIFEST = r"^GET .*/manifest\.json"
+
+LOADED: dict[str, Callable[[], list[Rule]]] = {
+    "500": lambda: [Rule(DATA, wire.refuse("InternalError"), times=2)],
+    "503": lambda: [Rule(DATA, wire.refuse("ServiceUnavailable"), skip=1)],
+    "slow_down": lambda: [Rule("^(GET|HEAD)", wire.refuse("SlowDown"), times=2)],
+    "500_on_manifest": lambda: [Rule(READ_MANIFEST, wire.refuse("InternalError"), times=2)],
+    "reset_before": lambda: [Rule(DATA, wire.reset_before, early=True)],
+    "reset_in_the_middle": lambda: [Rule(TENSORS, wire.cut_download(0.5), times=2)],
+    "body_that_ends_early": lambda: [Rule(TENSORS, wire.cut_download(0.5, orderly=True))],
+    "body_that_is_short": lambda: [Rule(TENSORS, wire.shorten_download)],
+    "stall": lambda: [Rule(DATA, wire.stall)],
+    "stall_in_the_middle": lambda: [Rule(TENSORS, wire.stall_download)],
+    "slow_but_alive": lambda: [Rule(TENSORS, wire.drip(1.0), times=3)],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    cases(LOADED, {"500", "reset_in_the_middle", "body_that_is_short", "stall_in_the_middle"}),
+)
+def test_load_survives(place: Place, name: str) -> None:
+    place.save(1, LARGE, through=False)
+    place.proxy.rules = LOADED[name]()
+    assert place.load(through=True) == 1
+    assert place.proxy.harmed()
+
+
+@pytest.mark.parametrize("pattern", [TENSORS, DATA, READ_MANIFEST], ids=["t", "any", "manifest"])
+def test_flipped_bit_on_the_way_down_is_not_believed(place: Place, pattern: str) -> None:
+    place.save(1, SMALL, through=False)
+    place.proxy.rules = [Rule(pattern, wire.flip_download)]
+    try:
+        assert place.load(through=True) == 1
+    except CorruptCheckpointError as error:
+        assert place.prefix in str(error)  # noqa: PT017
+    assert place.proxy.harmed()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("ExpiredToken", "expired"), pytest.param("AccessDenied", "rights", marks=slow)],
+)
+def test_refused_load_says_why(place: Place, code: str, said: str) -> None:
+    place.save(1, SMALL, through=False)
+    place.proxy.rules = [Rule(DATA, wire.refuse(code), times=FOREVER)]
+    with pytest.raises(CheckpointError, match=said) as caught:
+        place.load(through=True)
+    assert code in str(caught.value)
+    assert not isinstance(caught.value, (CorruptCheckpointError, CheckpointNotFoundError))
+
+
+@pytest.mark.parametrize("code", ["InternalError", pytest.param("ExpiredToken", marks=slow)])
+def test_a_store_that_is_down_is_no_reason_to_take_an_older_one(place: Place, code: str) -> None:
+    folder = CheckpointFolder(place.url, storage_options=place.server.options)
+    for step in (1, 2):
+        folder.save(step, state_of(step, SMALL), metadata={"run_id": "wire"})
+    place.proxy.rules = [Rule("^GET .*step-00000002/.*", wire.refuse(code), times=FOREVER)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointFolder(place.url, storage_options=place.through).load_latest()
+    assert not isinstance(caught.value, CorruptCheckpointError)
