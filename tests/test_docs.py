@@ -18,6 +18,7 @@ import pytest
 import accel_callbacks
 import accel_callbacks.callbacks
 import accel_callbacks.utils
+import checkpoint_io
 from accel_callbacks.callbacks.base import HOOKS
 from accel_callbacks.state import destroy_topology
 
@@ -235,3 +236,38 @@ def default_of(function: Any, argument: str) -> str:
 def test_the_table_of_hooks_is_complete() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", read("docs/reference/hooks.md"), re.M)
     assert sorted(rows) == sorted(HOOKS)
+
+
+@pytest.mark.parametrize("name", checkpoint_io.__all__)
+def test_checkpoint_io_is_in_its_reference(name: str) -> None:
+    assert re.search(rf"`{name}\b", read("docs/reference/checkpoint-io.md"))
+
+
+def test_the_methods_of_a_folder_are_in_its_reference() -> None:
+    text = read("docs/reference/checkpoint-io.md")
+    methods = [
+        name
+        for name, value in inspect.getmembers(checkpoint_io.CheckpointFolder, callable)
+        if not name.startswith("_")
+    ]
+    missing = [m for m in methods if f"`CheckpointFolder.{m}(" not in text]
+    assert missing == []
+
+
+def test_the_signatures_of_checkpoint_io_are_those_of_the_code() -> None:
+    """Of functions as `name(...)`, of methods as `Class.name(...)`."""
+    text = read("docs/reference/checkpoint-io.md")
+    found = re.findall(r"`([\w.]+)\(([^`]*?)\)`", text, re.S)
+    checked = 0
+    for name, listed in found:
+        function = checkpoint_io
+        for part in name.split("."):
+            function = getattr(function, part)
+        parameters = inspect.signature(function).parameters
+        for part in filter(None, (part.strip() for part in listed.split(","))):
+            argument, _, default = part.partition("=")
+            assert argument.lstrip("*") in parameters, f"{name}({argument})"
+            if default and default != "...":
+                assert default_of(function, argument) == default, f"{name}({part})"
+        checked += 1
+    assert checked >= 30
