@@ -21,7 +21,21 @@ _TIMEOUT = timedelta(hours=2)  # others wait while the slowest process writes
 _idle: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
-class SavingLane:
+class _AllProcesses:
+    """The members of both groups."""
+
+    @property
+    def rank(self) -> int:
+        """This process's index, from 0."""
+        return collectives.rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return collectives.world_size()
+
+
+class SavingLane(_AllProcesses):
     """A process group for one save at a time, as the checkpoint layer wants it.
 
     Processes take it and leave it at the same places of the script. With one process there is no
@@ -40,16 +54,6 @@ class SavingLane:
         self._group: Any = None
         self._home: list[Any] = []  # where the group goes back to
         self._works = True
-
-    @property
-    def rank(self) -> int:
-        """This process's index, from 0."""
-        return collectives.rank()
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-        return collectives.world_size()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every process's object, in rank order."""
@@ -116,7 +120,7 @@ def _new_group() -> Any:
     return dist.new_group(timeout=_TIMEOUT, backend="gloo")
 
 
-class SavingControl:
+class SavingControl(_AllProcesses):
     """All processes on the training thread: where they agree on what to save, and when.
 
     Args:
@@ -130,16 +134,6 @@ class SavingControl:
 
     def __init__(self, lane: SavingLane) -> None:
         self._lane = lane
-
-    @property
-    def rank(self) -> int:
-        """This process's index, from 0."""
-        return collectives.rank()
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-        return collectives.world_size()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every process's object, in rank order."""

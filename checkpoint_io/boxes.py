@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
 
@@ -142,20 +144,17 @@ def parts_with(shape: Shape, axes: Axes, part: int) -> list[int]:
 def overlapping(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     """Say whether two boxes, (offsets, lengths) without a zero, share an element."""
     if len(boxes) < 2 or not boxes[0][0]:
-        return len(boxes) > 1
+        return len(boxes) > 1  # two numbers where the tensor is one
+    starts = np.array([offsets for offsets, _ in boxes], dtype=np.int64)
+    ends = starts + np.array([lengths for _, lengths in boxes], dtype=np.int64)
     # sweep along the dimension that tells most boxes apart, so that few meet there
-    columns = zip(*(offsets for offsets, _ in boxes), strict=True)
-    distinct = [len(set(column)) for column in columns]
-    dim = distinct.index(max(distinct))
-    active: list[tuple[Shape, Shape]] = []
-    for box in sorted(boxes, key=lambda box: box[0][dim]):
-        active = [a for a in active if a[0][dim] + a[1][dim] > box[0][dim]]
-        if any(_share(a, box) for a in active):
+    axis = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))
+    order = np.argsort(starts[:, axis], kind="stable")
+    starts, ends = starts[order], ends[order]
+    reach = np.searchsorted(starts[:, axis], ends[:, axis], side="left")
+    for number, stop in enumerate(reach.tolist()):
+        others = slice(number + 1, stop)
+        meets = (starts[others] < ends[number]) & (starts[number] < ends[others])
+        if stop > number + 1 and meets.all(axis=1).any():
             return True
-        active.append(box)
     return False
-
-
-def _share(a: tuple[Shape, Shape], b: tuple[Shape, Shape]) -> bool:
-    """Say whether two boxes share an element."""
-    return all(x < y + m and y < x + n for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))

@@ -11,8 +11,8 @@ from checkpoint_io.async_saving.handle import SaveHandle
 from checkpoint_io.async_saving.snapshot import HostBuffers
 from checkpoint_io.errors import CheckpointError, CheckpointWarning
 from checkpoint_io.group import ProcessGroupLike, SingleProcess
-from checkpoint_io.layout.manifest import Manifest
 from checkpoint_io.outcome import Outcome, failed_ranks, raise_failure
+from checkpoint_io.writing.commit import following
 from checkpoint_io.writing.job import SaveJob, prepare_save
 
 __all__ = ["BackgroundSaver", "SaveHandle"]
@@ -102,9 +102,6 @@ class BackgroundSaver:
         if not self.make_room():
             return None
 
-        def choose(previous: Manifest | None) -> int:
-            return generation if generation is not None else _after(previous)
-
         job = prepare_save(
             url,
             state,
@@ -112,7 +109,7 @@ class BackgroundSaver:
             metadata=metadata,
             group=self._group,
             max_shard_size=max_shard_size,
-            next_generation=choose,
+            next_generation=following(generation),
             replicated=replicated,
             storage_options=storage_options,
         )
@@ -281,10 +278,6 @@ class BackgroundSaver:
             self._process, self._handle = os.getpid(), None
             self._own_group, self._buffers = None, HostBuffers()
         return self._handle
-
-
-def _after(previous: Manifest | None) -> int:
-    return 1 if previous is None else previous.generation + 1
 
 
 def _checked_policy(policy: str) -> str:

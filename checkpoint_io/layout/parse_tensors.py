@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from checkpoint_io.boxes import overlapping
 from checkpoint_io.layout.checks import LIMIT, Bad, integers, joined_checksums, show, typed
 from checkpoint_io.layout.dtypes import ITEMSIZE
 from checkpoint_io.layout.manifest import Chunk, FileEntry, TensorEntry
@@ -54,7 +53,9 @@ class _Parser:
             return TensorEntry(dtype, shape, (only,))
         chunks = tuple([self._chunk(row, shape, itemsize) for row in value[2:]])
         volume = sum([math.prod(chunk.shape) for chunk in chunks])
-        if volume != math.prod(shape) or _boxes_overlap(chunks):
+        if volume != math.prod(shape) or overlapping(
+            [(c.offsets, c.shape) for c in chunks if c.end > c.begin]
+        ):
             raise Bad("its chunks do not cover it exactly once")
         return TensorEntry(dtype, shape, chunks)
 
@@ -102,25 +103,3 @@ def _refuse_holes(entry: FileEntry, ranges: list[tuple[int, int]]) -> None:
         position = end
     if position != entry.size:
         raise Bad(f"no tensor claims byte {position} of {entry.name}")
-
-
-def _boxes_overlap(chunks: tuple[Chunk, ...]) -> bool:
-    """Say whether two boxes of one tensor share an element."""
-    boxes = [c for c in chunks if c.end > c.begin]
-    if len(boxes) < 2:
-        return False
-    if not boxes[0].shape:
-        return True  # two numbers where the tensor is one
-    starts = np.array([c.offsets for c in boxes], dtype=np.int64)
-    ends = starts + np.array([c.shape for c in boxes], dtype=np.int64)
-    # sweep along the dimension that tells most boxes apart, so that few meet there
-    axis = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))
-    order = np.argsort(starts[:, axis], kind="stable")
-    starts, ends = starts[order], ends[order]
-    reach = np.searchsorted(starts[:, axis], ends[:, axis], side="left")
-    for number, stop in enumerate(reach.tolist()):
-        others = slice(number + 1, stop)
-        meets = (starts[others] < ends[number]) & (starts[number] < ends[others])
-        if stop > number + 1 and meets.all(axis=1).any():
-            return True
-    return False

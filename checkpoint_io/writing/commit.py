@@ -31,6 +31,17 @@ __all__ = ["Commit", "NextGeneration", "remove_files"]
 NextGeneration = Callable[["Manifest | None"], int]
 
 
+def following(generation: int | None) -> NextGeneration:
+    """Number a save as asked, or one above the checkpoint that it replaces."""
+
+    def choose(previous: Manifest | None) -> int:
+        return (
+            generation if generation is not None else 1 + (previous.generation if previous else 0)
+        )
+
+    return choose
+
+
 class Commit:
     """Rank 0's part in one save; a context manager that gives the folder's lock back."""
 

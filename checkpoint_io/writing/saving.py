@@ -8,6 +8,7 @@ from typing import Any
 
 from checkpoint_io.group import ProcessGroupLike
 from checkpoint_io.layout.manifest import Manifest
+from checkpoint_io.writing.commit import following
 from checkpoint_io.writing.holdings import Replicated
 from checkpoint_io.writing.job import prepare_save
 
@@ -72,15 +73,10 @@ def save(
         {'w': tensor([1., 1.]), 'step': 3}
     """
 
-    def choose(previous: Manifest | None) -> int:
-        return (
-            generation if generation is not None else 1 + (previous.generation if previous else 0)
-        )
-
     job = prepare_save(
         url,
         state,
-        next_generation=choose,
+        next_generation=following(generation),
         local_state=local_state,
         metadata=metadata,
         group=group,

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint_io.scripted_s3 import ScriptedS3, scripted_s3
 from tests.distributed.conftest import pool, pool_of_4  # noqa: F401
 
 
@@ -29,3 +30,10 @@ def flip_bit() -> Callable[[Path, int], None]:
         path.write_bytes(bytes(data))
 
     return flip
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[ScriptedS3]:
+    """A server whose answers the tests of a module write."""
+    with scripted_s3() as running:
+        yield running

@@ -26,7 +26,6 @@ from tests.checkpoint_io.scripted_s3 import (
     ScriptedS3,
     failure,
     piece,
-    scripted_s3,
     usual,
 )
 from tests.servers import S3Server, s3_server
@@ -241,12 +240,6 @@ class Keeper:
             return failure(412, "PreconditionFailed")
         self.data = request.body
         return harm or usual(request)
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[ScriptedS3]:
-    with scripted_s3() as running:
-        yield running
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from tests.checkpoint_io.scripted_s3 import (
     ScriptedS3,
     failure,
     piece,
-    scripted_s3,
     usual,
 )
 from tests.servers import S3Server, s3_server
@@ -42,12 +41,6 @@ QUICK = RetryPolicy(
 @pytest.fixture(scope="module", params=["moto", pytest.param("seaweedfs", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
     with s3_server(request.param) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[ScriptedS3]:
-    with scripted_s3() as running:
         yield running
 
 
