@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from checkpoint_io.errors import CheckpointWarning, CorruptCheckpointError
 from checkpoint_io.layout import jsonio
 from checkpoint_io.layout.manifest import Manifest
-from checkpoint_io.layout.names import MANIFEST, kind_of, save_id_of
+from checkpoint_io.layout.names import MANIFEST, kind_of, save_id_of, stale_probes
 from checkpoint_io.layout.tensorfile import MAX_HEADER
 from checkpoint_io.stores.store import RangeReader, Store, child_name
 
@@ -41,7 +41,7 @@ def remove_checkpoint(store: Store, manifest: Manifest) -> None:
     ours = _ours(present)
     extras = [name for name in extra_files(manifest) if name in present]
     store.remove(MANIFEST)
-    remove_all(store, [*extras, *_owner_last(ours)])
+    remove_all(store, [*extras, *stale_probes(present), *_owner_last(ours)])
     _give_back_uploads(store, {manifest.id, *_saves(ours)})
     store.remove_folder()
 
@@ -69,7 +69,9 @@ def remove_left_overs(store: Store, current: Manifest, run_id: str) -> None:
 
 def remove_unfinished(store: Store, run_id: str) -> None:
     """Remove the files of a run's saves in a folder that has no checkpoint."""
-    remove_saves(store, _ours(store.sizes()), run_id)
+    present = store.sizes()
+    remove_saves(store, _ours(present), run_id)
+    remove_all(store, stale_probes(present))
     if not store.sizes() and not store.folders():
         store.remove_folder()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 LIMIT = 2**63 - 1
 MAX_DIMS = 64
-_HEX16S = re.compile(r"[0-9a-f]+", re.ASCII)
+HEX16S = re.compile(r"[0-9a-f]+", re.ASCII).fullmatch
 _HEX16 = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
@@ -67,7 +67,7 @@ def joined_checksums(value: Any, size: int, part_size: int) -> tuple[str, ...]:
     """Return the checksums of so many bytes out of one string."""
     if type(value) is not str or len(value) != 16 * -(-size // part_size):
         raise Bad(f"there is not one checksum for each {part_size} of its {size} bytes")
-    if value and not _HEX16S.fullmatch(value):
+    if value and not HEX16S(value):
         raise Bad("a checksum that is not 16 hex digits")
     if size <= part_size:
         return (value,) if size else ()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
+from collections.abc import Iterable
 
 MANIFEST = "manifest.json"
 
 _TENSORS = re.compile(r"tensors-([0-9a-f]{8,64})-r[0-9]{5,9}-[0-9]{5,9}\.safetensors", re.ASCII)
 _OBJECTS = re.compile(r"objects-([0-9a-f]{8,64})-(?:r[0-9]{5,9}|shared)\.json", re.ASCII)
+_PROBE = re.compile(r"probe-([0-9a-f]{8})-[0-9a-f]{16}\.tmp", re.ASCII)
+_PROBE_SECONDS = 24 * 3600  # clocks of machines that share a store may differ by hours
 _TEMPORARY = re.compile(r"manifest-([0-9a-f]{8,64})\.tmp", re.ASCII)
 
 
@@ -32,6 +36,17 @@ def objects_name(save_id: str, rank: int | None) -> str:
 def temporary_name(save_id: str) -> str:
     """Name the file that becomes the manifest by an atomic rename."""
     return f"manifest-{save_id}.tmp"
+
+
+def probe_name() -> str:
+    """Name a file that is written to try a place: it says when, and no other has this name."""
+    return f"probe-{int(time.time()):08x}-{secrets.token_hex(8)}.tmp"
+
+
+def stale_probes(names: Iterable[str]) -> list[str]:
+    """Return the names of probes that began so long ago that they must have been killed."""
+    limit = time.time() - _PROBE_SECONDS
+    return [n for n in names if (match := _PROBE.fullmatch(n)) and int(match.group(1), 16) < limit]
 
 
 def kind_of(name: str) -> str | None:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from checkpoint_io.boxes import overlapping
-from checkpoint_io.layout.checks import LIMIT, Bad, integers, joined_checksums, show, typed
+from checkpoint_io.layout.checks import (
+    HEX16S,
+    LIMIT,
+    Bad,
+    integers,
+    joined_checksums,
+    show,
+    typed,
+)
 from checkpoint_io.layout.dtypes import ITEMSIZE
 from checkpoint_io.layout.manifest import Chunk, FileEntry, TensorEntry
 
@@ -38,6 +46,9 @@ class _Parser:
 
     def tensor(self, value: Any) -> TensorEntry:
         """Check that a tensor's chunks are inside it, do not overlap and fill it."""
+        entry = self._small(value)
+        if entry is not None:
+            return entry
         if type(value) is not list or not 3 <= len(value) <= _MAX_CHUNKS + 2:
             raise Bad(f"must be a dtype, a shape and 1 to {_MAX_CHUNKS} chunks")
         dtype = value[0]
@@ -58,6 +69,29 @@ class _Parser:
         ):
             raise Bad("its chunks do not cover it exactly once")
         return TensorEntry(dtype, shape, chunks)
+
+    def _small(self, value: Any) -> TensorEntry | None:
+        """Check the usual entry, one whole chunk of at most one part; None says: look closer."""
+        try:
+            dtype, dims, (index, begin, end, sums) = value
+            entry, itemsize = self._files[index], ITEMSIZE[dtype]
+        except (TypeError, ValueError, KeyError, IndexError):
+            return None
+        plain = type(dims) is list and type(sums) is str and len(sums) == 16 and len(dims) <= 4
+        if not (plain and type(index) is type(begin) is type(end) is int and index >= 0):
+            return None
+        size = itemsize
+        for n in dims:
+            if type(n) is not int or not 0 < n <= self._part_size:
+                return None
+            size *= n
+        inside = entry.kind == "tensors" and entry.covered <= begin < end <= entry.size
+        if not inside or size != end - begin or size > self._part_size or not HEX16S(sums):
+            return None
+        self.used[index].append((begin, end))
+        shape = tuple(dims)
+        offsets = (0,) * len(shape)
+        return TensorEntry(dtype, shape, (Chunk(index, offsets, shape, begin, end, (sums,)),))
 
     def _chunk(self, row: Any, shape: tuple[int, ...], itemsize: int) -> Chunk:
         """Check that a chunk lies inside its tensor and its bytes inside their file."""

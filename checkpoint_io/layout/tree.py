@@ -210,6 +210,10 @@ class _Decoder:
 
     def decode(self, value: Any) -> Any:
         """Return what a JSON value stands for."""
+        if type(value) is dict and len(value) == 1:  # most leaves, and the quickest way to them
+            key = value.get("$tensor")
+            if type(key) is str and key in self._tensors:
+                return self._tensors[key]
         if isinstance(value, list):
             return self._items(value)
         if not isinstance(value, dict):

@@ -38,10 +38,11 @@ class Matched:
 
     def describe(self) -> str:
         """Say what is missing and unexpected, with the nearest name on the other side."""
-        spare = self.unexpected or [saved for _, saved in self.pairs]
+        saved = self.unexpected or [saved for _, saved in self.pairs]
+        wanted = self.missing or [wanted for wanted, _ in self.pairs]
         lines = [
-            _listing("missing", [name + _hint(name, spare) for name in self.missing[:_SHOWN]]),
-            _listing("unexpected", self.unexpected[:_SHOWN]),
+            _listing("missing", [name + _hint(name, saved) for name in self.missing[:_SHOWN]]),
+            _listing("unexpected", [n + _hint(n, wanted) for n in self.unexpected[:_SHOWN]]),
         ]
         totals = (len(self.missing), len(self.unexpected))
         texts = [

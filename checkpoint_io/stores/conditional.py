@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import warnings
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,10 +17,12 @@ from checkpoint_io.errors import (
     CheckpointWarning,
     UnsettledWriteError,
 )
+from checkpoint_io.layout.names import probe_name
 from checkpoint_io.stores.retrying import Attempts
 from checkpoint_io.stores.s3_client import S3Client
 from checkpoint_io.stores.s3_download import head
 from checkpoint_io.stores.s3_errors import is_absent, is_transient, lost_condition, status_of
+from checkpoint_io.stores.s3_multipart import CorruptUploadError
 from checkpoint_io.stores.s3_parts import Checksum
 from checkpoint_io.stores.s3_upload import put
 
@@ -74,6 +75,9 @@ async def _put(
             await put(client, key, data, checksum, **condition)
             return
         except Exception as error:
+            if expected is not None and isinstance(error, CorruptUploadError) and error.tag:
+                # the store took them in place of what was there: only those may be replaced now
+                expected, condition = error.tag, _condition(error.tag)
             unanswered = unanswered or status_of(error) in _OPEN
             refused = expected is not None and (lost_condition(error) or is_absent(error))
             # an earlier try may have arrived without its answer; the HTTP client below us repeats
@@ -151,7 +155,7 @@ def _known(pid: int, endpoint: str, bucket: str) -> list[Conditions]:
 
 async def _probe(client: S3Client, folder: str, checksum: Checksum | None) -> Conditions:
     """Ask for what a store with conditions refuses, on an object made for that."""
-    name = f"probe-{secrets.token_hex(8)}.tmp"
+    name = probe_name()
     key = f"{folder}/{name}" if folder else name
 
     async def refuses(**condition: Any) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from checkpoint_io.errors import CheckpointError
+from checkpoint_io.layout.names import probe_name, stale_probes
 from checkpoint_io.stores.spans import Write
 
 
@@ -24,10 +26,13 @@ class Probed(Protocol):
     def remove(self, name: str) -> None:
         """Remove a file."""
 
+    def sizes(self) -> Mapping[str, int]:
+        """List the files."""
+
 
 def probe_by_writing(store: Probed) -> None:
-    """Write, read back and remove a small file."""
-    name, data = f"probe-{secrets.token_hex(8)}.tmp", secrets.token_bytes(64)
+    """Write, read back and remove a small file, and remove those of probes that were killed."""
+    name, data = probe_name(), secrets.token_bytes(64)
     try:
         with store.create(name, len(data)) as write:
             write(memoryview(data))
@@ -36,6 +41,8 @@ def probe_by_writing(store: Probed) -> None:
                 same = reader.size == len(data) and bytes(reader.read(0, reader.size)) == data
         finally:
             store.remove(name)
+        for left in stale_probes(store.sizes()):
+            store.remove(left)
     except Exception as error:
         raise CheckpointError(
             f"cannot save to {store.url}: {type(error).__name__}: {error}; check the path, "

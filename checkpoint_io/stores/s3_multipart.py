@@ -22,7 +22,15 @@ from checkpoint_io.stores.s3_parts import (
 
 
 class CorruptUploadError(ConnectionError):
-    """What arrived at the store is not what was sent; sending it again may help."""
+    """What arrived at the store is not what was sent; sending it again may help.
+
+    Attributes:
+        tag: entity tag of the object that the store now has instead, "" if it has none.
+    """
+
+    def __init__(self, message: str, tag: str = "") -> None:
+        super().__init__(message)
+        self.tag = tag
 
 
 class MultipartUpload:

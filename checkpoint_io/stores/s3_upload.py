@@ -27,7 +27,8 @@ async def put(
         "put_object", 1 + len(data) / STEP, Key=key, Body=client.body(data), **fields, **extra
     )
     if not verify_arrival(answer, field, sent, data):
-        raise CorruptUploadError(f"{key}: the store has other bytes than were sent")
+        tag = str(answer.get("ETag", ""))
+        raise CorruptUploadError(f"{key}: the store has other bytes than were sent", tag)
     return dict(answer)
 
 

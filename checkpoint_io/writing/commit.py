@@ -18,7 +18,7 @@ from checkpoint_io.errors import (
 from checkpoint_io.folders.cleaning import remove_all as remove_files
 from checkpoint_io.folders.cleaning import remove_saves
 from checkpoint_io.layout.manifest import Manifest, same_manifest, seal
-from checkpoint_io.layout.names import MANIFEST, save_id_of, temporary_name
+from checkpoint_io.layout.names import MANIFEST, save_id_of, stale_probes, temporary_name
 from checkpoint_io.layout.parse import parse_document
 from checkpoint_io.outcome import Outcome
 from checkpoint_io.pausing import collector_paused
@@ -56,6 +56,7 @@ class Commit:
         self._token = ""
         self._previous: Manifest | None = None
         self._litter: list[str] = []
+        self._probes: list[str] = []
         self._data: bytes | None = None
 
     def begin(self) -> None:
@@ -71,6 +72,7 @@ class Commit:
         if self._run_id is not None:
             present = self._store.sizes()
             self._litter = [name for name in present if save_id_of(name) and name not in named]
+            self._probes = stale_probes(present)
 
     def __enter__(self) -> Commit:
         return self
@@ -146,6 +148,7 @@ class Commit:
             return
         if self._previous is not None:
             remove_files(self._store, [entry.name for entry in self._previous.files])
+        remove_files(self._store, self._probes)
         if self._litter and self._run_id is not None:
             try:
                 remove_saves(self._store, self._litter, self._run_id)

@@ -208,6 +208,7 @@ class Keeper:
         self.before: dict[int, bytes] = {}
         self.lost = False  # what is not answered does not arrive either
         self.puts = 0
+        self.tag = ""  # of what is there, if not the usual one
 
     def __call__(self, request: Request) -> Answer:
         if not request.key.endswith("/m"):
@@ -231,12 +232,15 @@ class Keeper:
         self.data = self.before.get(self.puts, self.data)
         harm = self.harm[self.puts] if self.puts < len(self.harm) else None
         self.puts += 1
+        if harm is not None and harm.headers:  # another tag: it took something else than was sent
+            self.data = b"garbled"
         if harm is not None and (self.lost or not harm.drop):
             return harm
         if "if-none-match" in request.headers and self.data is not None:
             return failure(412, "PreconditionFailed")
         wanted = request.headers.get("if-match")
-        if wanted and (self.data is None or wanted != f'"{hash(self.data)}"'):
+        known = self.tag or f'"{hash(self.data)}"'
+        if wanted and (self.data is None or wanted != known):
             return failure(412, "PreconditionFailed")
         self.data = request.body
         return harm or usual(request)
@@ -273,6 +277,20 @@ def test_put_whose_every_answer_got_lost(script: ScriptedS3) -> None:
     store, keeper = keep(script, LOST, LOST, LOST, LOST)
     store.replace("m", b"ours", "t", expected="")
     assert keeper.data == b"ours"
+
+
+def test_bytes_that_arrived_wrong_are_replaced_and_nothing_else(script: ScriptedS3) -> None:
+    """A store that does not check keeps them, under a tag that the next try asks for."""
+    wrong = Answer(headers={"ETag": f'"{"0" * 32}"'})
+    store, keeper = keep(script, wrong)
+    keeper.before[1] = b"theirs"
+    with pytest.raises(CheckpointConflictError):
+        store.replace("m", b"ours", "t", expected="")
+    assert keeper.data == b"theirs"
+    store, keeper = keep(script, wrong)
+    keeper.tag = f'"{"0" * 32}"'
+    store.replace("m", b"ours", "t", expected="")
+    assert (keeper.data, keeper.puts) == (b"ours", 2)
 
 
 def test_put_of_another_writer_is_a_conflict_also_after_a_retry(script: ScriptedS3) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,28 @@ def test_what_is_remembered_of_manifests_is_bounded(
     folder.list()
     assert len(manifests_read) > 3  # each has one tensor, and two may be remembered
     assert names(folder) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("how", ["probe", "save", "prune"])
+def test_probes_that_were_killed_are_removed_a_day_later(tmp_path: Path, how: str) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2):
+        folder.save(step, {"x": torch.ones(1)}, metadata={"run_id": "r"})
+    place = tmp_path if how == "probe" else tmp_path / folder.list()[0].name
+    old, new = (f"probe-{int(time.time()) - age:08x}-{'0' * 16}.tmp" for age in (90_000, 60))
+    for name in (old, new):
+        (place / name).write_bytes(b"x")
+    if how == "probe":
+        folder.probe()
+    elif how == "save":
+        save(place, {"x": torch.zeros(1)}, metadata={"run_id": "r"})
+    else:
+        (place / new).unlink()
+        folder.prune(keep_last(1), run_id="r")
+        assert not place.exists()
+        return
+    assert not (place / old).exists()
+    assert (place / new).exists()  # perhaps another process is at it
 
 
 def test_probe_finds_a_wrong_place(tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ def test_long_lists_are_cut_and_quick() -> None:
     found = match_names(wanted, [f"layers.{n}.attn.weight" for n in range(20_000)])
     assert len(found.missing) == len(found.unexpected) == 20_000
     text = found.describe()
-    assert "layer.0.attn.weight (nearest: layers.0.attn.weight)" in text
+    assert "missing layer.0.attn.weight (nearest: layers.0.attn.weight)" in text
+    assert "unexpected layers.0.attn.weight (nearest: layer.0.attn.weight)" in text
     assert "and 19992 more" in text
     assert len(text) < 2000
 
