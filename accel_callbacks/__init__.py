@@ -30,6 +30,7 @@ _HOME = {
     "DistributedOperationException": "errors",
     "DistributedType": "state",
     "DynamoBackend": "plugins.dynamo",
+    "GeneralTracker": "general_tracker",
     "GradScalerKwargs": "plugins.scaler",
     "GradientAccumulationPlugin": "plugins.accumulation",
     "GradientState": "gradient_state",
@@ -37,6 +38,7 @@ _HOME = {
     "IterableDatasetShard": "data.dataset_shard",
     "KwargsHandler": "plugins.base",
     "LocalSGD": "local_sgd",
+    "LoggerType": "general_tracker",
     "MultiProcessAdapter": "logging",
     "PartialState": "handles",
     "ProfileKwargs": "profiling",
@@ -109,6 +111,8 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.errors import RemoteError as RemoteError
     from accel_callbacks.errors import ResumeError as ResumeError
+    from accel_callbacks.general_tracker import GeneralTracker as GeneralTracker
+    from accel_callbacks.general_tracker import LoggerType as LoggerType
     from accel_callbacks.gradient_state import GradientState as GradientState
     from accel_callbacks.handles import AcceleratorState as AcceleratorState
     from accel_callbacks.handles import PartialState as PartialState

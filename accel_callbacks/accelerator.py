@@ -20,6 +20,7 @@ from accel_callbacks.data.configuration import (
 )
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.skip import SkipDataLoader
+from accel_callbacks.facade.calling import CallingMethods
 from accel_callbacks.facade.control import ControlMethods
 from accel_callbacks.facade.gathering import GatherMethods
 from accel_callbacks.facade.loading import LoadingMethods
@@ -29,6 +30,7 @@ from accel_callbacks.facade.resuming import ResumingMethods
 from accel_callbacks.facade.running import RunningMethods
 from accel_callbacks.facade.saving import SavingMethods
 from accel_callbacks.facade.step import StepMethods
+from accel_callbacks.facade.tracking import TrackingMethods
 from accel_callbacks.facade.uneven import UnevenMethods
 from accel_callbacks.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -60,6 +62,8 @@ class Accelerator(
     ResumingMethods,
     RegisteringMethods,
     ControlMethods,
+    TrackingMethods,
+    CallingMethods,
     RunningMethods,
 ):
     """Runs a plain training loop on any machine, with callbacks, trackers and checkpoints.
@@ -78,7 +82,8 @@ class Accelerator(
         log_with: names (``"jsonl"``, ``"tensorboard"``, ``"wandb"``) or instances of trackers.
         project_dir: folder of the run's logs and checkpoints.
         project_config: the same with more options; instead of ``project_dir``.
-        callbacks: objects with hooks, called in this order.
+        callbacks: objects with hooks, called in this order as far as their ``before``, ``after``
+            and ``runs_last`` allow; :func:`accel_callbacks.callbacks.configured` sets these.
         gradient_accumulation_plugin: the window with more options; instead of
             ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: prepared schedulers move with optimizer steps, on by
@@ -95,6 +100,8 @@ class Accelerator(
             by default: the order of samples does not need it.
         timeout: how long a collective waits for the other processes; torch's default if None.
         strict_trackers: let an error of a tracker end the run; off by default.
+        tracker_config: how trackers are treated (``loggers.TrackerConfig``): policy for NaN,
+            limits of time and of what waits.
 
     Raises:
         ValueError: an option has a value that does not exist.
@@ -139,6 +146,7 @@ class Accelerator(
         callbacks: Iterable[Any] = (),
         timeout: timedelta | None = None,
         strict_trackers: bool = False,
+        tracker_config: Any = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -189,12 +197,13 @@ class Accelerator(
             self.project_configuration.log_folder,
             is_main_process=self.is_main_process,
             strict=strict_trackers,
+            config=tracker_config,
         )
 
     @property
     def callbacks(self) -> list[Any]:
-        """The registered callbacks, in order."""
-        return list(self._dispatch.callbacks)
+        """The registered callbacks, in the order in which they were given."""
+        return self._dispatch.callbacks
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.errors import nearest
+from accel_callbacks.evaluating import begin_evaluation, end_evaluation
 from accel_callbacks.loop import Loop
 from accel_callbacks.strategies import Strategy
 
 __all__ = ["Accumulate", "Evaluate"]
+
+_STAGES = ("validation", "test")
 
 
 class Accumulate(AbstractContextManager["Accumulate"]):
@@ -73,14 +77,20 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         True
     """
 
-    def __init__(self, loop: Loop, models: tuple[torch.nn.Module, ...]) -> None:
+    def __init__(
+        self, loop: Loop, models: tuple[torch.nn.Module, ...], stage: str = "validation"
+    ) -> None:
+        if stage not in _STAGES:
+            hint = nearest(str(stage), _STAGES)
+            raise ValueError(f"stage={stage!r} is neither 'validation' nor 'test'.{hint}")
         self._loop = loop
         self._models = models
+        self._stage = stage
         self._modes: list[tuple[torch.nn.Module, bool]] = []
         self._grad = torch.no_grad()
 
     def __enter__(self) -> Evaluate:
-        self._loop.begin_evaluation()
+        begin_evaluation(self._loop, self._stage)
         # Every module's own mode, so that frozen parts kept in eval mode stay so afterwards.
         self._modes = [(m, m.training) for model in self._models for m in model.modules()]
         for model in self._models:
@@ -92,4 +102,4 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         self._grad.__exit__(kind, error, trace)
         for module, mode in self._modes:
             module.training = mode
-        self._loop.end_evaluation(failed=error is not None)
+        end_evaluation(self._loop, self._stage, failed=error is not None)

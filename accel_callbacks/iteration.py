@@ -1,16 +1,19 @@
-"""What surrounds epochs, and the batches of a loader as training, as mere data, as validation."""
+"""What surrounds epochs, and the batches of a loader as training and as mere data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from accel_callbacks.boundary import poll, vote, vote_within
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.trainer_attributes import length_of
 
 if TYPE_CHECKING:
     from accel_callbacks.loop import Loop
 
-__all__ = ["counted_epochs", "evaluation_pass", "feeding_pass", "poll_outside", "training_pass"]
+__all__ = ["counted_epochs", "feeding_pass", "training_pass"]
 
 
 def counted_epochs(loop: Loop, total: int) -> Iterator[int]:
@@ -19,7 +22,7 @@ def counted_epochs(loop: Loop, total: int) -> Iterator[int]:
     loop.settle()
     run.max_epochs = total
     run.epochs_done = run.first_epoch  # passes before this, to warm up say, do not count
-    run.agree()
+    vote(loop)
     if run.epochs_done >= total:
         run.accelerator._notice(f"nothing left to do: {run.epochs_done} epochs are done")
     if run.should_stop or run.epochs_done >= total:
@@ -34,8 +37,8 @@ def counted_epochs(loop: Loop, total: int) -> Iterator[int]:
             yield epoch
             loop.settle()
             loop.end_epoch(epoch, counted=True)
-            _poll(loop)
-            run.agree()
+            poll(loop)
+            vote(loop)
             if run.should_stop:
                 return
     except GeneratorExit:
@@ -50,34 +53,44 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
     """One pass over training data, with the hooks of batches (and of epochs in a plain loop)."""
     run = loop.run
     if run.should_stop:
-        return
+        if not loop.stop_is_old:
+            return
+        run.should_stop = False
     loop.begin_training()
     token = loop.enter(loader, outer=True)
     done, loader.done = loader.done, False
     loader.trained = True
-    run.num_training_batches = _length(loader)
-    start_hooks = loop.dispatch.hooks["on_train_batch_start"]
-    # Each call less in the loop is felt: this code is cold after the work of a step.
-    quiet = not loop.dispatch.hooks["on_train_batch_end"] and not loop.dispatch.can_vote
-    saves = loop.saves
+    run.num_training_batches = length_of(loader)
+    dispatch, saves = loop.dispatch, loop.saves
+    hooks = dispatch.hooks  # whose entries change when callbacks come and go
     index, batch, seen, looked = -1, None, 0, False
+    asked = perf_counter()
     try:
         for batch in loader.batches():
+            run.data_wait_s += perf_counter() - asked
             if not run.epoch_open:
                 loop.open_plain_epoch(loader.epoch)
             run.batch_idx = index = loader.batch_index
             seen += 1
             loop.begin_batch(loader)
-            for hook in start_hooks:
+            for hook in hooks["on_train_batch_start"]:
                 hook(run, loop.model, batch, index)
             yield batch
-            if quiet and not loop.left_open and not saves.pending:
-                loop.worked = True
-            else:
+            # Each call less in the loop is felt: this code is cold after the work of a step.
+            if (
+                hooks["on_train_batch_end"]
+                or dispatch.can_vote
+                or run.votes.asked
+                or loop.left_open
+                or saves.pending
+            ):
                 _end_batch(loop, batch, index)
+            else:
+                loop.worked = True
             if run.should_stop and not loop.window.is_open:
                 loop.stop_pass(loader)
                 break
+            asked = perf_counter()
     except GeneratorExit:
         if loader.passes != token:  # an iterator that was kept; a newer pass goes on
             raise
@@ -99,33 +112,18 @@ def training_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
 
 
 def _end_batch(loop: Loop, batch: Any, index: int) -> None:
-    """The loop's body is over: ``on_train_batch_end``, and the vote on stopping."""
+    """The loop's body is over: ``on_train_batch_end``, and the vote."""
     if loop.left_open:
         loop.settle()
     loop.worked = True  # whatever the body did with it, this batch is done
-    _poll(loop)
+    poll(loop)
     hooks = loop.dispatch.hooks["on_train_batch_end"]
     if hooks:
         outputs = None if loop.last_loss is None else {"loss": loop.last_loss.detach()}
         for hook in hooks:
             hook(loop.run, loop.model, outputs, batch, index)
-    if loop.dispatch.can_vote and not loop.window.is_open:
-        loop.run.agree()
-
-
-def _poll(loop: Loop) -> None:
-    """At a step boundary: learn whether the save that is under way has ended."""
-    window = loop.window
-    # In a block of join_uneven_inputs the processes do not come here equally often.
-    if loop.saves.pending and not window.is_open and not window.normalizer.closed:
-        loop.saves.poll()
-
-
-def poll_outside(loop: Loop) -> None:
-    """The same where no prepared loader tells where a step ends: before the next one's backward."""
-    window = loop.window
-    if not loop.active and window.position <= 1 and not window.normalizer.closed:
-        loop.saves.poll()
+    if loop.dispatch.can_vote or loop.run.votes.asked:
+        vote_within(loop)
 
 
 def feeding_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
@@ -142,38 +140,3 @@ def feeding_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
         raise
     finally:
         loop.leave(loader, token)
-
-
-def evaluation_pass(loop: Loop, loader: DataLoaderShard) -> Iterator[Any]:
-    """One pass over validation data; in a plain loop it is an evaluation of its own."""
-    alone = not loop.evaluating
-    if alone:
-        loop.begin_evaluation()
-    # Lightning passes the loader's index only where there are several loaders.
-    extra = (loop.eval_loaders,) if loop.eval_loaders else ()
-    loop.eval_loaders += 1
-    token = loop.enter(loader, outer=False)
-    loader.trained = False
-    start_hooks = loop.dispatch.hooks["on_validation_batch_start"]
-    end_hooks = loop.dispatch.hooks["on_validation_batch_end"]
-    try:
-        for batch in loader.batches():
-            index = loader.batch_index
-            for hook in start_hooks:
-                hook(loop.run, loop.model, batch, index, *extra)
-            yield batch
-            for hook in end_hooks:
-                hook(loop.run, loop.model, None, batch, index, *extra)
-    finally:
-        loop.leave(loader, token)
-        if alone and loop.evaluating:
-            loop.evaluating -= 1
-            loop.left_open.append(loop.fire_evaluation_end)
-    loop.settle()
-
-
-def _length(loader: DataLoaderShard) -> int | float:
-    try:
-        return len(loader)
-    except TypeError:
-        return float("inf")

@@ -13,12 +13,9 @@ from accel_callbacks.background_saves import BackgroundSaves
 from accel_callbacks.callbacks.dispatch import Dispatcher
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.deliveries import Deliveries
-from accel_callbacks.iteration import (
-    counted_epochs,
-    evaluation_pass,
-    feeding_pass,
-    training_pass,
-)
+from accel_callbacks.evaluating import evaluation_pass
+from accel_callbacks.iteration import counted_epochs, feeding_pass, training_pass
+from accel_callbacks.loaders_seen import LoadersSeen
 from accel_callbacks.run import TrainingRun
 
 __all__ = ["Loop"]
@@ -45,6 +42,9 @@ class Loop:
         deliveries: training loaders that moved on since the last micro-batch began.
         left_open: what is fired by the next thing that the script does.
         saves: what saves the training state, also in the background.
+        stages: the evaluations that are open, the innermost last.
+        loaders_seen: which prepared loaders were used for what.
+        stop_is_old: the run's stop ended a training that is over, and is none for another.
         half_loaded: the checkpoint whose loading broke off after it had changed something.
 
     Example:
@@ -72,24 +72,37 @@ class Loop:
         self.deliveries = Deliveries()
         self.left_open: list[Callable[[], None]] = []
         self.saves = BackgroundSaves(self.fire)
-        self.evaluating = 0
+        self.stages: list[str] = []
+        self.loaders_seen = LoadersSeen()
+        self.told_no_saver = False
         self.eval_loaders = 0
         self.last_loss: torch.Tensor | None = None
         self.half_loaded: str | None = None
         self.worked = False
-        self.epochs_counted = False
+        self.epochs_counted = self.stop_is_old = False
         self.stepped: set[int] = set()
         self._outer: DataLoaderShard | None = None
         self._cut_short = self._passed = False
         self._settling = self._fit_started = self._train_started = False
+        self._untorn: list[Callable[..., None]] | None = None  # whose teardown has still to come
 
     @property
     def phase(self) -> str:
-        """``"train"`` or ``"validation"``: what iterating a loader now would count as."""
-        if self.evaluating:
-            return "validation"
+        """``"train"``, ``"validation"`` or ``"test"``: what iterating a loader would count as."""
+        if self.stages:
+            return self.stages[-1]
         training = not self.models or any(model.training for model in self.models)
         return "train" if training else "validation"
+
+    @property
+    def evaluating(self) -> int:
+        """How many evaluations are open."""
+        return len(self.stages)
+
+    @property
+    def fitting(self) -> bool:
+        """Between ``setup`` and ``teardown``."""
+        return self._fit_started
 
     @property
     def between_passes(self) -> bool:
@@ -118,7 +131,7 @@ class Loop:
         """``setup``, the restoring of a checkpoint, ``on_fit_start``; once a run."""
         if self._fit_started:
             return
-        self._fit_started = True
+        self._fit_started, self.stop_is_old = True, False
         self.fire("setup", "fit")
         if restore is not None:
             restore()
@@ -153,20 +166,24 @@ class Loop:
         if not self._fit_started:
             return
         self.fire("on_fit_end")
-        self.fire("teardown", "fit")
+        self._untorn = left = list(self.dispatch.hooks["teardown"])
+        while left:
+            left.pop(0)(self.run, self.model, "fit")
         self._reset()
 
     def fail_fit(self, error: BaseException) -> None:
         """The hooks of a run that ends with an error."""
+        self.run.interrupted = isinstance(error, KeyboardInterrupt)
         if self._fit_started:
-            self._fire_safely("on_exception", error)
-            self._fire_safely("teardown", "fit")
+            hooks, left = self.dispatch.hooks, self._untorn
+            self._call_safely(hooks["on_exception"], error)
+            self._call_safely(hooks["teardown"] if left is None else left, "fit")
             self._reset()
         self.saves.abandon()
 
-    def _fire_safely(self, hook: str, *args: Any) -> None:
-        """Call a hook while an error unwinds: a second error is shown, and hides nothing."""
-        for method in self.dispatch.hooks[hook]:
+    def _call_safely(self, methods: Sequence[Callable[..., None]], *args: Any) -> None:
+        """Call hooks while an error unwinds: a second error is shown, and hides nothing."""
+        for method in methods:
             try:
                 method(self.run, self.model, *args)
             except Exception:
@@ -175,6 +192,7 @@ class Loop:
     def _reset(self) -> None:
         """Forget the run that was, so that another can begin."""
         self._fit_started = self._train_started = self.epochs_counted = False
+        self._untorn, self.stop_is_old = None, self.run.should_stop
         self._drop_passes()
 
     def forget(self) -> None:
@@ -182,16 +200,16 @@ class Loop:
         self._drop_passes()
         self.window.close()
         self.model = self.last_loss = self.half_loaded = None
+        self.loaders_seen.forget()
         self.window.normalizer.forget()
         self.window.dirty = self._passed = False
 
     def _drop_passes(self) -> None:
         """No loop is open any more."""
         self._cut_short = False
-        for group in (self.left_open, self.active, self.deliveries, self.stepped):
+        for group in (self.left_open, self.active, self.deliveries, self.stepped, self.stages):
             group.clear()
         self._outer = None
-        self.evaluating = 0
         if not self.run.awaits_training:  # else the open window is that of the checkpoint
             self.window.abandon()
 
@@ -203,8 +221,10 @@ class Loop:
 
     def end_epoch(self, epoch: int, *, counted: bool) -> None:
         """``on_train_epoch_end``, and whether the epoch counts as done."""
-        # An epoch that a stop cut short is not done: a resume goes on inside of it.
-        if not self._cut_short:
+        # An epoch that a stop cut short is not done: a resume goes on inside of it. A callback may
+        # have taken the stop back meanwhile.
+        cut_short, self._cut_short = self._cut_short, False
+        if not (cut_short and self.run.should_stop):
             self.run.epoch_open = False
             self.run.epochs_done = epoch + 1
             if counted:
@@ -234,7 +254,7 @@ class Loop:
     def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate a prepared loader, as training, as data inside of training, or as validation."""
         self.settle()
-        if self.phase == "validation":
+        if self.phase != "train":
             yield from evaluation_pass(self, loader)
         elif self._outer is not None and self._outer is not loader:
             yield from feeding_pass(self, loader)
@@ -248,7 +268,7 @@ class Loop:
         self.active.append(loader)
         self._passed = True
         if outer:
-            self._outer = loader
+            self._outer = self.loaders_seen.training = loader
         loader.passes += 1
         return loader.passes
 
@@ -291,26 +311,3 @@ class Loop:
             optimizer.zero_grad()
         self.window.normalizer.forget()
         self.window.dirty = False
-
-    # --- evaluation ---------------------------------------------------------------------------
-
-    def begin_evaluation(self) -> None:
-        """``on_validation_start`` and ``on_validation_epoch_start``."""
-        self.settle()
-        self.begin_fit()
-        self.evaluating += 1
-        self.eval_loaders = 0
-        self.fire("on_validation_start")
-        self.fire("on_validation_epoch_start")
-
-    def end_evaluation(self, *, failed: bool = False) -> None:
-        """``on_validation_epoch_end`` and ``on_validation_end``, unless an error unwinds."""
-        self.evaluating -= 1
-        if not failed:
-            self.settle()
-            self.fire_evaluation_end()
-
-    def fire_evaluation_end(self) -> None:
-        """The two hooks at the end of an evaluation."""
-        self.fire("on_validation_epoch_end")
-        self.fire("on_validation_end")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from accel_callbacks.callbacks.entry import Hook
 from accel_callbacks.gradients import has_gradients, multiply_gradients
 from accel_callbacks.half_loaded import refuse_half_loaded
 from accel_callbacks.loop import Loop
@@ -100,9 +102,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         hooks = loop.dispatch.hooks["on_before_optimizer_step"]
         if hooks or window.normalizer.active or window.correction != 1.0:
             self.settle_gradients()
-        for hook in hooks:
-            hook(loop.run, loop.model, self)
-        stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
+        if hooks and self._is_left_out(hooks):
+            stepped, result = False, None
+        else:
+            stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
         self.step_was_skipped = not stepped
         loop.worked = window.touched = True
         window.dirty = window.normalizer.pending = False
@@ -111,6 +114,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             for hook in loop.dispatch.hooks["on_after_optimizer_step"]:
                 hook(loop.run, loop.model, self)
         return result
+
+    def _is_left_out(self, hooks: Iterable[Hook]) -> bool:
+        """Call ``on_before_optimizer_step``; whether a callback asked to leave this step out."""
+        loop, run = self._loop, self._loop.run
+        run.may_skip, run.skip_reason = True, None
+        try:
+            for hook in hooks:
+                hook(run, loop.model, self)
+        finally:
+            run.may_skip = False
+        if run.skip_reason is None:
+            return False
+        self._precision.skip(self.optimizer)
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, at the end of a gradient window or before its first backward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.trainer_attributes import TrainerAttributes
+from accel_callbacks.votes import Votes
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
-    from loggers import Tracker
 
 __all__ = ["TrainingRun"]
 
+_log = logging.getLogger("accel_callbacks")
 
-class TrainingRun:
+
+class TrainingRun(TrainerAttributes):
     """The state of one training run; the first argument of every hook.
 
     Its public attributes carry the names of Lightning's trainer, so that a callback which uses
@@ -36,6 +40,12 @@ class TrainingRun:
         num_training_batches: batches of a training epoch on this process; ``inf`` if unknown.
         callback_metrics: the last value logged under each name (tensors stay on their device).
         config: what the run was started with.
+        data_wait_s: seconds that the training loop has waited for its loader, on this process.
+        preempted: the processes have agreed to give way, and the run stops.
+        exit_code: set by a callback: after a preemption, the end of ``accel.run`` (or
+            ``end_training``) raises ``SystemExit`` with it, once everything is closed.
+        interrupted: the run ended with a ``KeyboardInterrupt``.
+        votes: what this process asks all of them for.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -46,8 +56,6 @@ class TrainingRun:
         0 0
         1 0
     """
-
-    sanity_checking = False
 
     def __init__(self, accelerator: Accelerator, name: str = "run") -> None:
         self.accelerator = accelerator
@@ -65,8 +73,16 @@ class TrainingRun:
         self.resumed_from: str | None = None
         self.first_epoch = 0
         self.loaded_step: int | None = None  # where load_state led, until another run takes it over
-        self._stop_request: str | None = None
+        self.data_wait_s = 0.0
+        self.save_began: float | None = None  # when the newest save began, by time.perf_counter()
+        self.preempted = self.interrupted = False
+        self.exit_code: int | None = None
+        self.votes = Votes()
+        self.may_skip = False
+        self.skip_reason: str | None = None
         self._stop_reason: str | None = None
+        self._stop_rank = 0
+        self._left = False
 
     def start_over(self) -> None:
         """Stand at the beginning, for another training; name, id and config stay."""
@@ -74,39 +90,17 @@ class TrainingRun:
         vars(self).update({**vars(TrainingRun(self.accelerator, self.name)), **kept})
 
     @property
+    def begins_anew(self) -> bool:
+        """In ``setup``: nothing was loaded and nothing trained, so a callback starts from scratch.
+
+        Not so in the ``setup`` of an evaluation that comes after the end of a run.
+        """
+        return self.resumed_from is None and self.global_step == 0
+
+    @property
     def awaits_training(self) -> bool:
         """A checkpoint was loaded, and no step was taken since."""
         return self.loaded_step == self.global_step
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True on rank 0."""
-        return self.accelerator.is_main_process
-
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        """The same as ``callback_metrics``; Lightning's other name for it."""
-        return self.callback_metrics
-
-    @property
-    def loggers(self) -> list[Tracker]:
-        """The trackers of this run; empty off the main process."""
-        return self.accelerator.trackers
-
-    @property
-    def logger(self) -> Tracker | None:
-        """The first tracker, if there is one."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The prepared optimizers, in the order of ``prepare``."""
-        return list(self.accelerator.optimizers)
-
-    @property
-    def models(self) -> list[torch.nn.Module]:
-        """The prepared models as the user built them."""
-        return self.accelerator.bare_models
 
     # --- stopping -----------------------------------------------------------------------------
 
@@ -120,9 +114,37 @@ class TrainingRun:
         Args:
             reason: shown at the end of the run and kept in :attr:`stop_reason`.
         """
-        self._stop_request = self._stop_request or reason
         if collectives.world_size() == 1:
-            self._stop_reason = self._stop_reason or self._stop_request
+            self._stopped(reason, 0)
+        else:
+            self.votes.ask("stop", reason)
+
+    def save_now(self, reason: str = "requested") -> None:
+        """Ask for a checkpoint at the next step boundary, from any process.
+
+        Every callback that saves does so, on all processes at the same step; with several
+        processes, as for :meth:`stop`, where a callback declares ``can_vote``, or at the end of
+        the epoch. Without such a callback there is a warning.
+
+        Args:
+            reason: given to the callbacks that save.
+        """
+        self.votes.ask("save", reason)
+
+    def preempt(self, reason: str = "requested") -> None:
+        """Ask all processes to give way: ``on_preempt`` fires on all of them, then the run stops.
+
+        It takes effect where :meth:`save_now` does. May be called in a signal handler.
+
+        Args:
+            reason: given to ``on_preempt``, and the :attr:`stop_reason`.
+        """
+        self.votes.ask("preempt", reason)
+
+    def _stopped(self, reason: str, rank: int) -> None:
+        """All processes have agreed to stop; the first reason is kept."""
+        if self._stop_reason is None:
+            self._stop_reason, self._stop_rank = reason, rank
 
     @property
     def should_stop(self) -> bool:
@@ -134,18 +156,47 @@ class TrainingRun:
         if value:
             self.stop()
         else:
-            self._stop_request = self._stop_reason = None
+            self.votes.withdraw("stop")
+            self._stop_reason = None
 
     @property
     def stop_reason(self) -> str | None:
         """Why the run stopped early, ``None`` while it has not."""
         return self._stop_reason
 
-    def agree(self) -> None:
-        """Collective: stop everywhere if any process asked for it (one small all-reduce)."""
-        if self._stop_reason is None and collectives.any_process(self._stop_request is not None):
-            reasons = collectives.all_objects(self._stop_request)
-            self._stop_reason = next(reason for reason in reasons if reason is not None)
+    @property
+    def stop_rank(self) -> int:
+        """The process that asked for the stop."""
+        return self._stop_rank
+
+    def skip_step(self, reason: str = "requested") -> None:
+        """Leave this optimizer step out; inside of ``on_before_optimizer_step``, on all processes.
+
+        The gradients stay until ``zero_grad``; the optimizer's ``step_was_skipped`` is True,
+        ``global_step`` does not count it, and its scheduler does not move.
+
+        Args:
+            reason: written to the log ``"accel_callbacks"``.
+
+        Raises:
+            RuntimeError: no optimizer is about to step.
+        """
+        if not self.may_skip:
+            raise RuntimeError("run.skip_step: call it in the hook on_before_optimizer_step.")
+        if self.skip_reason is None:
+            self.skip_reason = reason
+            _log.warning("the step after step %s is left out: %s", self.global_step, reason)
+
+    @property
+    def _ending(self) -> str:
+        """What the trackers are told of a run that ends without an error."""
+        return "interrupted" if self.preempted else "success"
+
+    def _leave(self) -> None:
+        """After a preemption, once everything is closed: end the script, if a callback said so."""
+        if self.preempted and self.exit_code is not None and not self._left:
+            self._left = True
+            raise SystemExit(self.exit_code)
 
     # --- epochs and state ---------------------------------------------------------------------
 

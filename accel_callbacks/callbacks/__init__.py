@@ -8,18 +8,97 @@ from accel_callbacks._lazy import lazy_names
 
 _HOME = {
     "Callback": "base",
+    "CallbackHandle": "handle",
+    "CallbackReport": "ledger",
+    "CallbackTime": "ledger",
     "Checkpoint": "checkpoint",
+    "DeviceStats": "device_stats",
+    "EMA": "weight_averaging",
     "EarlyStopping": "early_stopping",
+    "Freeze": "freeze",
+    "FunctionHandle": "handle",
+    "GradientAccumulationScheduler": "accumulation_scheduler",
+    "GradientNorm": "gradient_norm",
+    "Interval": "intervals",
+    "LayerSummary": "model_summary",
+    "LearningRateMonitor": "learning_rate",
+    "ModelSummary": "model_summary",
+    "NonFinite": "non_finite",
+    "Preemption": "preemption",
+    "Profiler": "profiler",
     "ProgressBar": "progress_bar",
+    "RichProgressBar": "rich_progress",
+    "SampleLogger": "sample_logger",
+    "Summary": "model_summary",
+    "Throughput": "throughput",
+    "Timer": "timer",
+    "WeightAveraging": "weight_averaging",
+    "configured": "options",
+    "summarize": "model_summary",
 }
 
-__all__ = ["Callback", "Checkpoint", "EarlyStopping", "ProgressBar"]
+__all__ = [
+    "EMA",
+    "Callback",
+    "CallbackHandle",
+    "CallbackReport",
+    "CallbackTime",
+    "Checkpoint",
+    "DeviceStats",
+    "EarlyStopping",
+    "Freeze",
+    "FunctionHandle",
+    "GradientAccumulationScheduler",
+    "GradientNorm",
+    "Interval",
+    "LayerSummary",
+    "LearningRateMonitor",
+    "ModelSummary",
+    "NonFinite",
+    "Preemption",
+    "Profiler",
+    "ProgressBar",
+    "RichProgressBar",
+    "SampleLogger",
+    "Summary",
+    "Throughput",
+    "Timer",
+    "WeightAveraging",
+    "configured",
+    "summarize",
+]
 
 if TYPE_CHECKING:
+    from accel_callbacks.callbacks.accumulation_scheduler import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
     from accel_callbacks.callbacks.base import Callback as Callback
     from accel_callbacks.callbacks.checkpoint import Checkpoint as Checkpoint
+    from accel_callbacks.callbacks.device_stats import DeviceStats as DeviceStats
     from accel_callbacks.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from accel_callbacks.callbacks.freeze import Freeze as Freeze
+    from accel_callbacks.callbacks.gradient_norm import GradientNorm as GradientNorm
+    from accel_callbacks.callbacks.handle import CallbackHandle as CallbackHandle
+    from accel_callbacks.callbacks.handle import FunctionHandle as FunctionHandle
+    from accel_callbacks.callbacks.intervals import Interval as Interval
+    from accel_callbacks.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
+    from accel_callbacks.callbacks.ledger import CallbackReport as CallbackReport
+    from accel_callbacks.callbacks.ledger import CallbackTime as CallbackTime
+    from accel_callbacks.callbacks.model_summary import LayerSummary as LayerSummary
+    from accel_callbacks.callbacks.model_summary import ModelSummary as ModelSummary
+    from accel_callbacks.callbacks.model_summary import Summary as Summary
+    from accel_callbacks.callbacks.model_summary import summarize as summarize
+    from accel_callbacks.callbacks.non_finite import NonFinite as NonFinite
+    from accel_callbacks.callbacks.options import configured as configured
+    from accel_callbacks.callbacks.preemption import Preemption as Preemption
+    from accel_callbacks.callbacks.profiler import Profiler as Profiler
     from accel_callbacks.callbacks.progress_bar import ProgressBar as ProgressBar
+    from accel_callbacks.callbacks.rich_progress import RichProgressBar as RichProgressBar
+    from accel_callbacks.callbacks.sample_logger import SampleLogger as SampleLogger
+    from accel_callbacks.callbacks.throughput import Throughput as Throughput
+    from accel_callbacks.callbacks.timer import Timer as Timer
+    from accel_callbacks.callbacks.weight_averaging import EMA as EMA
+    from accel_callbacks.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

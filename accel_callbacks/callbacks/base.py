@@ -33,10 +33,17 @@ HOOKS = (
     "on_validation_batch_end",
     "on_validation_epoch_end",
     "on_validation_end",
+    "on_test_start",
+    "on_test_epoch_start",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_test_epoch_end",
+    "on_test_end",
     "on_train_epoch_end",
     "on_save_checkpoint",
     "on_checkpoint_saved",
     "on_load_checkpoint",
+    "on_preempt",
     "on_exception",
     "on_train_end",
     "on_fit_end",
@@ -52,10 +59,20 @@ class Callback:
     prepared model (unwrapped; ``None`` if there is none) in the place of its module.
 
     Attributes:
-        can_vote: set it to True if the callback may call ``run.stop`` in the middle of an epoch;
-            with several processes, stops are then agreed on at each optimizer step.
+        can_vote: set it to True if the callback may call ``run.stop``, ``run.save_now`` or
+            ``run.preempt`` in the middle of an epoch; with several processes, they are then agreed
+            on at each optimizer step.
         runs_last: True for a callback that saves: it is called after the others, so that what it
             saves holds what they did in the same hook.
+        collective: True if its hooks meet the other processes; it must be there on all of them.
+        saves_alike: True if what its ``on_save_checkpoint`` puts in the place of weights is the
+            same on all processes, so that each may go on writing a part of them; else the main one
+            does.
+        on_error: what an error of a hook does: ``"raise"`` (the default) ends the run, ``"warn"``
+            is a warning, ``"disable"`` a warning after which only its ``teardown`` is called.
+        before: callbacks, their classes or state keys, that this one is called before; one or a
+            tuple.
+        after: those that it is called after.
 
     Example:
         >>> import torch
@@ -75,8 +92,13 @@ class Callback:
         1
     """
 
-    can_vote = False
-    runs_last = False
+    can_vote: bool = False
+    runs_last: bool = False
+    collective: bool = False
+    saves_alike: bool = False
+    on_error: str = "raise"
+    before: Any = ()
+    after: Any = ()
 
     @property
     def state_key(self) -> str:
@@ -138,7 +160,7 @@ class Callback:
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """A real step happened (not if fp16 skipped it); ``run.global_step`` counts it."""
+        """A real step happened (not if it was skipped); ``run.global_step`` counts it."""
 
     def on_before_zero_grad(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
@@ -176,6 +198,34 @@ class Callback:
     ) -> None:
         """The evaluation loop's body is over; ``outputs`` is None."""
 
+    def on_test_start(self, run: TrainingRun, model: Any) -> None:
+        """An evaluation with ``stage="test"`` begins."""
+
+    def on_test_end(self, run: TrainingRun, model: Any) -> None:
+        """It is over."""
+
+    def on_test_epoch_start(self, run: TrainingRun, model: Any) -> None:
+        """Right after ``on_test_start``."""
+
+    def on_test_epoch_end(self, run: TrainingRun, model: Any) -> None:
+        """Right before ``on_test_end``."""
+
+    def on_test_batch_start(
+        self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """The loader delivers a batch inside a test."""
+
+    def on_test_batch_end(
+        self,
+        run: TrainingRun,
+        model: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """The test loop's body is over; ``outputs`` is None."""
+
     def on_save_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is about to be written; add entries to the dict (rank 0's count)."""
 
@@ -184,6 +234,9 @@ class Callback:
 
     def on_load_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
         """A checkpoint was read and verified; called before any state is restored."""
+
+    def on_preempt(self, run: TrainingRun, model: Any, reason: str) -> None:
+        """All processes have agreed to give way: save now, the run stops afterwards."""
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
         """The run ends with this exception; other processes may be gone, so no collectives."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +20,6 @@ from accel_callbacks.state import destroy_topology
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
-    from loggers import Tracker
 
 __all__ = ["RunningMethods"]
 
@@ -54,6 +51,10 @@ class RunningMethods(Parts):
             resume: ``True`` to resume where a ``Checkpoint`` callback finds something, ``False``
                 to start afresh, or the path of a checkpoint.
 
+        Raises:
+            SystemExit: on leaving it, after a preemption for which a callback has set
+                ``run.exit_code``; everything is closed then.
+
         Example:
             >>> from accel_callbacks import Accelerator
             >>> with Accelerator(cpu=True).run("demo", config={"lr": 0.1}) as run:
@@ -62,14 +63,18 @@ class RunningMethods(Parts):
         """
         return _RunContext(cast("Accelerator", self), name, dict(config or {}), resume)
 
-    def evaluate(self, *models: torch.nn.Module) -> Evaluate:
+    def evaluate(self, *models: torch.nn.Module, stage: str = "validation") -> Evaluate:
         """Context manager around an evaluation loop, inside of training or not.
 
         Models are in eval mode and gradients are off inside; afterwards every module is in the
-        mode that it was in. Loaders iterated inside count as validation.
+        mode that it was in. Loaders iterated inside count as validation, or as test.
 
         Args:
             *models: prepared models; all of them if none.
+            stage: ``"validation"`` (default) or ``"test"``: which hooks fire.
+
+        Raises:
+            ValueError: another stage.
 
         Example:
             >>> import torch
@@ -80,87 +85,15 @@ class RunningMethods(Parts):
             ...     model(torch.ones(1, 1)).requires_grad
             False
         """
-        return Evaluate(self.loop, models or tuple(self.models))
-
-    @property
-    def trackers(self) -> list[Tracker]:
-        """The trackers in use on this process."""
-        return self.tracking.trackers
-
-    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
-        """Start the trackers of a loop that does without :meth:`run`.
-
-        Args:
-            project_name: of the run, for the trackers.
-            config: hyperparameters.
-
-        Example:
-            >>> from accel_callbacks import Accelerator
-            >>> Accelerator(cpu=True).init_trackers("digits", {"lr": 0.1})
-        """
-        self.loop.run.name = project_name
-        self.loop.run.config = dict(config or {})
-        self._open_trackers()
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name; one that does nothing where this process does not log.
-
-        Args:
-            name: such as ``"tensorboard"``.
-            unwrap: the tool's own object instead, such as its ``SummaryWriter``.
-
-        Raises:
-            ValueError: no tracker of this name was asked for.
-            RuntimeError: the trackers are not started.
-
-        Example:
-            >>> import tempfile
-            >>> from accel_callbacks import Accelerator
-            >>> accel = Accelerator(cpu=True, log_with="jsonl", project_dir=tempfile.mkdtemp())
-            >>> accel.init_trackers("digits")
-            >>> accel.get_tracker("jsonl").name
-            'jsonl'
-            >>> accel.end_training()
-        """
-        tracker = self.tracking.get(name)
-        return tracker.raw if unwrap else tracker
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to the callbacks and the trackers; does not wait for the device.
-
-        Args:
-            values: numbers, zero-dimensional tensors or strings, by name; nested dicts are
-                flattened with ``/``, None is left out.
-            step: optimizer steps so far; ``run.global_step`` where ``None``.
-
-        Raises:
-            TypeError: a value is none of these.
-
-        Example:
-            >>> from accel_callbacks import Accelerator
-            >>> accel = Accelerator(cpu=True)
-            >>> accel.log({"train/loss": 0.5})
-            >>> accel.current_run.callback_metrics
-            {'train/loss': 0.5}
-        """
-        run = self.loop.run
-        flat = self.tracking.flat(values)
-        step = run.global_step if step is None else step
-        if not self.tracking.is_open:
-            self._open_trackers()
-        self.tracking.log(values, step)
-        run.callback_metrics.update(flat)
-        self.loop.fire("on_log", flat, step)
-
-    def _open_trackers(self) -> None:
-        self.tracking.open(self.loop.run)
-        if self.tracking.is_open:
-            atexit.register(_close_at_exit, weakref.ref(self.tracking))
+        return Evaluate(self.loop, models or tuple(self.models), stage)
 
     def end_training(self) -> None:
         """End a loop that does without :meth:`run`, close the trackers, leave the group.
 
         All processes must call it. The process group is left only if this library joined it.
+
+        Raises:
+            SystemExit: the loop was preempted, and a callback has set ``run.exit_code``.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -169,19 +102,16 @@ class RunningMethods(Parts):
         error = sys.exc_info()[1]  # in a `finally`, the error that ends the script
         self.loop.end_fit(error)
         self.loop.saves.free_memory()
-        self.tracking.close("success" if error is None else "failed")
+        run = self.loop.run
+        broken = "failed" if isinstance(error, Exception) else "interrupted"
+        self.tracking.close(run._ending if error is None else broken)
         if group_is_torn():  # an error has ended the run; the others still read which one
             return
         if error is None:  # else the others may be gone
             self.wait_for_everyone()
         destroy_topology()
-
-
-def _close_at_exit(tracking: weakref.ref[Any]) -> None:
-    held = tracking()
-    if held is not None:
-        # The interpreter notes an error that nobody caught before it runs exit handlers.
-        held.close("failed" if hasattr(sys, "last_value") else "success")
+        if error is None:
+            run._leave()
 
 
 class _RunContext(AbstractContextManager[TrainingRun]):
@@ -235,6 +165,10 @@ class _RunContext(AbstractContextManager[TrainingRun]):
         except BaseException as problem:
             self._fail(problem)
             raise
+        run = self._accel.loop.run
+        if run.preempted:  # a launcher ends the others as soon as one has left with a code
+            collectives.barrier()
+        run._leave()
 
     def _finish(self) -> None:
         """All processes have come to the end: the end hooks, and nobody leaves before all."""
@@ -243,10 +177,11 @@ class _RunContext(AbstractContextManager[TrainingRun]):
         accel.loop.finish_fit()
         collectives.barrier()
         self._watch()
-        accel.tracking.close("success")
-        reason = accel.loop.run.stop_reason
-        if reason is not None:
-            accel._notice(f"stopped at step {accel.loop.run.global_step}: {reason}")
+        run = accel.loop.run
+        accel.tracking.close(run._ending)
+        if run.stop_reason is not None:
+            who = f", as rank {run.stop_rank} asked" if run.world_size > 1 else ""
+            accel._notice(f"stopped at step {run.global_step}{who}: {run.stop_reason}")
 
     def _fail(self, error: BaseException) -> None:
         """End the run on all processes; raises where another process's error is the cause."""

@@ -80,6 +80,9 @@ class Precision:
         """Step; returns whether it happened, and what the optimizer returned."""
         return True, optimizer.step(*args, **kwargs)
 
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of this optimizer is left out; what was found in its gradients still counts."""
+
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients of this optimizer were cleared."""
 

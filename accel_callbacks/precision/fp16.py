@@ -76,6 +76,12 @@ class FP16(Autocast):
         self._stepped = True
         return not overflow, result
 
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """The scale still follows what was found in the gradients that were not stepped with."""
+        if id(optimizer) in self._unscaled:
+            self._unscaled.discard(id(optimizer))
+            self._stepped = True
+
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """The next gradients of this optimizer are scaled again."""
         if id(optimizer) in self._unscaled:  # clipped, and then no step was taken

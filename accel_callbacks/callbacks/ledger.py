@@ -1,0 +1,117 @@
+"""The ledger: how often each hook of each callback was called, and how long that took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CallbackReport", "CallbackTime", "Ledger", "Tally"]
+
+
+class Tally:
+    """One line of the ledger, counted up by every call.
+
+    Example:
+        >>> from accel_callbacks.callbacks.ledger import Tally
+        >>> Tally().calls
+        0
+    """
+
+    __slots__ = ("calls", "longest_ns", "total_ns")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.total_ns = 0
+        self.longest_ns = 0
+
+
+@dataclass(frozen=True)
+class CallbackTime:
+    """What one hook of one callback has cost so far; a row of a :class:`CallbackReport`.
+
+    Args:
+        callback: its name, which is its ``state_key`` if it has one.
+        hook: the name of the hook.
+        calls: how often it was called.
+        total_s: seconds in all calls, with those of other hooks that fired inside of it.
+        max_s: seconds of the longest call.
+
+    Example:
+        >>> from accel_callbacks.callbacks import CallbackTime
+        >>> CallbackTime("EMA", "on_after_optimizer_step", calls=4, total_s=0.2, max_s=0.1).mean_s
+        0.05
+    """
+
+    callback: str
+    hook: str
+    calls: int
+    total_s: float
+    max_s: float
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a call, 0 without any."""
+        return self.total_s / self.calls if self.calls else 0.0
+
+
+@dataclass(frozen=True)
+class CallbackReport:
+    """What the callbacks have cost on this process; made by ``accel.callback_report()``.
+
+    Args:
+        rows: a :class:`CallbackTime` for each hook that was called, the costliest first.
+
+    Example:
+        >>> from accel_callbacks.callbacks import CallbackReport, CallbackTime
+        >>> print(CallbackReport((CallbackTime("EMA", "on_train_end", 2, 0.003, 0.002),)))
+        callback  hook          calls  total ms  mean us  max us
+        EMA       on_train_end      2      3.00   1500.0  2000.0
+    """
+
+    rows: tuple[CallbackTime, ...] = ()
+
+    @property
+    def total_s(self) -> float:
+        """Seconds in all hooks; a hook that fired inside of another counts in both."""
+        return sum(row.total_s for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [("callback", "hook", "calls", "total ms", "mean us", "max us")]
+        for row in self.rows:
+            per_call = (f"{row.mean_s * 1e6:.1f}", f"{row.max_s * 1e6:.1f}")
+            counts = (str(row.calls), f"{row.total_s * 1e3:.2f}", *per_call)
+            lines.append((row.callback, row.hook, *counts))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = []
+        for line in lines:
+            texts = [cell.ljust(width) for cell, width in zip(line[:2], widths, strict=False)]
+            numbers = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+            table.append("  ".join([*texts, *numbers]))
+        return "\n".join(table)
+
+
+class Ledger:
+    """The tallies of all callbacks, those that were removed too.
+
+    Example:
+        >>> from accel_callbacks.callbacks.ledger import Ledger
+        >>> ledger = Ledger()
+        >>> ledger.tally("EMA", "on_log").calls += 1
+        >>> ledger.report().rows[0].calls
+        1
+    """
+
+    def __init__(self) -> None:
+        self._tallies: dict[tuple[str, str], Tally] = {}
+
+    def tally(self, callback: str, hook: str) -> Tally:
+        """The line of this callback and hook; it goes on where it was, if there was one."""
+        return self._tallies.setdefault((callback, hook), Tally())
+
+    def report(self) -> CallbackReport:
+        """What was called so far, the costliest first."""
+        rows = [
+            CallbackTime(*names, tally.calls, tally.total_ns / 1e9, tally.longest_ns / 1e9)
+            for names, tally in self._tallies.items()
+            if tally.calls
+        ]
+        return CallbackReport(tuple(sorted(rows, key=lambda row: -row.total_s)))

@@ -1,0 +1,243 @@
+"""What one of two processes asks for, both do, at the same step."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_callbacks import Accelerator, Callback, collectives
+from accel_callbacks.callbacks import Checkpoint
+
+pytestmark = pytest.mark.distributed
+
+
+class Asks(Callback):
+    """One process asks in the middle of an epoch; notes what happens then and at which step."""
+
+    def __init__(self, kind: str, step: int, *, can_vote: bool = True, code: int | None = None):
+        self.kind, self.step, self.can_vote, self.code = kind, step, can_vote, code
+        self.told: list = []
+
+    def on_after_backward(self, run, model):  # within a gradient window too
+        if run.global_rank == 1 and run.global_step == self.step and self.kind:
+            getattr(run, self.kind)(f"{self.kind} by {run.global_rank}")
+
+    def on_checkpoint_saved(self, run, model, path):
+        self.told.append(("saved", path[-2:], run.global_step))
+
+    def on_preempt(self, run, model, reason):
+        run.exit_code = self.code
+        self.told.append((reason, run.global_step))
+
+
+def train(asks: Asks, *others: Callback, window: int = 1, plain: bool = False) -> list:
+    """Two epochs of six batches; what was told, where it ended, and how."""
+    accel = Accelerator(
+        cpu=True,
+        timeout=timedelta(seconds=30),
+        callbacks=[asks, *others],
+        gradient_accumulation_steps=window,
+    )
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, data = accel.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.utils.data.DataLoader(torch.ones(12, 1)),
+    )
+
+    def epoch() -> None:
+        for batch in data:
+            with accel.accumulate(model):
+                accel.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run, ended = accel.current_run, None
+    try:
+        if plain:
+            for _ in range(2):
+                epoch()
+            accel.end_training()
+        else:
+            with accel.run("votes", resume=False) as run:
+                for _ in run.epochs(2):
+                    epoch()
+    except SystemExit as error:
+        ended = error.code
+    return [asks.told, run.global_step, run.stop_reason, run.preempted, ended]
+
+
+def stop(plain: bool) -> list:
+    return train(Asks("stop", 2), plain=plain)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_stop(pool, plain):
+    assert pool.run(stop, plain) == [[[], 3, "stop by 1", False, None]] * 2
+
+
+def what_a_stop_shows() -> str:
+    with redirect_stderr(io.StringIO()) as shown:
+        train(Asks("stop", 2))
+    return shown.getvalue()
+
+
+def test_who_asked_for_the_stop_is_shown_once(pool):
+    shown = pool.run(what_a_stop_shows)
+    assert shown == ["[accel] stopped at step 3, as rank 1 asked: stop by 1\n", ""]
+
+
+def save(folder: str) -> list:
+    saver = Checkpoint(folder, every_n_steps=1000, keep_last=None, async_save=False)
+    return train(Asks("save_now", 2), saver)
+
+
+def test_a_save(pool, tmp_path):
+    told = [("saved", "03", 3), ("saved", "12", 12)]
+    assert pool.run(save, str(tmp_path)) == [[told, 12, None, False, None]] * 2
+
+
+def preempt(folder: str, code: int | None, plain: bool) -> list:
+    saver = Checkpoint(folder, every_n_steps=1000)
+    return train(Asks("preempt", 2, code=code), saver, plain=plain)
+
+
+@pytest.mark.parametrize("code", [None, 85])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_preemption(pool, tmp_path, code, plain):
+    outcomes = pool.run(preempt, str(tmp_path), code, plain)
+    for told, *rest in outcomes:
+        assert sorted(told, key=str) == [("preempt by 1", 3), ("saved", "03", 3)]
+        assert rest == [3, "preempt by 1", True, code]
+
+
+def without_a_vote() -> list:
+    return train(Asks("stop", 2, can_vote=False))
+
+
+def test_without_a_callback_that_votes_it_is_agreed_on_at_the_end_of_the_epoch(pool):
+    assert pool.run(without_a_vote) == [[[], 6, "stop by 1", False, None]] * 2
+
+
+def in_a_window() -> list:
+    return train(Asks("preempt", 1), window=4)
+
+
+def test_an_open_gradient_window_is_finished_first(pool):
+    told = [("preempt by 1", 2)]
+    assert pool.run(in_a_window) == [[told, 2, "preempt by 1", True, None]] * 2
+
+
+class AllAsk(Callback):
+    """Every process asks for everything at once."""
+
+    can_vote = True
+
+    def __init__(self) -> None:
+        self.told: list = []
+
+    def on_train_batch_end(self, run, model, outputs, batch, batch_idx):
+        if run.global_step == 2:
+            for ask in (run.stop, run.preempt, run.save_now):
+                ask(f"rank {run.global_rank}")
+
+    def resume_root(self, run):
+        return "memory://votes", None
+
+    def save_now(self, run, reason):
+        self.told.append(f"save {reason}")
+
+    def on_preempt(self, run, model, reason):
+        self.told.append(f"preempt {reason}")
+
+
+def all_ask() -> list:
+    return train(AllAsk())
+
+
+def test_the_first_reason_counts_and_a_save_comes_first(pool):
+    told = ["save rank 0", "preempt rank 0"]
+    assert pool.run(all_ask) == [[told, 2, "rank 0", True, None]] * 2
+
+
+def count_exchanges(kind: str, can_vote: bool) -> list:
+    """How many all-reduces of a ballot there were, and how many exchanges of reasons."""
+    seen: list[str] = []
+    reduce, exchange = dist.all_reduce, collectives.all_objects
+
+    def reducing(tensor, *args, **kwargs):
+        seen.append("ballot" if tensor.shape == (3,) else "other")
+        return reduce(tensor, *args, **kwargs)
+
+    def exchanging(value, *, operation="", **kwargs):
+        seen.append(operation)
+        return exchange(value, operation=operation, **kwargs)
+
+    dist.all_reduce, collectives.all_objects = reducing, exchanging
+    try:
+        train(Asks(kind, 2, can_vote=can_vote))
+    finally:
+        dist.all_reduce, collectives.all_objects = reduce, exchange
+    return [seen.count("ballot"), seen.count("votes")]
+
+
+def test_a_vote_is_one_small_exchange_a_step_and_reasons_only_where_there_are_any(pool):
+    # Before the epochs, at each step, and at the end of each epoch.
+    assert pool.run(count_exchanges, "", True) == [[1 + 12 + 2, 0]] * 2
+    assert pool.run(count_exchanges, "", False) == [[1 + 2, 0]] * 2
+    assert pool.run(count_exchanges, "stop", True) == [[1 + 3 + 1, 1]] * 2
+
+
+class SkipsAlike(Callback):
+    """All processes leave out the same step."""
+
+    def on_before_optimizer_step(self, run, model, optimizer):
+        if run.batch_idx == 1:
+            run.skip_step("told to")
+
+
+def skipping() -> list:
+    return train(Asks("", 0), SkipsAlike())
+
+
+def test_a_step_is_left_out_on_all_processes(pool):
+    assert pool.run(skipping) == [[[], 10, None, False, None]] * 2
+
+
+class Meets(Callback):
+    """Hooks that meet the other processes."""
+
+    collective = True
+
+
+def given_to_one() -> None:
+    callbacks = [Meets()] if int(dist.get_rank()) == 0 else []
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), callbacks=callbacks)
+    accel.prepare(torch.nn.Linear(1, 1))
+
+
+def test_a_collective_callback_that_is_missing_on_one_process_is_an_error(pool):
+    for kind, text in pool.outcomes(given_to_one):
+        assert "ValueError" in kind + text
+        assert "process 0 has ['Meets'], process 1 has []" in text
+
+
+def a_voter_that_is_done_on_one_process() -> int:
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=10))
+    accel.on("log", once=True, can_vote=True)(lambda run: None)
+    data = accel.prepare(torch.utils.data.DataLoader(torch.ones(12, 1)))
+    with accel.run("votes", resume=False) as run:
+        for _ in run.epochs(1):
+            for _ in data:
+                if accel.is_main_process:
+                    accel.log({"loss": 1.0})
+    return run.epochs_done
+
+
+def test_processes_go_on_to_vote_where_a_voter_is_done_on_one_of_them(pool):
+    assert pool.run(a_voter_that_is_done_on_one_process) == [1, 1]
