@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,7 @@ def write(
     when_busy: str = "wait",
     trainable_only: bool = False,
     then: Then | None = None,
+    began: float | None = None,
 ) -> str:
     """Save the state with all processes; returns its path, or "" if it was skipped.
 
@@ -116,6 +118,7 @@ def write(
         when_busy: ``"wait"`` for a save that is under way, or ``"skip"`` this one.
         trainable_only: without frozen parameters.
         then: what follows once it is durable, or has failed on its way in the background.
+        began: since when training stands still for it, by ``time.perf_counter()``; now if ``None``.
 
     Raises:
         checkpoint_io.CheckpointError: any process failed to write; nothing was committed. Or the
@@ -126,6 +129,7 @@ def write(
     check_when_busy(when_busy)
     if accel.loop.half_loaded is not None:
         refuse_half_loaded(accel.loop.half_loaded, "save_state")
+    accel.loop.run.save_began = time.perf_counter() if began is None else began
     saves = accel.loop.saves
     if not saves.make_room(when_busy if async_save else "wait"):
         return ""

@@ -154,7 +154,7 @@ def find_executable_batch_size(
         problem: str | None = "no attempt was made"
         while size > 0:
             clear_device_cache(garbage_collection=True)
-            result, problem = _attempt(target, size, args, kwargs)
+            result, problem = attempt(target, size, args, kwargs)
             if problem is None:
                 return result
             if group_is_torn():
@@ -190,7 +190,7 @@ def _check_arguments(
         ) from None
 
 
-def _attempt(
+def attempt(
     function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, str | None]:
     """Collective: the result, or what was said when memory ran out on a process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,10 +38,13 @@ def restore_from(accel: Accelerator, url: str, options: LoadOptions) -> str:
         raise failed.error from failed.error.__cause__
 
 
-def restore_newest(accel: Accelerator, root: str, options: LoadOptions) -> str | None:
+def restore_newest(
+    accel: Accelerator, root: str, options: LoadOptions, skip: Iterable[str] = ()
+) -> str | None:
     """Collective: restore the newest checkpoint of a folder that is whole; None if it has none.
 
-    One that turns out to be damaged, even half-way, is passed over with a warning.
+    One that turns out to be damaged, even half-way, is passed over with a warning. Those in
+    ``skip`` are not tried.
 
     Raises:
         ResumeError: it does not fit, or is not exact and strict.
@@ -48,7 +52,7 @@ def restore_newest(accel: Accelerator, root: str, options: LoadOptions) -> str |
         RemoteError: another process failed.
     """
     accel.loop.saves.wait()
-    tried: list[str] = []
+    tried = list(skip)
     try:
         while (reader := open_newest(root, options.storage_options, tried)) is not None:
             try:

@@ -84,7 +84,7 @@ def alike_on_all(accel: Accelerator) -> Callable[[str], bool] | bool:
         >>> alike_on_all(Accelerator(cpu=True))("models/0/weight")
         False
     """
-    edited = accel.pre_hooks.save_some or bool(accel.loop.dispatch.hooks["on_save_checkpoint"])
+    edited = accel.pre_hooks.save_some or accel.loop.dispatch.edits_saves
     if collectives.any_process(edited):
         return False
     names = {

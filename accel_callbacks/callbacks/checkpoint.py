@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import checkpointing, collectives
 from accel_callbacks.background_saves import Then, check_when_busy
 from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.checkpoint_error import save_after_error
+from accel_callbacks.callbacks.checkpoint_keep import Keep, Retention
+from accel_callbacks.callbacks.checkpoint_notes import Place, SaveNotes
+from accel_callbacks.callbacks.checkpoint_schedule import Schedule
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.failures import shared_failure
 
@@ -26,42 +32,53 @@ class Checkpoint(Callback):
 
     Checkpoints are named ``step-<global step>``. Step intervals are counted in optimizer steps
     and saved at the end of the loop's body; epoch intervals at the end of the epoch, after its
-    validation. The finished run is saved too. Training goes on while a checkpoint is written, at
-    most one at a time; an error is raised on all processes at the end of a later step. Older
-    checkpoints are removed only after a new one is durable, and only those that this run wrote;
-    the one that it resumed from stays. A run begins by trying whether the folder can be written.
+    validation. The finished run is saved too, and so is one that gives way to another job. Training
+    goes on while a checkpoint is written, at most one at a time; an error is raised on all ranks at
+    the end of a later step. Older checkpoints are removed only after a new one is durable, and only
+    those that this run wrote; the newest, and the one that it resumed from, stay. A run begins by
+    trying whether the folder can be written.
 
     Args:
         dirpath: folder or fsspec URL; ``<project_dir>/checkpoints`` where ``None``.
         every_n_steps: save every so many optimizer steps.
         every_n_epochs: save every so many epochs; 1 if no other interval is given.
+        every_seconds: save when so much time has passed since the last save, by the clock of the
+            main process: seconds, text such as ``"10 min"``, or a ``timedelta``.
+        every: an interval with its unit instead: ``"100 steps"``, ``"2 epochs"``, ``"10 min"``, or
+            ``"0.1 run"`` for each tenth of the run.
         keep_last: newest checkpoints to keep, 3 by default; ``None`` keeps all.
         monitor: a logged metric: at the end of an epoch in which it improved a checkpoint is saved,
             and the ``keep_best`` best are kept besides the newest.
         mode: ``"min"`` (default) or ``"max"``.
         keep_best: best checkpoints to keep, 1 by default.
         keep_every: also keep those whose step is a multiple of this; none if ``None``.
+        keep: a policy of ``checkpoint_io`` in place of these numbers, such as
+            ``keep_last(3) | keep_every(1000)``.
         async_save: write while training goes on, on by default. If False, training waits.
         when_busy: what a save does while the one before is still being written: ``"wait"`` (the
             default), or ``"skip"``. The finished run always waits.
         when_failed: what a save that could not be written does: ``"raise"`` (the default), or
             ``"warn"``, so that training goes on until the next one.
+        on_exception: if an error ends the run of a single process, save what it has reached into
+            ``exception-step-<global step>``; a run resumes from there only if it is told to, or
+            there is nothing else. Off by default.
         max_shard_size: largest tensor file, such as ``"5GB"``.
         storage_options: for the filesystem behind the URL.
 
     Attributes:
         last_path: the newest checkpoint written by this process, once durable, or ``None``.
-        best_path: the best one by ``monitor``, once durable, or ``None``.
+        best_path: the best one by ``monitor`` of the main process, once durable, or ``None``.
 
     Raises:
-        ValueError: an interval or a number to keep is below 1, or an unknown ``when_busy`` or
-            ``when_failed``.
+        ValueError: an interval or a number to keep is below 1 or given twice, or an unknown
+            ``when_busy`` or ``when_failed``.
+        TypeError: ``keep`` is no policy, or ``every`` no interval.
 
     Example:
         >>> import tempfile, torch
         >>> from accel_callbacks import Accelerator
         >>> from accel_callbacks.callbacks import Checkpoint
-        >>> saver = Checkpoint(tempfile.mkdtemp(), every_n_epochs=1)
+        >>> saver = Checkpoint(tempfile.mkdtemp(), every="1 epoch")
         >>> accel = Accelerator(cpu=True, callbacks=[saver])
         >>> data = accel.prepare(torch.utils.data.DataLoader(range(4)))
         >>> with accel.run("demo") as run:
@@ -73,6 +90,7 @@ class Checkpoint(Callback):
     """
 
     runs_last = True
+    collective = True
 
     def __init__(
         self,
@@ -80,41 +98,37 @@ class Checkpoint(Callback):
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
+        every_seconds: float | str | timedelta | None = None,
+        every: str | timedelta | None = None,
         keep_last: int | None = 3,
         monitor: str | None = None,
         mode: str = "min",
         keep_best: int = 1,
         keep_every: int | None = None,
+        keep: Keep | None = None,
         async_save: bool = True,
         when_busy: str = "wait",
         when_failed: str = "raise",
+        on_exception: bool = False,
         max_shard_size: int | str = "5GB",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        given = {
-            "every_n_steps": every_n_steps,
-            "every_n_epochs": every_n_epochs,
-            "keep_last": keep_last,
-            "keep_best": keep_best,
-            "keep_every": keep_every,
-        }
-        for name, value in given.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
         check_when_busy(when_busy)
         if when_failed not in ("raise", "warn"):
             raise ValueError(f"when_failed={when_failed!r} is unknown; use 'raise' or 'warn'.")
+        if keep is not None and (keep_last, keep_best, keep_every) != (3, 1, None):
+            raise ValueError("keep says what stays: leave keep_last, keep_best, keep_every out.")
         self.dirpath = os.fspath(dirpath) if dirpath is not None else None
-        self.every_n_steps = every_n_steps
-        no_interval = every_n_steps is None and every_n_epochs is None and monitor is None
-        self.every_n_epochs = 1 if no_interval else every_n_epochs
-        self.keep_last = keep_last
+        self.schedule = Schedule(every_n_steps, every_n_epochs, every_seconds, every)
+        if self.schedule.is_empty and monitor is None:
+            self.schedule = Schedule(every_n_epochs=1)
+        self.can_vote = self.schedule.needs_votes
         self.monitor = Monitor(monitor, mode) if monitor is not None else None
-        self.keep_best = keep_best
-        self.keep_every = keep_every
+        self.retention = Retention(keep_last, keep_best, keep_every, self.monitor, keep)
         self.async_save = async_save
         self.when_busy = when_busy
         self.when_failed = when_failed
+        self.saves_on_exception = on_exception
         self.max_shard_size = max_shard_size
         self.storage_options = storage_options
         self._folder: CheckpointFolder | None = None
@@ -124,11 +138,8 @@ class Checkpoint(Callback):
         """What a new run begins with."""
         self.last_path: str | None = None
         self.best_path: str | None = None
-        self._saved_at: tuple[int, int, bool] | None = None
-        self._fresh_score: float | None = None
-        self._saved_score: float | None = None
-        self._best_score: float | None = None
-        self._best: str | None = None  # durable or on its way
+        self._notes = SaveNotes(self.monitor)
+        self._last_step: int | None = None  # at the end of the batch before
 
     @property
     def state_key(self) -> str:
@@ -151,7 +162,7 @@ class Checkpoint(Callback):
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Begin anew, unless ``load_state`` has told where the run stands; try the folder."""
-        if run.resumed_from is None:
+        if run.begins_anew:
             self._forget()
         with shared_failure(f"trying {self._folder_url(run)}"):
             if run.is_global_zero:
@@ -159,66 +170,92 @@ class Checkpoint(Callback):
 
     # --- when ---------------------------------------------------------------------------------
 
+    def on_fit_start(self, run: TrainingRun, model: Any) -> None:
+        """From here on the clock counts."""
+        self.schedule.restart_clock(run)
+
     def on_log(self, run: TrainingRun, model: Any, metrics: Mapping[str, Any], step: int) -> None:
         """Note the monitored value; it scores the next checkpoint and no later one."""
-        if self.monitor is not None:
-            value = self.monitor.read(metrics)
-            self._fresh_score = self._fresh_score if value is None else value
+        self._notes.read(metrics)
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if a step interval is over."""
-        step, every = run.global_step, self.every_n_steps
-        if every and step > 0 and step % every == 0 and step != self._saved_step:
+        """Save if a step interval is over; ask all processes to, if the clock says so."""
+        # A save that failed or was skipped waits for the next interval, not for the next batch.
+        before, self._last_step = self._last_step, run.global_step
+        stepped = run.global_step != before
+        if stepped and self.schedule.step_is_due(run.global_step, self._notes.saved_step):
             self._save(run)
+        elif self.schedule.clock_is_due(run):
+            run.save_now(self._clock_reason)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Save if an epoch interval is over, or the metric improved."""
-        due = self.every_n_epochs is not None and run.epochs_done % self.every_n_epochs == 0
+        if run.preempted:  # saved already, and there may be little time left
+            return
+        due = self.schedule.epoch_is_due(run.epochs_done)
         if self.monitor is not None and not due:
             # Processes may have logged different values; the main one's counts.
-            due = collectives.broadcast_object(self._improved())
+            due = collectives.broadcast_object(self._notes.improved)
         if due:
             self._save(run)
+
+    def save_now(self, run: TrainingRun, reason: str) -> None:
+        """Collective: save at this step boundary, if it is not saved yet; see ``run.save_now``.
+
+        Args:
+            run: the run.
+            reason: whose wish it is; another Checkpoint's clock is no reason for this one.
+        """
+        others = (one for one in run.accelerator.loop.dispatch.savers if one is not self)
+        if reason in [getattr(other, "_clock_reason", None) for other in others]:
+            return
+        if self._notes.saved_at != _place(run):
+            self._save(run)
+
+    def on_preempt(self, run: TrainingRun, model: Any, reason: str) -> None:
+        """Save this place, and return once it is durable."""
+        from checkpoint_io import CheckpointError
+
+        try:
+            run.accelerator.loop.saves.wait()
+        except CheckpointError as error:  # on all processes; there is time for one more
+            warnings.warn(f"the save before has failed: {error}", stacklevel=2)
+        if self._notes.saved_at != _place(run):
+            self._save(run, last=True)
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
         """Save the finished run, unless its last state is saved; it is durable afterwards."""
         run.accelerator.loop.saves.wait()
-        if self._saved_at != self._place(run):
+        if self._notes.saved_at != _place(run) and not run.preempted:
             self._save(run, last=True)
 
-    def _improved(self) -> bool:
-        score = self._fresh_score
-        if self.monitor is None or score is None:
-            return False
-        return self.monitor.is_better(score, than=self._best_score)
-
-    def _place(self, run: TrainingRun) -> tuple[int, int, bool]:
-        return run.global_step, run.epochs_done, run.epoch_open
+    def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
+        """Save what can be saved without the other processes, if asked to."""
+        if self.saves_on_exception:
+            options = (self.max_shard_size, self.storage_options)
+            save_after_error(run, self._open(run), exception, *options)
 
     @property
-    def _saved_step(self) -> int | None:
-        return None if self._saved_at is None else self._saved_at[0]
+    def _clock_reason(self) -> str:
+        return f"{self.state_key}, {self.schedule.clock}"
 
     # --- what ---------------------------------------------------------------------------------
 
     def _save(self, run: TrainingRun, *, last: bool = False) -> None:
+        began = time.perf_counter()
         when_busy = "wait" if last or not self.async_save else self.when_busy
+        self.schedule.restart_clock(run)
         # First, because the end of the save before changes what is noted here.
         if not run.accelerator.loop.saves.make_room(when_busy):
             return
         folder = self._open(run)
-        metadata: dict[str, Any] = {}
-        score = self._score_of(run)
-        if score is not None and self.monitor is not None:
-            metadata["score"] = {"monitor": self.monitor.name, "value": score}
-        before = self.state_dict()
-        if self._improved():
-            self._best_score, self._best = self._fresh_score, folder.path(run.global_step)
-        # Set now, because what the checkpoint says of this callback must hold after it was saved.
-        self._fresh_score, self._saved_score = None, score
-        self._saved_at = self._place(run)
+        if self.monitor is not None:  # each process may have logged its own; the main one's counts
+            self._notes.fresh_score = collectives.broadcast_object(self._notes.fresh_score)
+        before = self._notes.state_dict()
+        # Now, because what the checkpoint says of this callback must hold after it was saved.
+        metadata = self._notes.take(_place(run), folder.path(run.global_step))
         try:
             checkpointing.write(
                 run.accelerator,
@@ -226,10 +263,11 @@ class Checkpoint(Callback):
                 metadata=metadata,
                 max_shard_size=self.max_shard_size,
                 async_save=self.async_save and not last,
+                began=began,
                 then=Then(
                     saved=self._note_saved,
                     failed=partial(self._failed, before),
-                    tidy=partial(self._prune, folder, run.run_id, run.resumed_from)
+                    tidy=partial(self.retention.prune, folder, run.run_id, run.resumed_from)
                     if run.is_global_zero
                     else None,
                 ),
@@ -240,17 +278,13 @@ class Checkpoint(Callback):
 
     def _note_saved(self, path: str) -> None:
         """The checkpoint is durable."""
-        self.last_path, self.best_path = path, self._best
+        self.last_path, self.best_path = path, self._notes.best_path
 
     def _failed(self, before: dict[str, Any], error: BaseException) -> bool:
         """Take back what was noted of a save; True if training goes on without it."""
         from checkpoint_io import CheckpointError, UnsupportedStateError
 
-        fresh, best_path = self._fresh_score, self.best_path
-        self.load_state_dict(before)
-        self.best_path = best_path
-        if fresh is not None:
-            self._fresh_score = fresh
+        self._notes.undo(before)
         # A state that cannot be saved now will not be saved later either.
         lasting = isinstance(error, UnsupportedStateError) or not isinstance(error, CheckpointError)
         if self.when_failed == "raise" or lasting:
@@ -258,52 +292,17 @@ class Checkpoint(Callback):
         warnings.warn(f"training goes on without this checkpoint: {error}", stacklevel=2)
         return True
 
-    def _score_of(self, run: TrainingRun) -> float | None:
-        """The fresh score; where a step is saved again, the better one of its scores."""
-        fresh, earlier = self._fresh_score, self._saved_score
-        if self.monitor is None or earlier is None or run.global_step != self._saved_step:
-            return fresh
-        better = fresh is not None and self.monitor.is_better(fresh, than=earlier)
-        return fresh if better else earlier
-
-    def _prune(self, folder: CheckpointFolder, run_id: str, resumed_from: str | None) -> None:
-        """Remove what is neither among the newest nor among the best of this run."""
-        from checkpoint_io import any_of, keep_best, keep_every, keep_last
-
-        if self.keep_last is None:
-            return
-        policies = [keep_last(self.keep_last)]
-        if self.keep_every is not None:
-            policies.append(keep_every(self.keep_every))
-        if self.monitor is not None:
-            policies.append(keep_best(self.keep_best, self.monitor.name, self.monitor.mode))
-        protected = () if resumed_from is None else (resumed_from,)
-        try:
-            folder.prune(any_of(*policies), run_id=run_id, protect=protected)
-        except Exception as error:  # each store's driver has errors of its own
-            # The new checkpoint is safe; old ones that stay only take up room.
-            problem = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"older checkpoints in {folder.url} were not removed: {problem}", stacklevel=2
-            )
-
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What was saved last, and the best score."""
-        return {
-            "saved_at": self._saved_at,
-            "fresh_score": self._fresh_score,
-            "saved_score": self._saved_score,
-            "best_score": self._best_score,
-            "best_path": self._best,
-        }
+        return self._notes.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore in place."""
-        saved_at = state_dict["saved_at"]
-        self._saved_at = None if saved_at is None else tuple(saved_at)
-        self._fresh_score = state_dict["fresh_score"]
-        self._saved_score = state_dict["saved_score"]
-        self._best_score = state_dict["best_score"]
-        self._best = self.best_path = state_dict["best_path"]
+        self._notes.load_state_dict(state_dict)
+        self.best_path = self._notes.best_path
+
+
+def _place(run: TrainingRun) -> Place:
+    return run.global_step, run.epochs_done, run.epoch_open

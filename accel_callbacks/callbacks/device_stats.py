@@ -1,0 +1,198 @@
+"""What the device, the machine and this process are busy with."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_callbacks.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from accel_callbacks.run import TrainingRun
+
+__all__ = ["DeviceStats"]
+
+Reading = Callable[[], float]
+
+_GIB = 1 << 30
+# Our name, the function of the device's module in torch, and what its result is divided by.
+_OF_DEVICE = (
+    ("memory_allocated_gib", "memory_allocated", _GIB),
+    ("memory_reserved_gib", "memory_reserved", _GIB),
+    ("memory_peak_gib", "max_memory_allocated", _GIB),
+    ("utilization_percent", "utilization", 1),
+    ("temperature_c", "temperature", 1),
+    ("power_w", "power_draw", 1000),
+)
+_OF_MPS = (
+    ("memory_allocated_gib", "current_allocated_memory", _GIB),
+    ("memory_reserved_gib", "driver_allocated_memory", _GIB),
+)
+
+
+class DeviceStats(Callback):
+    """Logs the memory and the load of the device, the machine and the process.
+
+    Nothing waits for the device. The figures are those of each process; the trackers are given
+    those of the main one. What cannot be read on a machine is left out, with a
+    warning where it could be read before.
+
+    Names, each after ``device/``: ``memory_allocated_gib``, ``memory_reserved_gib``,
+    ``memory_peak_gib`` (since the process began, unless you reset it), ``alloc_retries`` (how often
+    memory ran short); with ``pip install nvidia-ml-py`` ``utilization_percent``, ``temperature_c``,
+    ``power_w``; of the process ``process_rss_gib`` and ``process_cpu_percent`` (100 is one core);
+    of the machine ``cpu_percent`` and ``host_memory_percent``; ``disk_free_gib``.
+
+    Args:
+        every_n_steps: optimizer steps between logs, 50 by default.
+        cpu: log figures of the process and the machine too. Those of the machine need psutil and
+            are left out without it if ``None``, the default, and an error if ``True``.
+        disk: a folder whose free space is logged; none by default.
+
+    Raises:
+        ValueError: ``every_n_steps`` is below 1.
+        ImportError: ``cpu=True`` without psutil.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.callbacks import DeviceStats
+        >>> stats = DeviceStats(disk=".")
+        >>> accel = Accelerator(cpu=True, callbacks=[stats])
+        >>> values = stats.read(accel.device)
+        >>> values["device/process_rss_gib"] > 0, values["device/disk_free_gib"] >= 0
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        *,
+        cpu: bool | None = None,
+        disk: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1.")
+        if cpu:
+            _psutil(needed=True)
+        self.every_n_steps = every_n_steps
+        self.cpu = cpu
+        self.disk = os.fspath(disk) if disk is not None else None
+        self._readings: dict[str, Reading] | None = None
+        self._logged_step = 0
+
+    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
+        """Find out what can be read here."""
+        self._readings = self._find(run.accelerator.device)
+        self._logged_step = 0
+
+    def on_after_optimizer_step(
+        self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Log, if it is time to."""
+        step = run.global_step
+        if step % self.every_n_steps == 0 and step != self._logged_step:
+            self._logged_step = step
+            run.accelerator.log(self.read(run.accelerator.device))
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """The figures of now, by name."""
+        if self._readings is None:
+            self._readings = self._find(device)
+        values: dict[str, float] = {}
+        for name, reading in list(self._readings.items()):
+            try:
+                values[f"device/{name}"] = reading()
+            except Exception as error:  # a driver that is gone must not end a training
+                del self._readings[name]
+                warnings.warn(
+                    f"DeviceStats: {name} cannot be read any more, and is left out: {error!r}",
+                    stacklevel=2,
+                )
+        return values
+
+    def _find(self, device: torch.device) -> dict[str, Reading]:
+        candidates = dict(_device_readings(device))
+        if self.cpu is not False:
+            candidates.update({"process_cpu_percent": _Load(), "process_rss_gib": _resident})
+            candidates.update(_machine_readings())
+        if self.disk is not None:
+            disk = self.disk
+            candidates["disk_free_gib"] = lambda: shutil.disk_usage(disk).free / _GIB
+        return {name: reading for name, reading in candidates.items() if _answers(reading)}
+
+
+def _answers(reading: Reading) -> bool:
+    """Whether a reading exists here: drivers say so in many ways, and only when they are asked."""
+    with suppress(Exception):
+        reading()
+        return True
+    return False
+
+
+def _device_readings(device: torch.device) -> dict[str, Reading]:
+    if device.type == "cpu":
+        return {}
+    module = torch.get_device_module(device)
+    which = () if device.type == "mps" else (device,)
+    found: dict[str, Reading] = {}
+    for name, function, unit in _OF_MPS if device.type == "mps" else _OF_DEVICE:
+        if hasattr(module, function):
+            found[name] = _scaled(getattr(module, function), which, unit)
+    if hasattr(module, "memory_stats"):
+        found["alloc_retries"] = lambda: module.memory_stats(*which)["num_alloc_retries"]
+    return found
+
+
+def _scaled(function: Callable[..., Any], which: tuple[torch.device, ...], unit: int) -> Reading:
+    return lambda: function(*which) / unit
+
+
+def _machine_readings() -> dict[str, Reading]:
+    psutil = _psutil()
+    if psutil is None:
+        return {}
+    return {
+        "cpu_percent": psutil.cpu_percent,
+        "host_memory_percent": lambda: psutil.virtual_memory().percent,
+    }
+
+
+def _psutil(needed: bool = False) -> Any:
+    try:
+        return importlib.import_module("psutil")
+    except ImportError:
+        if needed:
+            raise ImportError(
+                "DeviceStats(cpu=True) reads the machine with psutil: pip install psutil"
+            ) from None
+        return None
+
+
+def _resident() -> float:
+    """GiB of memory that this process holds."""
+    psutil = _psutil()
+    if psutil is not None:
+        return float(psutil.Process().memory_info().rss / _GIB)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / _GIB
+
+
+class _Load:
+    """Percent of one core that this process used since it was asked last."""
+
+    def __init__(self) -> None:
+        self._at = (time.process_time(), time.perf_counter())
+
+    def __call__(self) -> float:
+        before, self._at = self._at, (time.process_time(), time.perf_counter())
+        busy, passed = self._at[0] - before[0], self._at[1] - before[1]
+        return 100 * busy / passed if passed > 0 else 0.0

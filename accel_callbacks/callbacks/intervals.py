@@ -1,0 +1,233 @@
+"""Intervals: one grammar for how often and how long, in steps, epochs, time or parts of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from accel_callbacks.errors import nearest
+
+if TYPE_CHECKING:
+    from accel_callbacks.run import TrainingRun
+
+__all__ = ["Cadence", "Interval"]
+
+# What may stand behind a number: the unit it is counted in, and how many of those it is.
+_WORDS = {
+    **dict.fromkeys(("step", "steps"), ("steps", 1.0)),
+    **dict.fromkeys(("epoch", "epochs", "ep"), ("epochs", 1.0)),
+    "run": ("run", 1.0),
+    "ms": ("seconds", 0.001),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), ("seconds", 1.0)),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), ("seconds", 60.0)),
+    **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600.0)),
+    **dict.fromkeys(("d", "day", "days"), ("seconds", 86400.0)),
+}
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)?\s*([a-z]+)\s*", re.ASCII)
+_CLOCK = re.compile(r"(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)", re.ASCII)
+_FORMS = "such as '100 steps', '2 epochs', '10 min', '1h 30min', '01:30:00' or '0.1 run'"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number of steps, epochs or seconds, or a part of the run.
+
+    Args:
+        amount: how many, above 0; whole for steps and epochs, at most 1 for a part of the run.
+        unit: ``"steps"`` (of the optimizer), ``"epochs"``, ``"seconds"`` or ``"run"``.
+
+    Raises:
+        ValueError: the amount makes no sense for the unit, or an unknown unit.
+
+    Example:
+        >>> from accel_callbacks.callbacks.intervals import Interval
+        >>> Interval.parse("1h 30min")
+        Interval(amount=5400.0, unit='seconds')
+        >>> str(Interval.parse("100 steps")), str(Interval.parse("01:30:00"))
+        ('100 steps', '1:30:00')
+    """
+
+    amount: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("steps", "epochs", "seconds", "run"):
+            raise ValueError(f"unit={self.unit!r}: use 'steps', 'epochs', 'seconds' or 'run'.")
+        if not 0 < self.amount < math.inf:
+            raise ValueError(f"an interval of {self.amount:g} {self.unit} must be above 0.")
+        if self.unit in ("steps", "epochs") and self.amount != int(self.amount):
+            raise ValueError(f"{self.amount:g} {self.unit}: give a whole number of {self.unit}.")
+        if self.unit == "run" and self.amount > 1:
+            raise ValueError(f"{self.amount:g} run: a part of the run is at most 1.")
+
+    @classmethod
+    def parse(cls, value: str | float | timedelta | Interval) -> Interval:
+        """Read an interval as people write it.
+
+        Args:
+            value: text such as ``"100 steps"``, ``"2 epochs"``, ``"10 min"``, ``"30s"``,
+                ``"1h 30min"``, ``"01:30:00"`` (``"2:00:00:00"`` begins with days), ``"0.1 run"``,
+                or ``"step"`` and ``"epoch"`` for each one; a ``timedelta``; a number of seconds.
+
+        Raises:
+            ValueError: the text says no interval, or one of nothing.
+            TypeError: it is none of these.
+        """
+        if isinstance(value, Interval):
+            return value
+        if isinstance(value, timedelta):
+            return cls(value.total_seconds(), "seconds")
+        if isinstance(value, str):
+            return _read(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{value!r} is no interval: use text {_FORMS}, a timedelta or seconds.")
+        return cls(float(value), "seconds")
+
+    @classmethod
+    def seconds(cls, value: str | float | timedelta | Interval, what: str = "it") -> float:
+        """The same where only a time makes sense; returns seconds.
+
+        Args:
+            value: as :meth:`parse` takes it.
+            what: the argument's name, for the error.
+
+        Raises:
+            ValueError: it is counted in something else.
+
+        Example:
+            >>> from accel_callbacks.callbacks.intervals import Interval
+            >>> Interval.seconds("10 min")
+            600.0
+        """
+        interval = cls.parse(value)
+        if interval.unit != "seconds":
+            raise ValueError(f"{what}={value!r} must be a time, such as '10 min' or '01:30:00'.")
+        return interval.amount
+
+    def __str__(self) -> str:
+        if self.unit == "seconds":
+            return _say_seconds(self.amount)
+        name = self.unit if self.amount != 1 or self.unit == "run" else self.unit[:-1]
+        return f"{self.amount:g} {name}"
+
+
+class Cadence:
+    """Tells when an interval is over, again and again.
+
+    Steps and epochs lie on a grid: every multiple of the number, the same in a resumed run and on
+    all processes. So do parts of a run. Time is counted from :meth:`start` or from what was done
+    last, on the clock of this process: let one process decide, or vote.
+
+    Args:
+        interval: as :meth:`Interval.parse` takes it.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.callbacks.intervals import Cadence
+        >>> run, cadence = Accelerator(cpu=True).current_run, Cadence("2 steps")
+        >>> cadence.start(run)
+        >>> for run.global_step in (1, 2, 2, 3, 4):
+        ...     print(run.global_step, cadence.take(run))
+        1 False
+        2 True
+        2 False
+        3 False
+        4 True
+    """
+
+    def __init__(self, interval: str | float | timedelta | Interval) -> None:
+        self.interval = Interval.parse(interval)
+        self._done_at: float | None = None
+
+    def start(self, run: TrainingRun) -> None:
+        """Count from here: a run begins, or what is due was done for another reason."""
+        self._done_at = self._position(run)
+
+    def is_due(self, run: TrainingRun) -> bool:
+        """Whether the interval is over; False for the first time where it was not started.
+
+        Raises:
+            RuntimeError: it is a part of the run, and the loop is none of ``run.epochs``.
+        """
+        amount, here = self.interval.amount, self._position(run)
+        if here is None:
+            raise RuntimeError(
+                f"how long the run is, of which {self.interval} is a part, is not known: loop over "
+                "`run.epochs(n)`, or give the interval in steps, epochs or time."
+            )
+        if self.interval.unit in ("steps", "epochs"):
+            return here > 0 and here % amount == 0 and here != self._done_at
+        if self._done_at is None:
+            self._done_at = here
+        if self.interval.unit == "seconds":
+            return here - self._done_at >= amount
+        return _whole(here / amount) > _whole(self._done_at / amount)
+
+    def take(self, run: TrainingRun) -> bool:
+        """Whether the interval is over; if so, the next one begins."""
+        due = self.is_due(run)
+        if due:
+            self.start(run)
+        return due
+
+    def _position(self, run: TrainingRun) -> float | None:
+        if self.interval.unit == "steps":
+            return run.global_step
+        if self.interval.unit == "epochs":
+            return run.epochs_done
+        return time.monotonic() if self.interval.unit == "seconds" else _part_done(run)
+
+
+def _part_done(run: TrainingRun) -> float | None:
+    """How much of the run is done, from 0 to 1; None while nobody has said how long it is."""
+    if not run.max_epochs:
+        return None
+    batches = run.num_training_batches
+    inside = (run.batch_idx + 1) / batches if run.epoch_open and batches else 0.0
+    return (run.epochs_done + min(inside, 1.0)) / run.max_epochs
+
+
+def _whole(ratio: float) -> int:
+    """Rounded down, but for what floating point takes off a whole number."""
+    return math.floor(ratio + 1e-9)
+
+
+def _read(text: str) -> Interval:
+    """The interval that a text says."""
+    plain = text.strip().lower()
+    clock = _CLOCK.fullmatch(plain)
+    if clock:
+        days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
+        return Interval(((days * 24 + hours) * 60 + minutes) * 60 + seconds, "seconds")
+    parts = _parts(plain, text)
+    units = {unit for _, unit in parts}
+    if len(units) > 1 or (len(parts) > 1 and units != {"seconds"}):
+        raise ValueError(f"{text!r} mixes what cannot be added: write one interval {_FORMS}.")
+    return Interval(sum(amount for amount, _ in parts), parts[0][1])
+
+
+def _parts(plain: str, text: str) -> list[tuple[float, str]]:
+    """The numbers with their units."""
+    parts, at = [], 0
+    while at < len(plain):
+        found = _PART.match(plain, at)
+        if found is None:
+            raise ValueError(f"{text!r} is no interval: write one {_FORMS}.")
+        number, word = found.groups()
+        if word not in _WORDS:
+            hint = nearest(word, _WORDS)
+            raise ValueError(f"{text!r}: {word!r} is no unit; write it {_FORMS}.{hint}")
+        unit, factor = _WORDS[word]
+        parts.append(((float(number) if number else 1.0) * factor, unit))
+        at = found.end()
+    if not parts:
+        raise ValueError(f"an interval is empty: write one {_FORMS}.")
+    return parts
+
+
+def _say_seconds(seconds: float) -> str:
+    return str(timedelta(seconds=seconds)) if seconds >= 60 else f"{seconds:g} s"

@@ -1,0 +1,44 @@
+"""Using a model in the middle of training without leaving a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from accel_callbacks.rng import capture_rng, restore_rng
+
+__all__ = ["looking_at"]
+
+
+@contextmanager
+def looking_at(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """Eval mode and no gradients in the block; then each module's mode and the RNG as before.
+
+    Args:
+        models: those that the block may call.
+        device: whose generator is put back, besides those of the host.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks.looking import looking_at
+        >>> model = torch.nn.Dropout(0.5)
+        >>> with looking_at([model], torch.device("cpu")):
+        ...     model.training, torch.is_grad_enabled()
+        (False, False)
+        >>> model.training
+        True
+    """
+    device = torch.device("cpu") if device.type == "meta" else device
+    rng = capture_rng(device)
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        restore_rng(rng, device)

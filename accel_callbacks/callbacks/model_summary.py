@@ -1,0 +1,236 @@
+"""What a model is made of: layers, parameters, types, and with an example shapes and FLOPs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.example_pass import ExamplePass, run_example
+from accel_callbacks.callbacks.table_text import as_table, count_text, size_text
+
+if TYPE_CHECKING:
+    from accel_callbacks.run import TrainingRun
+
+__all__ = ["LayerSummary", "ModelSummary", "Summary", "summarize"]
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One module of a model, with all that is inside of it.
+
+    Attributes:
+        name: path of the module, such as ``encoder.0``.
+        kind: name of its class.
+        parameters: numbers in its parameters, each parameter once.
+        trainable: those of them that gradients are computed for.
+        bytes: what they take in memory, of all processes where they are sharded.
+        dtypes: the types of its parameters.
+        tied_to: modules elsewhere, further up, that own some of these parameters.
+        lazy: a parameter has no shape yet, and is not in the numbers.
+        inputs: shapes of the first call's input tensors; empty without an example.
+        outputs: those of its output.
+        flops: of its forward pass, ``None`` without an example.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks import summarize
+        >>> layer = summarize(torch.nn.Sequential(torch.nn.Linear(2, 3))).layers[0]
+        >>> layer.name, layer.kind, layer.parameters
+        ('0', 'Linear', 9)
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    trainable: int
+    bytes: int
+    dtypes: tuple[str, ...]
+    tied_to: tuple[str, ...] = ()
+    lazy: bool = False
+    inputs: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()
+    flops: int | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What :func:`summarize` found; ``str()`` is the table.
+
+    Attributes:
+        total: the whole model; its numbers count a parameter that several modules share once.
+        layers: its modules down to ``max_depth``, in the model's order.
+        buffer_bytes: what its buffers take in memory.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks import summarize
+        >>> summarize(torch.nn.Linear(2, 3)).total.trainable
+        9
+    """
+
+    total: LayerSummary
+    layers: tuple[LayerSummary, ...]
+    buffer_bytes: int
+
+    def __str__(self) -> str:
+        total = self.total
+        frozen = total.parameters - total.trainable
+        lines = [
+            f"{total.kind}: {count_text(total.parameters)} parameters"
+            f" ({count_text(total.trainable)} trainable, {count_text(frozen)} frozen), "
+            f"{size_text(total.bytes)}, buffers {size_text(self.buffer_bytes)}"
+        ]
+        if total.lazy:
+            lines[0] += ", and parameters that get their shape with the first batch"
+        if total.flops is not None:
+            lines.append(f"FLOPs of one forward pass with the example: {count_text(total.flops)}")
+        return "\n".join([*as_table(_columns(self.layers)), *lines])
+
+
+def summarize(model: torch.nn.Module, max_depth: int = 2, example: Any = None) -> Summary:
+    """Count what a model is made of; parameters may be tied, lazy, sharded or on ``meta``.
+
+    Args:
+        model: not changed, except that an example gives lazy parameters their shape.
+        max_depth: levels of modules in :attr:`Summary.layers`, 2 by default; -1 for all, 0 for
+            none.
+        example: an input for the model, a tuple of them, or a mapping of keyword arguments, on the
+            model's device: the model is called once with it, in eval mode and without gradients,
+            for shapes and FLOPs. Not called if ``None``.
+
+    Raises:
+        ValueError: ``max_depth`` is below -1.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks import summarize
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> print(summarize(model, example=torch.ones(2, 4)))
+        name  type    parameters  trainable  size   dtype    input   output  FLOPs
+        0     Linear  40          40         160 B  float32  [2, 4]  [2, 8]  128
+        1     Linear  9           9          36 B   float32  [2, 8]  [2, 1]  32
+        Sequential: 49 parameters (49 trainable, 0 frozen), 196 B, buffers 0 B
+        FLOPs of one forward pass with the example: 160
+    """
+    if max_depth < -1:
+        raise ValueError(f"max_depth={max_depth} must be -1 (all levels) or more.")
+    names = [name for name, _ in model.named_modules() if 0 <= max_depth < _depth(name)]
+    named = {name: one for name, one in model.named_modules() if name not in set(names)}
+    passed = {} if example is None else run_example(model, named, example)
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), name)
+    rows = {name: _row(name, one, owners, passed.get(name)) for name, one in named.items()}
+    total = rows.pop("")
+    buffers = {id(one): one for one in model.buffers() if not is_lazy(one)}.values()
+    return Summary(total, tuple(rows.values()), sum(_bytes(one) for one in buffers))
+
+
+def _row(
+    name: str, module: torch.nn.Module, owners: Mapping[int, str], passed: ExamplePass | None
+) -> LayerSummary:
+    every = list({id(one): one for one in module.parameters()}.values())
+    known = [one for one in every if not is_lazy(one)]
+    inside = f"{name}." if name else ""
+    elsewhere = {owners[id(one)] for one in every} - {name}
+    return LayerSummary(
+        name=name,
+        kind=type(module).__name__,
+        parameters=sum(one.numel() for one in known),
+        trainable=sum(one.numel() for one in known if one.requires_grad),
+        bytes=sum(_bytes(one) for one in known),
+        dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in every})),
+        tied_to=tuple(sorted(one for one in elsewhere if not one.startswith(inside))),
+        lazy=len(known) < len(every),
+        inputs=passed.inputs if passed else (),
+        outputs=passed.outputs if passed else (),
+        flops=passed.flops if passed else None,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
+
+
+def _columns(layers: Iterable[LayerSummary]) -> dict[str, list[str]]:
+    """The table, without the columns that are empty."""
+    rows = list(layers)
+    columns = {
+        "name": [row.name for row in rows],
+        "type": [row.kind for row in rows],
+        "parameters": [count_text(row.parameters) + ("?" if row.lazy else "") for row in rows],
+        "trainable": [count_text(row.trainable) for row in rows],
+        "size": [size_text(row.bytes) for row in rows],
+        "dtype": ["+".join(row.dtypes) for row in rows],
+        "input": [_shapes(row.inputs) for row in rows],
+        "output": [_shapes(row.outputs) for row in rows],
+        "FLOPs": ["" if row.flops is None else count_text(row.flops) for row in rows],
+        "tied to": [", ".join(row.tied_to) for row in rows],
+    }
+    return {title: cells for title, cells in columns.items() if any(cells)}
+
+
+def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return " ".join(str(list(shape)) for shape in shapes)
+
+
+class ModelSummary(Callback):
+    """Prints the layers, parameters and types of the models when a run begins.
+
+    Printed once a run, on the main process, for each prepared model.
+
+    Args:
+        max_depth: levels of modules to show, 2 by default; -1 for all, 0 for the totals only.
+        example: an input for the first model, for shapes and FLOPs: see :func:`summarize`. All
+            processes call the model then.
+        file: where to print; standard error if ``None``.
+
+    Attributes:
+        summaries: what was found, one for each prepared model.
+
+    Raises:
+        ValueError: ``max_depth`` is below -1.
+
+    Example:
+        >>> import sys, torch
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.callbacks import ModelSummary
+        >>> accel = Accelerator(cpu=True, callbacks=[ModelSummary(file=sys.stdout)])
+        >>> model = accel.prepare(torch.nn.Sequential(torch.nn.Linear(1, 2)))
+        >>> with accel.run("summary"):
+        ...     pass
+        name  type    parameters  trainable  size  dtype
+        0     Linear  4           4          16 B  float32
+        Sequential: 4 parameters (4 trainable, 0 frozen), 16 B, buffers 0 B
+    """
+
+    def __init__(
+        self, max_depth: int = 2, *, example: Any = None, file: TextIO | None = None
+    ) -> None:
+        if max_depth < -1:
+            raise ValueError(f"max_depth={max_depth} must be -1 (all levels) or more.")
+        self.max_depth = max_depth
+        self.example = example
+        self.summaries: list[Summary] = []
+        self._file = file
+
+    def on_fit_start(self, run: TrainingRun, model: Any) -> None:
+        """Look at the models, and print what was found."""
+        self.summaries = []
+        for index, one in enumerate(run.models):
+            example = self.example if index == 0 else None
+            self.summaries.append(summarize(one, self.max_depth, example))
+        if run.is_global_zero:
+            for summary in self.summaries:
+                print(summary, file=self._file or sys.stderr, flush=True)

@@ -1,0 +1,153 @@
+"""Going back to a checkpoint in the middle of a run: the weights, and not the place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accel_callbacks import collectives
+from accel_callbacks.attempts import LoadFailed, together
+from accel_callbacks.checkpointing import open_folder
+from accel_callbacks.failures import shared_failure
+from accel_callbacks.reading import open_one
+from accel_callbacks.restoring import LoadOptions, restore_newest
+from accel_callbacks.selecting import Selection
+
+if TYPE_CHECKING:
+    from accel_callbacks.accelerator import Accelerator
+    from accel_callbacks.run import TrainingRun
+    from checkpoint_io import CheckpointReader
+
+__all__ = ["RolledBack", "roll_back", "save_is_due"]
+
+_WHERE = "a rollback"
+
+
+class RolledBack(NamedTuple):
+    """Where a rollback led to.
+
+    Args:
+        path: the checkpoint; ``None`` if there was none to go back to.
+        avoided: the ids of the checkpoints that were passed over.
+    """
+
+    path: str | None
+    avoided: list[str]
+
+
+def roll_back(accel: Accelerator, *, newest_step: int, avoid: Collection[str] = ()) -> RolledBack:
+    """Collective, between two steps: put weights back to what a saver's checkpoint holds.
+
+    Models, the states of optimizers, the loss scaler, registered objects, and callbacks whose
+    ``rolls_back`` is True are restored. The run, its loaders and schedulers, and the options of the
+    optimizers' groups (learning rates) stay where they are.
+
+    Args:
+        accel: whose run it is.
+        newest_step: checkpoints of later steps are passed over.
+        avoid: ids of others that are.
+
+    Raises:
+        ResumeError: the checkpoint does not fit.
+        checkpoint_io.CheckpointError: all that there are are damaged, or the save that was under
+            way has failed.
+        RemoteError: another process failed.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.callbacks import Checkpoint
+        >>> from accel_callbacks.callbacks.rollback import roll_back
+        >>> accel = Accelerator(cpu=True, callbacks=[Checkpoint("memory://doc-rollback")])
+        >>> model = accel.prepare(torch.nn.Linear(1, 1))
+        >>> _ = accel.save_state("memory://doc-rollback/step-00000000")
+        >>> before = model.weight.item()
+        >>> _ = torch.nn.init.constant_(model.weight, torch.nan)
+        >>> roll_back(accel, newest_step=0).path, model.weight.item() == before
+        ('memory://doc-rollback/step-00000000', True)
+    """
+    accel.loop.saves.wait()
+    avoided: list[str] = []
+    for saver in accel.loop.dispatch.savers:
+        root, storage_options = saver.resume_root(accel.current_run)
+        seen = _survey(root, storage_options, newest_step, avoid)
+        avoided += seen.ids
+        if seen.good:
+            path = _restore(accel, root, storage_options, seen.paths)
+            if path is not None:
+                return RolledBack(path, avoided)
+    return RolledBack(None, avoided)
+
+
+def save_is_due(run: TrainingRun) -> bool:
+    """Whether a Checkpoint is about to save this step; later wishes to save are not foreseen."""
+    savers = getattr(run, "checkpoint_callbacks", ())  # which another trainer does not have
+    schedules = (getattr(saver, "schedule", None) for saver in savers)
+    return any(one.step_is_due(run.global_step) for one in schedules if one is not None)
+
+
+class _Survey(NamedTuple):
+    good: int  # checkpoints that may be taken
+    paths: list[str]  # of the others
+    ids: list[str]
+
+
+def _survey(
+    root: str, storage_options: Mapping[str, Any] | None, newest_step: int, avoid: Collection[str]
+) -> _Survey:
+    """Collective: which checkpoints of a folder may be taken, as the main process sees it."""
+    seen = _Survey(0, [], [])
+    with shared_failure(_WHERE):
+        if collectives.rank() == 0:
+            infos = open_folder(root, storage_options).list()
+            bad = [
+                info
+                for info in infos
+                if info.manifest.id in avoid or info.manifest.metadata.get("step", 0) > newest_step
+            ]
+            ids = [info.manifest.id for info in bad]
+            seen = _Survey(len(infos) - len(bad), [info.path for info in bad], ids)
+    return collectives.broadcast_object(seen)
+
+
+def _restore(
+    accel: Accelerator,
+    root: str,
+    storage_options: Mapping[str, Any] | None,
+    skip: Collection[str],
+) -> str | None:
+    sections = ["models", "precision"]
+    sections += ["optimizers"] if accel.optimizers else []
+    sections += ["registered"] if accel.registered.names else []
+    kept = [{**group} for group in _groups(accel)]
+    options = LoadOptions(Selection(sections), storage_options=storage_options)
+    path = restore_newest(accel, root, options, skip)
+    if path is None:
+        return None
+    for group, before in zip(_groups(accel), kept, strict=True):  # which are new ones now
+        group.update({name: value for name, value in before.items() if name != "params"})
+    try:
+        _restore_callbacks(accel, open_one(path, storage_options))
+    except LoadFailed as failed:
+        raise failed.error from failed.error.__cause__
+    return path
+
+
+def _groups(accel: Accelerator) -> list[dict[str, Any]]:
+    return [group for one in accel.optimizers for group in one.param_groups]
+
+
+def _restore_callbacks(accel: Accelerator, reader: CheckpointReader) -> None:
+    """The states that are made of weights."""
+    saved = reader.state["callbacks"]
+    chosen = {
+        entry.key: entry.callback
+        for entry in accel.loop.dispatch.entries
+        if getattr(entry.callback, "rolls_back", False) and entry.key in saved
+    }
+    read = partial(reader.load_tree, {key: saved[key] for key in chosen})
+    states: dict[str, Any] = together(_WHERE, read)
+    with shared_failure(_WHERE):
+        for key, callback in chosen.items():
+            callback.load_state_dict(states[key])

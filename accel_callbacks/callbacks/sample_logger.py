@@ -1,0 +1,189 @@
+"""Pictures, texts and tables of a few samples, now and then, for the trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.intervals import Interval
+from accel_callbacks.callbacks.looking import looking_at
+
+if TYPE_CHECKING:
+    from accel_callbacks.run import TrainingRun
+
+__all__ = ["SampleLogger"]
+
+_STAGES = ("train", "validation", "test")
+_TABLE = {"columns", "rows"}
+
+
+class SampleLogger(Callback):
+    """Shows what a model makes of some samples: pictures, texts or tables.
+
+    ``function(run, model, batch, outputs)`` gives what to show by name: a picture (or a batch or
+    list of them) as ``accel.log_images`` takes it, a text or a list of texts, or a table as
+    ``{"columns": [...], "rows": [...]}``. It may call the model: modules are in eval mode,
+    gradients are off, autocast is on as in training, and modes and random generators are as before
+    afterwards. It is called on all processes, of which the main one logs.
+
+    Args:
+        function: called as above; ``outputs`` is what the hook of the batch's end gets.
+        stage: ``"validation"`` (default) or ``"test"``, with the first batch of an evaluation, or
+            ``"train"``.
+        every: least distance in steps or epochs, such as ``"500 steps"`` or ``"2 epochs"``; each
+            evaluation if ``None``, or in training the first batch of each epoch.
+        n: samples to log of each name, 8 by default.
+        prefix: of the names, followed by a slash; ``"samples"`` by default.
+        channels: ``"first"`` or ``"last"``, where pictures do not have their channels first in
+            tensors and last in arrays.
+
+    Raises:
+        ValueError: an unknown stage, an interval that is none of steps or epochs, ``n`` below 1.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.callbacks import SampleLogger
+        >>> def show(run, model, batch, outputs):
+        ...     return {"sum": [f"{row.tolist()} -> {model(row).item():g}" for row in batch]}
+        >>> accel = Accelerator(cpu=True, callbacks=[SampleLogger(show, n=1)])
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> torch.nn.init.ones_(model.weight).requires_grad
+        True
+        >>> model, data = accel.prepare(model, torch.utils.data.DataLoader(torch.ones(3, 2)))
+        >>> with accel.evaluate(model):
+        ...     for batch in data:
+        ...         pass
+    """
+
+    def __init__(
+        self,
+        function: Callable[[TrainingRun, Any, Any, Any], Mapping[str, Any]],
+        *,
+        stage: str = "validation",
+        every: str | Interval | None = None,
+        n: int = 8,
+        prefix: str = "samples",
+        channels: Literal["first", "last"] | None = None,
+    ) -> None:
+        if stage not in _STAGES:
+            raise ValueError(f"stage={stage!r} is unknown; use one of {', '.join(_STAGES)}.")
+        if n < 1:
+            raise ValueError(f"n={n} must be at least 1.")
+        self.interval = None if every is None else Interval.parse(every)
+        if self.interval is not None and self.interval.unit not in ("steps", "epochs"):
+            raise ValueError(
+                f"every={every!r} must be steps or epochs, which all processes count alike."
+            )
+        if self.interval is None and stage == "train":
+            self.interval = Interval(1, "epochs")
+        self.function = function
+        self.stage = stage
+        self.n = n
+        self.prefix = prefix
+        self.channels = channels
+        self._last: int | None = None
+
+    @property
+    def state_key(self) -> str:
+        """``SampleLogger`` with the stage and the prefix."""
+        return f"SampleLogger:{self.stage}:{self.prefix}"
+
+    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
+        """Begin anew, unless ``load_state`` has told where the run stands."""
+        if run.begins_anew:
+            self._last = None
+
+    def on_train_batch_end(
+        self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log, if this is the stage and it is time to."""
+        if self.stage == "train" and self._is_due(run):
+            self._log(run, model, batch, outputs)
+
+    def on_validation_batch_end(
+        self,
+        run: TrainingRun,
+        model: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log the first batch, if this is the stage and it is time to."""
+        first = batch_idx == 0 and dataloader_idx == 0
+        if first and self.stage == "validation" and self._is_due(run):
+            self._log(run, model, batch, outputs)
+
+    def on_test_batch_end(
+        self,
+        run: TrainingRun,
+        model: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log the first batch, if this is the stage and it is time to."""
+        first = batch_idx == 0 and dataloader_idx == 0
+        if first and self.stage == "test" and self._is_due(run):
+            self._log(run, model, batch, outputs)
+
+    def _is_due(self, run: TrainingRun) -> bool:
+        if self.interval is None:
+            return True
+        steps = self.interval.unit == "steps"
+        here = run.global_step if steps else run.current_epoch
+        # In training every step is met, so steps are counted from 0; the rest begins at once.
+        last = 0 if self._last is None and steps and self.stage == "train" else self._last
+        if last is not None and here - last < self.interval.amount:
+            return False
+        self._last = here
+        return True
+
+    def _log(self, run: TrainingRun, model: Any, batch: Any, outputs: Any) -> None:
+        accel = run.accelerator
+        with looking_at(run.models, accel.device), accel.autocast():
+            found = self.function(run, model, batch, outputs)
+        images: dict[str, Any] = {}
+        texts: dict[str, str] = {}
+        for name, value in found.items():
+            name = f"{self.prefix}/{name}"
+            if isinstance(value, Mapping):
+                columns, rows = _table(name, value)
+                accel.log_table(name, columns, rows[: self.n])
+            elif isinstance(value, str):
+                texts[name] = value
+            elif isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+                texts[name] = "\n\n".join(value[: self.n])
+            else:
+                images[name] = _first(value, self.n)
+        if texts:
+            accel.log_text(texts)
+        if images:
+            accel.log_images(images, channels=self.channels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it logged last."""
+        return {"last": self._last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore in place."""
+        self._last = state_dict["last"]
+
+
+def _table(name: str, value: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+    if set(value) != _TABLE:
+        raise ValueError(
+            f"{name!r} is a mapping with {sorted(map(str, value))}: a table is "
+            '{"columns": [names], "rows": [one list for each row]}.'
+        )
+    return list(value["columns"]), list(value["rows"])
+
+
+def _first(images: Any, n: int) -> Any:
+    """At most n of a list or batch of pictures; one picture as it is."""
+    if isinstance(images, (list, tuple)) or getattr(images, "ndim", 0) == 4:
+        return images[:n]
+    return images

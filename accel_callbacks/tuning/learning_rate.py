@@ -1,0 +1,143 @@
+"""A learning rate range test: train some steps with a rate that grows, and watch the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks.failures import shared_failure
+from accel_callbacks.tuning.keeping import as_before
+from accel_callbacks.tuning.lr_result import LRResult
+
+__all__ = ["find_learning_rate"]
+
+
+def find_learning_rate(
+    step: Callable[[], Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    min_lr: float = 1e-8,
+    max_lr: float = 1.0,
+    num_steps: int = 100,
+    mode: str = "exponential",
+    early_stop: float | None = 4.0,
+    smoothing: float = 0.9,
+    restore: Sequence[Any] = (),
+) -> LRResult:
+    """Train with a learning rate that grows step by step, and suggest one.
+
+    Lightning has this as its callback ``LearningRateFinder``. The optimizer, what is in ``restore``
+    and the random generators are as before afterwards, bit by bit. Call it before ``accel.run``,
+    for steps of a prepared optimizer count as steps of the run that is open, and leave schedulers
+    out of ``step``. With several processes all must call it; the mean of their losses counts.
+
+    Args:
+        step: called without arguments; trains one optimizer step on a batch of its own choice and
+            returns the loss.
+        optimizer: whose learning rates are set; groups keep their ratio to the first.
+        min_lr: the first rate, 1e-8 by default.
+        max_lr: the last rate, 1 by default.
+        num_steps: steps in between, 100 by default.
+        mode: ``"exponential"`` (default), the rate grows by the same factor each step, or
+            ``"linear"``.
+        early_stop: end when the smoothed loss is so many times the best one, 4 by default; ``None``
+            to go on. A loss that is no finite number always ends it.
+        smoothing: weight of what came before in the smoothed loss, 0.9 by default.
+        restore: models and other objects that ``step`` changes, such as ``[model]``.
+
+    Raises:
+        ValueError: an argument that makes no sense.
+        TypeError: ``step`` returned no loss.
+        RemoteError: a step has failed on another process.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.tuning import find_learning_rate
+        >>> weight = torch.tensor([3.0], requires_grad=True)
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> def step():
+        ...     optimizer.zero_grad()
+        ...     loss = weight.square().sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> result = find_learning_rate(step, optimizer, max_lr=10)
+        >>> 0.01 < result.suggestion() < 2, optimizer.param_groups[0]["lr"]
+        (True, 0.1)
+    """
+    _check(min_lr, max_lr, num_steps, mode, smoothing)
+    sweep = _Sweep(optimizer, smoothing, LRResult([], [], [], mode))
+    with as_before([optimizer, *restore]), shared_failure("find_learning_rate"):
+        for index in range(num_steps):
+            lr = _rate(index / (num_steps - 1), min_lr, max_lr, mode)
+            sweep.take(step, lr)
+            if sweep.is_over(early_stop):
+                break
+    return sweep.result
+
+
+class _Sweep:
+    """The steps so far."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, smoothing: float, result: LRResult
+    ) -> None:
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._optimizer = optimizer
+        self._ratios = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
+        self._smoothing = smoothing
+        self._average = 0.0
+        self._best = math.inf
+        self.result = result
+
+    def take(self, step: Callable[[], Any], lr: float) -> None:
+        """Collective: one step with this rate."""
+        for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr * ratio)
+            else:
+                group["lr"] = lr * ratio
+        losses = collectives.all_objects(_as_number(step()))
+        loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
+        result, weight = self.result, self._smoothing
+        self._average = weight * self._average + (1 - weight) * loss
+        result.lrs.append(lr)
+        result.losses.append(loss)
+        # The first averages contain little of anything yet.
+        result.smoothed.append(self._average / (1 - weight ** len(result.lrs)))
+
+    def is_over(self, early_stop: float | None) -> bool:
+        """Whether the loss has run away; the same on all processes."""
+        loss = self.result.smoothed[-1]
+        if not math.isfinite(loss):
+            return True
+        self._best = min(self._best, loss)
+        if early_stop is None or len(self.result.lrs) < 3:
+            return False
+        return loss - self._best > (early_stop - 1) * abs(self._best)
+
+
+def _as_number(loss: Any) -> float:
+    try:
+        return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"step() must return the loss, one number, not {loss!r}.") from error
+
+
+def _rate(part: float, low: float, high: float, mode: str) -> float:
+    return low + (high - low) * part if mode == "linear" else low * (high / low) ** part
+
+
+def _check(low: float, high: float, num_steps: int, mode: str, smoothing: float) -> None:
+    if not 0 < low < high:
+        raise ValueError(f"min_lr={low} must be above 0 and below max_lr={high}.")
+    if num_steps < 2:
+        raise ValueError(f"num_steps={num_steps} must be at least 2.")
+    if mode not in ("exponential", "linear"):
+        raise ValueError(f"mode={mode!r} is unknown; use 'exponential' or 'linear'.")
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"smoothing={smoothing} must be from 0 to below 1.")
