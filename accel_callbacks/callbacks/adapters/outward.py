@@ -1,0 +1,141 @@
+"""One of our callbacks inside of another trainer: its hooks, its errors, and what cannot work."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+from accel_callbacks import collectives
+from accel_callbacks.callbacks.adapters.host import Host
+from accel_callbacks.callbacks.adapters.run_view import RunView
+from accel_callbacks.callbacks.entry import Entry
+from accel_callbacks.callbacks.ledger import Ledger
+
+__all__ = ["Outward"]
+
+_OWN_SAVES = (
+    "it saves and restores checkpoints of this library, which hold what the Accelerator prepared"
+)
+_REFUSED = {"Preemption": "it needs a save that all processes agree on, as `accel.run` has it"}
+
+
+class Outward:
+    """Calls the hooks of one callback with a view of the run.
+
+    Args:
+        given: a callback of ours, or what ``configured`` returned.
+        host: the trainer.
+        never: hooks that the trainer has no place for; a user's callback is warned about.
+
+    Attributes:
+        callback: the callback.
+        view: its run.
+        noted: called with what the callback itself logs.
+
+    Raises:
+        TypeError: it is no callback, or one that cannot work there.
+
+    Example:
+        >>> from accel_callbacks.callbacks import EarlyStopping
+        >>> from accel_callbacks.callbacks.adapters.outward import Outward
+        >>> Outward(EarlyStopping("loss"), None, never=()).has("on_log")
+        True
+    """
+
+    def __init__(self, given: Any, host: Any, *, never: Collection[str]) -> None:
+        self._entry = Entry(given)
+        self.callback = self._entry.callback
+        self._entry.wrap(Ledger(), self._entry.name)
+        title = getattr(host, "title", "another trainer")
+        self._refuse(title)
+        lost = sorted(hook for hook in never if hook in self._entry.calls)
+        ours = type(self.callback).__module__.startswith("accel_callbacks.")  # which can do without
+        if lost and not ours:
+            warnings.warn(
+                f"{self.name}.{lost[0]} is never called in {title}, which has no such place",
+                stacklevel=4,
+            )
+        self.host: Host = host
+        self.view = RunView(host, self.name, self._logged)
+        self.noted: Callable[[dict[str, Any]], None] = lambda values: None
+
+    def _refuse(self, title: str) -> None:
+        name = type(self.callback).__name__
+        kinds = {one.__name__ for one in type(self.callback).__mro__}
+        reason = next((why for kind, why in _REFUSED.items() if kind in kinds), None)
+        if self._entry.saves:
+            reason = _OWN_SAVES
+        if getattr(self.callback, "lightning_callback", None) is not None:
+            reason = "it is one of Lightning's own, which only runs there or in a plain loop"
+        if reason is not None:
+            raise TypeError(f"{name} cannot run in {title}: {reason}.")
+
+    @property
+    def name(self) -> str:
+        """The callback's state key, or the name of its class."""
+        return self._entry.name
+
+    def has(self, hook: str) -> bool:
+        """Whether the callback has this hook."""
+        return hook in self._entry.calls
+
+    def fire(self, hook: str, *args: Any) -> None:
+        """Call a hook."""
+        call = self._entry.calls.get(hook)
+        if call is not None:
+            call(self.view, self.view.model, *args)
+
+    def _logged(self, values: dict[str, Any], step: int) -> None:
+        self.noted(values)
+        self.fire("on_log", values, step)
+
+    def agree(self, *, within_epoch: bool = True) -> None:
+        """Collective: what the callback asked for on one process happens on all.
+
+        As in our own loop, within an epoch only where the callback says that it may ask there.
+        """
+        if collectives.world_size() > 1 and (self._entry.votes or not within_epoch):
+            self.view.agree()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The callback's state."""
+        return self.callback.state_dict() or {} if self._entry.has_state else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give it back."""
+        if state and self._entry.has_state:
+            self.callback.load_state_dict(state)
+
+    # --- what several hooks have in common ----------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """``on_train_epoch_start``."""
+        self.view.epoch_open, self.view.batch_idx = True, -1
+        self.fire("on_train_epoch_start")
+
+    def end_epoch(self) -> None:
+        """``on_train_epoch_end``."""
+        self.view.epoch_open = False
+        self.fire("on_train_epoch_end")
+        self.agree(within_epoch=False)
+
+    def begin_evaluation(self, stage: str = "validation") -> None:
+        """The two hooks at the beginning of an evaluation."""
+        self.view.evaluating += 1
+        self.fire(f"on_{stage}_start")
+        self.fire(f"on_{stage}_epoch_start")
+
+    def end_evaluation(self, stage: str = "validation") -> None:
+        """The two at its end."""
+        self.view.evaluating = max(self.view.evaluating - 1, 0)
+        self.fire(f"on_{stage}_epoch_end")
+        self.fire(f"on_{stage}_end")
+
+    def stepped(self, step: int, optimizer: Any) -> None:
+        """``on_after_optimizer_step``, with a step that the trainer has not counted yet."""
+        self.view.step = step
+        try:
+            self.fire("on_after_optimizer_step", optimizer)
+        finally:
+            self.view.step = None
