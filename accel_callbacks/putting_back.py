@@ -34,7 +34,7 @@ def put_back(accel: Accelerator, ready: Ready, selection: Selection) -> None:
     if selection.takes("callbacks"):
         accel.loop.dispatch.load_state_dict(state["callbacks"])
     if selection.takes("trackers"):
-        accel.tracking.load_state_dict(state["trackers"])
+        accel.tracking.take_over(state["trackers"], accel.loop.run)
     local = ready.local or {}
     if selection.takes("window"):
         _restore_window(accel, local.get("window"), selection)

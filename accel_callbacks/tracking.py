@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
+from enum import Enum
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks._neighbours import require_neighbour
+from accel_callbacks.ending import EndOnSigterm
+from accel_callbacks.errors import nearest
+from accel_callbacks.general_tracker import GeneralTracker, LoggerType, on_main_process
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
-    from loggers import Tracker, TrackerHub
+    from loggers import TrackerConfig, TrackerHub
 
-__all__ = ["Tracking"]
+__all__ = ["GeneralTracker", "LoggerType", "Tracking", "on_main_process"]
+
+InitKwargs = Mapping[str, Mapping[str, Any]]
+
+_OTHER_NAMES = {"comet_ml": "comet"}  # Accelerate's, and ours
 
 
 class Tracking:
@@ -23,6 +36,7 @@ class Tracking:
         logging_dir: folder of their files.
         is_main_process: whether this process logs.
         strict: let a tracker's error end the run.
+        config: further options of the hub; the defaults if None.
 
     Example:
         >>> from accel_callbacks.tracking import Tracking
@@ -37,14 +51,23 @@ class Tracking:
         *,
         is_main_process: bool,
         strict: bool = False,
+        config: TrackerConfig | None = None,
     ) -> None:
-        self._log_with = list(log_with)
+        self.log_with = list(log_with)
+        for one in self.log_with:
+            if isinstance(one, str) and one != "all":
+                with suppress(ImportError):  # what is not there is told when it is needed
+                    _loggers().check_name(_OTHER_NAMES.get(one, one))
         self._logging_dir = logging_dir
         self._is_main_process = is_main_process
         self._strict = strict
+        self._config = config
+        self._init_kwargs: InitKwargs = {}
         self._hub: TrackerHub | None = None
         self._loaded: dict[str, Any] = {}
         self._closed_run: str | None = None
+        self._asked_for = False  # somebody may hold a tracker of this hub
+        self._ending = EndOnSigterm()
 
     @property
     def is_open(self) -> bool:
@@ -52,29 +75,41 @@ class Tracking:
         return self._hub is not None
 
     @property
-    def trackers(self) -> list[Tracker]:
+    def hub(self) -> TrackerHub | None:
+        """What the trackers are called through, while they are open."""
+        return self._hub
+
+    @property
+    def trackers(self) -> list[Any]:
         """The trackers in use on this process."""
-        return list(self._hub.trackers) if self._hub is not None else []
+        if self._hub is None:
+            return []
+        self._asked_for = True
+        return [_unwrapped(one) for one in self._hub.trackers]
+
+    def configure(self, init_kwargs: InitKwargs | None) -> None:
+        """Keep what the constructors of trackers are to get, by their names."""
+        self._init_kwargs = dict(init_kwargs or {})
+        chosen_trackers(self.log_with, self._init_kwargs)  # a name that is wrong is an error here
 
     def open(self, run: TrainingRun) -> None:
         """Start all trackers with the run's name, id and configuration."""
-        if self._hub is not None or not self._log_with:
+        if self._hub is not None or not self.log_with:
             return
-        require_neighbour("loggers")
-        from loggers import RunInfo, TrackerHub
-
+        loggers = _loggers()
         # A run that was closed and logs again goes on where it was, as a resumed one does.
         goes_on = run.resumed_from is not None or run.run_id == self._closed_run
-        info = RunInfo(
+        info = loggers.RunInfo(
             name=run.name,
             logging_dir=self._logging_dir,
             run_id=run.run_id,
             resumed_step=run.global_step if goes_on else None,
             rank=run.accelerator.process_index,
         )
-        hub = TrackerHub(
-            self._log_with, run=info, main_process=self._is_main_process, strict=self._strict
-        )
+        options = asdict(self._config or loggers.TrackerConfig())
+        options["strict"] = options["strict"] or self._strict
+        specs = chosen_trackers(self.log_with, self._init_kwargs)
+        hub = loggers.TrackerHub(specs, run=info, main_process=self._is_main_process, **options)
         try:
             if self._loaded and goes_on:
                 hub.load_state_dict(self._loaded)
@@ -86,43 +121,144 @@ class Tracking:
                 hub.finish("failed")
             raise
         self._hub = hub
+        if hub.trackers:
+            self._ending = EndOnSigterm().__enter__()
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values as ``{"a/b": number, text or tensor on an accelerator}``, for the callbacks."""
-        require_neighbour("loggers")
-        from loggers import flatten
-
-        return dict(flatten(values))
-
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Hand values to all trackers; does not wait for the device."""
         if self._hub is not None:
-            self._hub.log(values, step)
+            return self._hub.flat(values)
+        return dict(_loggers().flatten(values))
 
-    def get(self, name: str) -> Tracker:
+    def put(self, flat: Mapping[str, Any], step: int, log_kwargs: InitKwargs | None = None) -> None:
+        """Hand what :meth:`flat` made to all trackers; waits neither for a device nor for them."""
+        if self._hub is not None:
+            self._hub.put(dict(flat), step, log_kwargs)
+
+    def get(self, name: str, *, unwrap: bool = False) -> Any:
         """The tracker of this name; one that does nothing where this process does not log."""
         if self._hub is None:
             raise RuntimeError(
                 f"tracker {name!r} is not started: enter `accel.run(...)`, call "
                 "`accel.init_trackers(...)`, or log something first."
             )
-        return self._hub.get(name)
+        tracker, self._asked_for = self._hub.get(name), True
+        return tracker.raw if unwrap else _unwrapped(tracker)
 
     def close(self, status: Any) -> None:
-        """Flush and finish all trackers; they are closed even if one raises, in strict mode."""
+        """Deliver the rest and finish all trackers, within a time limit."""
         hub, self._hub = self._hub, None
         if hub is None:
             return
-        self._closed_run = hub.run.run_id
+        self._closed_run, self._asked_for = hub.run.run_id, False
         try:
-            self._loaded = hub.state_dict()
-        finally:
             hub.finish(status)
+        finally:
+            self._loaded = {**self._loaded, **hub.state_dict()}
+            self._ending.__exit__()
+
+    def close_at_exit(self) -> None:
+        """Close them at the end of a script that did not, with what has ended it."""
+        # The interpreter notes an error that nobody caught before it runs exit handlers.
+        error = getattr(sys, "last_value", None)
+        if error is None:
+            self.close("interrupted" if self._ending.received else "success")
+        else:
+            self.close("failed" if isinstance(error, Exception) else "interrupted")
 
     def state_dict(self) -> dict[str, Any]:
-        """What the trackers need to go on with the same run."""
-        return dict(self._hub.state_dict()) if self._hub is not None else dict(self._loaded)
+        """What the trackers need to go on with the same run; entries of others are kept."""
+        own = self._hub.state_dict() if self._hub is not None else {}
+        return {**self._loaded, **own}
+
+    def take_over(self, state: Mapping[str, Any], run: TrainingRun) -> None:
+        """Go on with the run of a checkpoint, in trackers too that were started before its load.
+
+        Those have begun a run of their own. It ends here if nothing was logged to it and nobody
+        has asked for one of them; else it is kept, with a warning.
+        """
+        hub = self._hub
+        goes_on = hub is None or hub.run.run_id == run.run_id
+        if goes_on or self._asked_for or (hub is not None and not hub.is_unused):
+            self.load_state_dict(state)
+            if not goes_on:
+                warnings.warn(
+                    "load_state after the trackers were used: they stay with the run that they "
+                    "have begun. Load before the first log and get_tracker to go on with the "
+                    "checkpoint's run.",
+                    stacklevel=2,
+                )
+            return
+        self.close("success")
+        self.load_state_dict(state)
+        self.open(run)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Kept for the next :meth:`open`."""
         self._loaded = dict(state)
+
+
+def chosen_trackers(log_with: Sequence[Any], init_kwargs: InitKwargs) -> list[Any]:
+    """What a hub takes, from what ``log_with`` and ``init_kwargs`` say.
+
+    Raises:
+        ValueError: ``init_kwargs`` has a name that ``log_with`` has not.
+
+    Example:
+        >>> from accel_callbacks.tracking import chosen_trackers
+        >>> [one.tracker for one in chosen_trackers(["jsonl", LoggerType.CSV], {})]
+        ['jsonl', 'csv']
+    """
+    left = {str(name): dict(options) for name, options in init_kwargs.items()}
+    specs = [one.value if isinstance(one, Enum) else one for one in log_with]
+    if "all" in specs:
+        own = [one for one in specs if not isinstance(one, str)]
+        specs = own + _loggers().installed_trackers()
+    unique = [one for index, one in enumerate(specs) if one not in specs[:index]]
+    result = [_with_options(one, left) for one in unique]
+    if left:
+        name = next(iter(left))
+        known = [_name_of(one) for one in unique]
+        raise ValueError(
+            f"init_kwargs has {name!r}, which log_with has not: it has {', '.join(known)}."
+            f"{nearest(name, known)}"
+        )
+    return result
+
+
+def _with_options(spec: Any, init_kwargs: dict[str, dict[str, Any]]) -> Any:
+    """One tracker with its filters, and with the options that there are for its name."""
+    from accel_callbacks.adapted_tracker import AdaptedTracker, is_general
+
+    choice = spec
+    if not isinstance(spec, _loggers().ConfiguredTracker):
+        known = isinstance(spec, str) and spec in _OTHER_NAMES
+        named = {"label": spec} if known else {}
+        choice = _loggers().configured_tracker(_OTHER_NAMES[spec] if known else spec, **named)
+    options = {**choice.options, **init_kwargs.pop(_name_of(spec), {})}
+    if is_general(choice.tracker):
+        return replace(choice, tracker=AdaptedTracker(choice.tracker, options), options={})
+    return replace(choice, options=options)
+
+
+def _name_of(spec: Any) -> str:
+    """What a tracker is called by."""
+    if isinstance(spec, _loggers().ConfiguredTracker):
+        return str(spec.label or _name_of(spec.tracker))
+    return spec if isinstance(spec, str) else str(getattr(spec, "name", spec))
+
+
+def _unwrapped(tracker: Any) -> Any:
+    """The user's own object where it was written for Accelerate."""
+    from accel_callbacks.adapted_tracker import AdaptedTracker
+
+    return tracker.wrapped if isinstance(tracker, AdaptedTracker) else tracker
+
+
+@functools.cache
+def _loggers() -> ModuleType:
+    """The package of the trackers; what is beside the script must not hide it."""
+    require_neighbour("loggers")
+    import loggers
+
+    return loggers

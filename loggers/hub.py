@@ -1,43 +1,54 @@
-"""Fan-out to several trackers that neither blocks the training step nor lets one kill the run."""
+"""Fan-out to several trackers: the training thread only appends, threads do the rest."""
 
 from __future__ import annotations
 
 import operator
-import threading
+import os
 import time
-import warnings
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 from loggers.base import RunInfo, Status, Tracker, check_status
+from loggers.choosing import ConfiguredTracker, chosen
+from loggers.closing import answers, close_all
 from loggers.config import plain_config
-from loggers.guard import GuardedTracker, Row, TrackerReport
+from loggers.guard import TrackerReport
+from loggers.hub_media import MediaMethods
+from loggers.hub_parts import by_name
+from loggers.items import Reply, Row
 from loggers.null import NullTracker
-from loggers.registry import TrackerSpec, create
-from loggers.values import flatten, to_host
+from loggers.options import NanPolicy, TrackerConfig
+from loggers.pump import Pump
+from loggers.registry import TrackerSpec
+from loggers.values import flatten
+
+__all__ = ["TrackerHub"]
 
 
-class TrackerHub:
-    """Gives what a training loop logs to every tracker, in batches.
+class TrackerHub(MediaMethods):
+    """Gives what a training loop logs to every tracker, without waiting for any of them.
 
-    `log` only appends: tensors on an accelerator stay there until a flush, when all of them are
-    read with one copy per device. A flush happens in `log` when ``flush_every_s`` have passed or
-    ``max_buffer`` rows are held, and in `flush`, `state_dict` and `finish`. An exception in a
-    tracker is counted and reported once on the logger "accel_callbacks.trackers"; the other
-    trackers and the run go on. Safe to call from several threads and from a signal handler.
+    `log` only appends to a queue; tensors on an accelerator stay there. A thread reads them about
+    once a second, with one copy per device, and hands the rows to one thread per tracker. A
+    tracker that raises is tried again, then disabled; one that is slow or hangs loses its oldest
+    rows when ``max_buffer`` of them wait. Both are counted (`report`) and said once on the logger
+    "accel_callbacks.trackers"; the other trackers and the run go on. Safe to call from several
+    threads and from a signal handler; does nothing in a forked process.
 
     Args:
-        trackers: names, classes or instances, each of another name.
+        trackers: names, classes, instances, or what `configured_tracker` made, each of another
+            name.
         run: what the trackers are told when they start.
         main_process: whether this is the process that logs; on others only trackers whose
             ``main_process_only`` is False are used.
-        strict: raise a tracker's exception (after the others have had their turn).
-        flush_every_s: seconds between flushes, default 1.0; checked when `log` is called.
-        max_buffer: rows held at most, default 256.
-        max_failures: failures of one method in a row after which a tracker is disabled, default 5.
+        strict, nan_policy, flush_every_s, max_buffer, max_failures, start_timeout_s,
+            finish_timeout_s: see `TrackerConfig`.
 
     Raises:
-        ValueError: two trackers have one name, or a name is unknown.
+        ValueError: two trackers have one name, a name is unknown, or an option makes no sense.
         TypeError: a tracker is none of the above, or has no name.
 
     >>> import tempfile
@@ -52,42 +63,73 @@ class TrackerHub:
 
     def __init__(
         self,
-        trackers: Iterable[TrackerSpec],
+        trackers: Iterable[TrackerSpec | ConfiguredTracker],
         *,
         run: RunInfo,
         main_process: bool = True,
         strict: bool = False,
+        nan_policy: NanPolicy = "keep",
         flush_every_s: float = 1.0,
-        max_buffer: int = 256,
+        max_buffer: int = 10_000,
         max_failures: int = 5,
+        start_timeout_s: float = 60.0,
+        finish_timeout_s: float = 30.0,
     ) -> None:
         self.run = run
-        self._all = _by_name(create(spec) for spec in trackers)
-        self._active = [
-            GuardedTracker(tracker, max_failures, report=not strict)
-            for tracker in self._all.values()
+        self.config = TrackerConfig(
+            strict=strict,
+            nan_policy=nan_policy,
+            flush_every_s=flush_every_s,
+            max_buffer=max_buffer,
+            max_failures=max_failures,
+            start_timeout_s=start_timeout_s,
+            finish_timeout_s=finish_timeout_s,
+        )
+        self._errors: deque[BaseException] = deque()
+        choices = [chosen(spec) for spec in trackers]
+        self._all = by_name([(choice.create(), choice) for choice in choices])
+        self._writers = [
+            self._writer(tracker, choice)
+            for tracker, choice in self._all.values()
             if main_process or not tracker.main_process_only
         ]
-        self._strict = strict
-        self._flush_every_s = flush_every_s
-        self._max_buffer = max_buffer
-        self._lock = threading.RLock()  # reentrant: a signal handler may finish during a flush
-        self._buffer: list[Row] = []
-        self._flushed_at = time.monotonic()
+        self._pump = Pump(self._writers, self.config, self._note)
         self._last_step: int | None = None
         self._started = self._finished = False
+        self._pid = os.getpid()
         self._warned: set[str] = set()
 
     @property
     def trackers(self) -> tuple[Tracker, ...]:
         """The trackers that this process uses, in order."""
-        return tuple(guarded.tracker for guarded in self._active)
+        return tuple(writer.guard.tracker for writer in self._writers)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing was logged yet, beside the settings."""
+        return self._last_step is None and not self._pump.has_media
 
     def start(self) -> None:
-        """Start every tracker; a second call does nothing. A tracker that fails is left out."""
-        if not self._started:
-            self._started, self._flushed_at = True, time.monotonic()
-            self._settle([guarded.start(self.run) for guarded in self._active])
+        """Start every tracker; a second call does nothing. A tracker that fails is left out.
+
+        All start at the same time. One that takes longer than ``start_timeout_s`` goes on
+        starting, and its rows wait.
+        """
+        if self._started:
+            return
+        self._started, self._pid = True, os.getpid()
+        if not self._writers:
+            return
+        reply = Reply()
+        for writer in self._writers:
+            writer.begin(reply)
+        self._pump.begin()
+        limit = self.config.start_timeout_s
+        ready = answers(reply, len(self._writers), time.monotonic() + limit)
+        for writer in self._writers:
+            if writer.name not in ready:
+                writer.guard.gave_up(f"has not started within {limit:g} s", 0, "Its rows wait.")
+        self._settle()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Give the run's settings, nested as they are, to every tracker as plain JSON types.
@@ -98,69 +140,106 @@ class TrackerHub:
         """
         plain = plain_config(config)
         if self._accepting("log_config"):
-            self._settle([guarded.call_open("log_config", plain) for guarded in self._active])
+            for writer in self._writers:
+                writer.ask("log_config", SimpleQueue(), plain)
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Record values at a step, without waiting for a device.
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record values at a step, without waiting for a device or a tracker.
 
         Args:
             values: numbers, numpy scalars, 0-d tensors (of any device; a later change in place
                 does not show), str; dicts of these become ``"a/b"``; None is left out.
-            step: optimizer steps done. Not to go down; a lower one is passed on with a warning.
+            step: optimizer steps done. Not to go down: a lower one is passed on with a warning,
+                and given as the last step to trackers that would drop it.
+            log_kwargs: further keywords of a tracker's ``log``, by the tracker's name.
 
         Raises:
-            TypeError: a value is of another type (the key is named), or ``step`` is no integer.
-            ValueError: one name occurs twice.
+            TypeError: a value is of another type (the key is named), ``step`` is no integer, or a
+                tracker does not take a keyword.
+            ValueError: one name occurs twice, or ``log_kwargs`` has an unknown tracker.
             RuntimeError: `start` was not called.
         """
-        step = operator.index(step)
+        self.put(self.flat(values), step, log_kwargs)
+
+    def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values as `log` takes them, for `put`; the arguments and errors of `log`.
+
+        >>> TrackerHub([], run=RunInfo("digits", "runs", "a1")).flat({"a": {"b": 1.0}})
+        {'a/b': 1.0}
+        """
         left_out: list[str] = []
         flat = flatten(values, left_out.append)
-        self._check_none(left_out)
-        if not self._accepting("log") or not self._active or not flat:
-            return
-        with self._lock:
-            self._check_order(step)
-            self._buffer.append(Row(time.time(), step, flat))
-            late = time.monotonic() - self._flushed_at >= self._flush_every_s
-            if late or len(self._buffer) >= self._max_buffer:
-                self.flush()
+        if left_out:
+            self._warn_once("none", f"log got None for {left_out[0]!r}; such values are left out")
+        return flat
 
-    def flush(self) -> None:
-        """Deliver what was logged so far. This waits for devices whose values are among it."""
-        if not self._started or not self._active:
-            return
-        with self._lock:
-            batch = self._buffer
-            errors = to_host([row.values for row in batch])
-            for error in errors:
-                self._warn_once("device", f"values were lost: their device failed ({error})")
-            if self._buffer is batch:  # else a signal handler has flushed it meanwhile
-                self._buffer = []
-                for guarded in self._active:
-                    guarded.pending.extend(row for row in batch if row.values)
-            self._flushed_at = time.monotonic()
-            for guarded in self._active:
-                errors += guarded.deliver()
-        self._settle(errors)
+    def put(
+        self,
+        flat: dict[str, Any],
+        step: int,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record what `flat` has returned; it is the hub's from then on.
 
-    def finish(self, status: Status = "success") -> None:
-        """Deliver the rest and finish every tracker; later calls do nothing.
+        >>> with TrackerHub([], run=RunInfo("digits", "runs", "a1")) as hub:
+        ...     hub.put(hub.flat({"loss": 0.5}), step=1)
+        """
+        step = operator.index(step)  # numpy's integers are not those of JSON
+        if log_kwargs:
+            self._check_keywords(log_kwargs)
+        if not self._accepting("log") or not self._writers or not flat:
+            return
+        last = self._last_step
+        if last is not None and step < last:
+            self._warn_once(
+                "order",
+                f"step {step} was logged after step {last}: tools that drop such values get them "
+                "at the last step, others draw backwards. Log the number of optimizer steps",
+            )
+        self._last_step = step
+        self._pump.put(Row(time.time(), step, flat, log_kwargs))
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Deliver what was logged so far and let the trackers make it visible.
+
+        Args:
+            timeout: seconds to wait at most; a tracker that is slower goes on by itself.
+
+        Returns:
+            Whether all trackers were done in time.
+        """
+        done = self._ask_all(lambda writer, reply: writer.ask_flush(reply), timeout)
+        self._settle()
+        return done
+
+    def finish(self, status: Status = "success", timeout: float | None = None) -> None:
+        """Deliver the rest and finish every tracker, all at the same time.
+
+        Rows that are left when most of the time is over are dropped, so that each tool is closed;
+        a tracker that does not come back is reported and left behind. Later calls do nothing.
 
         Args:
             status: "success", "failed" or "interrupted".
+            timeout: seconds that this may take; ``finish_timeout_s`` if None.
 
         Raises:
             ValueError: ``status`` is something else.
         """
         check_status(status)
-        if not self._started:
+        if not self._started or self._finished or self._is_forked():
             return
-        try:
-            self.flush()
-        finally:  # strict mode raises in flush, and trackers must still be closed, once each
-            self._finished = True
-            self._settle([guarded.finish(status) for guarded in self._active])
+        self._finished = True
+        if not self._writers:
+            return
+        seconds = self.config.finish_timeout_s if timeout is None else timeout
+        close_all(self._pump, self._writers, status, seconds)
+        if status == "success":  # else another error is on its way, which this must not hide
+            self._settle()
 
     def get(self, name: str) -> Tracker:
         """Return a tracker by name; a `NullTracker` where it is not used or could not start.
@@ -171,17 +250,20 @@ class TrackerHub:
         if name not in self._all:
             known = ", ".join(self._all) or "none"
             raise ValueError(f"no tracker {name!r} in this run; configured: {known}")
-        for guarded in self._active:
-            if guarded.tracker is self._all[name] and not guarded.broken:
-                return guarded.tracker
+        for writer in self._writers:
+            if writer.name == name and not writer.guard.broken:
+                return writer.guard.tracker
         return NullTracker(name)
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Flush, and return the trackers' states by name, as JSON types, for a checkpoint."""
-        self.flush()
-        states = {g.tracker.name: g.call("state_dict") for g in self._active}
-        self._settle(list(states.values()))
-        return {name: state for name, state in states.items() if isinstance(state, dict)}
+    def state_dict(self, timeout: float = 5.0) -> dict[str, dict[str, Any]]:
+        """Flush, and return the trackers' states by name, as JSON types, for a checkpoint.
+
+        What was logged before is then in the trackers' files. A tracker that is not done within
+        ``timeout`` seconds gives its last known state.
+        """
+        self._ask_all(lambda writer, reply: writer.ask_state(reply), timeout)
+        self._settle()
+        return {w.name: dict(w.state) for w in self._writers if w.state is not None}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Give each tracker the state that its name had; trackers without one start afresh.
@@ -191,12 +273,16 @@ class TrackerHub:
         """
         if self._started:
             raise RuntimeError("load_state_dict comes before start(): make a new TrackerHub")
-        known = [guarded for guarded in self._active if guarded.tracker.name in state]
-        self._settle([g.call("load_state_dict", state[g.tracker.name]) for g in known])
+        for writer in self._writers:
+            if writer.name in state:
+                writer.take_state(state[writer.name])
+        self._settle()
 
     def report(self) -> dict[str, TrackerReport]:
         """Return the rows, failures and fate of each tracker that this process uses, by name."""
-        return {guarded.tracker.name: guarded.report() for guarded in self._active}
+        reports = {writer.name: writer.report() for writer in self._writers}
+        lost = self._pump.lost  # before any tracker could have it
+        return {name: replace(one, dropped=one.dropped + lost) for name, one in reports.items()}
 
     def __enter__(self) -> TrackerHub:
         self.start()
@@ -207,48 +293,3 @@ class TrackerHub:
             self.finish("success")
         else:
             self.finish("failed" if issubclass(kind, Exception) else "interrupted")
-
-    def _accepting(self, method: str) -> bool:
-        """Say whether values can be taken: an error before `start`, a warning after `finish`."""
-        if not self._started:
-            raise RuntimeError(f"TrackerHub.{method} before start(): call start() first")
-        if self._finished:
-            self._warn_once("finished", f"{method} after finish() is ignored: the run is over")
-        return not self._finished
-
-    def _check_order(self, step: int) -> None:
-        if self._last_step is not None and step < self._last_step:
-            self._warn_once(
-                "order",
-                f"step {step} was logged after step {self._last_step}: some tools drop or misdraw "
-                "that. Log the number of optimizer steps, in order",
-            )
-        self._last_step = step
-
-    def _check_none(self, names: list[str]) -> None:
-        if names:
-            self._warn_once("none", f"log got None for {names[0]!r}; such values are left out")
-
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(f"{text} (said once)", UserWarning, stacklevel=4)
-
-    def _settle(self, results: list[Any]) -> None:
-        """In strict mode raise the first exception among what the trackers returned."""
-        errors = [result for result in results if isinstance(result, Exception)]
-        if self._strict and errors:
-            raise errors[0]
-
-
-def _by_name(trackers: Iterable[Tracker]) -> dict[str, Tracker]:
-    """Key trackers by name and refuse two of one name, whose states could not be told apart."""
-    named: dict[str, Tracker] = {}
-    for tracker in trackers:
-        name = getattr(tracker, "name", "")
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"tracker {tracker!r} has no name: set `name` on its class")
-        if name in named:
-            raise ValueError(f"two trackers are named {name!r}: set .name on one of them")
-        named[name] = tracker
-    return named

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from loggers.base import RunInfo, Scalar, Status, Tracker
+from loggers.base import RunInfo, Status, Tracker
 
 
 class _Nothing:
@@ -73,8 +73,11 @@ class NullTracker(Tracker):
     def start(self, run: RunInfo) -> None:
         """Do nothing."""
 
-    def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
-        """Do nothing."""
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, as any kind of media."""
+
+    log_images = log_table = log_histogram = log_text = log_audio = log
+    log_video = log_figure = log_artifact = log_graph = log
 
     def finish(self, status: Status = "success") -> None:
         """Do nothing."""

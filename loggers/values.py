@@ -32,39 +32,88 @@ def flatten(values: Mapping[str, Any], on_none: Callable[[str], None] = _ignore)
     if not isinstance(values, Mapping):
         raise TypeError(f"log expects a dict of values, got {_kind(values)}")
     flat: Numbers = {}
-    _flatten_into(flat, values, "", on_none)
+    held: list[str] = []
+    _flatten_into(flat, values, "", on_none, held)
+    if held:
+        _snapshot(flat, held)
     return flat
 
 
 def _flatten_into(
-    flat: Numbers, values: Mapping[str, Any], prefix: str, on_none: Callable[[str], None]
+    flat: Numbers,
+    values: Mapping[str, Any],
+    prefix: str,
+    on_none: Callable[[str], None],
+    held: list[str],
 ) -> None:
-    """Add one level of ``values`` to ``flat`` under ``prefix``."""
+    """Add one level of ``values`` to ``flat`` under ``prefix``; names of tensors go to ``held``."""
     for key, value in values.items():
         if not isinstance(key, str):
             raise TypeError(f"log keys are str, got {_kind(key)} {key!r} under {prefix!r}")
         name = prefix + key
-        if isinstance(value, Mapping):
-            _flatten_into(flat, value, f"{name}/", on_none)
+        leaf: Any = _shortcut(value)
+        if leaf is not None and name not in flat:
+            flat[name] = leaf
         elif value is None:
             on_none(name)
+        elif isinstance(value, Mapping):
+            _flatten_into(flat, value, f"{name}/", on_none, held)
         elif name in flat:
             raise ValueError(f"log got {name!r} twice, once nested and once with a slash")
         else:
-            flat[name] = _leaf(name, value)
+            flat[name] = leaf = _leaf(name, value)
+            if not isinstance(leaf, float | int | str):
+                held.append(name)
+
+
+def _shortcut(value: Any) -> float | None:
+    """Return what is logged most, floats and tensors of one on the CPU, without more questions."""
+    kind = type(value)
+    if kind is float:
+        return value  # type: ignore[no-any-return]
+    # By name, because torch may not be there.
+    if kind.__name__ == "Tensor" and kind.__module__ == "torch" and value.is_cpu:
+        number = value.item() if value.ndim == 0 else None
+        return number if type(number) is float else None
+    return None
+
+
+def _snapshot(flat: Numbers, held: list[str]) -> None:
+    """Copy tensors on their device, because the loop may change them in place afterwards.
+
+    Those of a kind are copied by one kernel: launching it is what costs the training thread.
+    """
+    torch = sys.modules["torch"]
+    groups: dict[Any, list[str]] = {}
+    for name in held:
+        tensor = flat[name]
+        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
+    for (device, _), names in groups.items():
+        tensors = [flat[name].detach() for name in names]
+        copies = [tensors[0].clone()] if len(tensors) == 1 else torch.stack(tensors).unbind()
+        flat.update(zip(names, copies, strict=True))
+        if device.type == "cuda":
+            order_before_reads(device)
+
+
+def order_before_reads(device: Any) -> None:
+    """Let the default stream of CUDA, on which another thread reads, wait for a side stream."""
+    torch = sys.modules["torch"]
+    if torch._C._cuda_getCurrentRawStream(device.index):  # 0 is the default stream
+        torch.cuda.default_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
 def _leaf(name: str, value: Any) -> Any:
-    """Return one value as float, int or str, or as a snapshot of a tensor on an accelerator."""
+    """Return one value as float, int or str, or the tensor on an accelerator that it is."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _tensor_leaf(name, value)
     if isinstance(value, str):
         return str(value)
     if isinstance(value, numbers.Integral):  # bool, int, numpy integers
         return int(value)
     if isinstance(value, numbers.Real):  # float, numpy floats, fractions
         return float(value)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return _tensor_leaf(name, value)
     if _is_numpy(value) and value.ndim == 0:
         return _number(name, value.item())
     raise TypeError(
@@ -74,19 +123,22 @@ def _leaf(name: str, value: Any) -> Any:
 
 
 def _tensor_leaf(name: str, tensor: Any) -> Any:
-    """Snapshot a 0-d tensor, because the loop may change it in place after ``log`` returns."""
+    """Check a 0-d tensor, and read it where that does not wait for a device."""
     if tensor.ndim != 0 or tensor.is_complex():
         raise TypeError(
             f"log cannot record {name!r}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)}. "
             "Reduce it to one real number first, for example with .mean()"
         )
-    if hasattr(tensor, "full_tensor"):  # reading a DTensor is a collective, and not all ranks log
+    plain = type(tensor) is sys.modules["torch"].Tensor
+    if not plain and hasattr(
+        tensor, "full_tensor"
+    ):  # reading a DTensor is a collective, and not all ranks log
         raise TypeError(f"log cannot record {name!r}: a DTensor. Log .full_tensor() of it")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise TypeError(f"log cannot record {name!r}: a tensor on the meta device has no value")
-    if tensor.device.type == "cpu":  # cheaper than a clone, and there is nothing to wait for
+    if tensor.is_cpu:  # cheaper than a clone, and there is nothing to wait for
         return _number(name, tensor.item())
-    return tensor.detach().clone()
+    return tensor
 
 
 def _number(name: str, value: Any) -> Any:
@@ -153,7 +205,20 @@ def copy_to_host(tensors: list[Any]) -> list[float | int]:
         wide = torch.cat([stack.to(torch.float32) for stack in stacks])
     result: list[float | int] = [0] * len(tensors)
     order = [index for group in by_dtype.values() for index in group]
-    for index, number in zip(order, wide.tolist(), strict=True):
+    for index, number in zip(order, _numbers(wide), strict=True):
         is_float = tensors[index].dtype.is_floating_point
         result[index] = number if is_float else int(number)
     return result
+
+
+def _numbers(wide: Any) -> list[float]:
+    """Wait for this copy only, and sleeping: other threads go on to use the device and the CPU."""
+    if not wide.is_cuda:
+        return wide.tolist()  # type: ignore[no-any-return]
+    torch = sys.modules["torch"]
+    host = torch.empty(wide.shape, dtype=wide.dtype, pin_memory=True)
+    host.copy_(wide, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)
+    copied.record(torch.cuda.current_stream(wide.device))
+    copied.synchronize()
+    return host.tolist()  # type: ignore[no-any-return]

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from accel_callbacks import DistributedOperationException as DistributedOperationException
     from accel_callbacks import DistributedType as DistributedType
     from accel_callbacks import DynamoBackend as DynamoBackend
+    from accel_callbacks import GeneralTracker as GeneralTracker
     from accel_callbacks import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel_callbacks import GradientState as GradientState
     from accel_callbacks import GradScalerKwargs as GradScalerKwargs
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from accel_callbacks import IterableDatasetShard as IterableDatasetShard
     from accel_callbacks import KwargsHandler as KwargsHandler
     from accel_callbacks import LocalSGD as LocalSGD
+    from accel_callbacks import LoggerType as LoggerType
     from accel_callbacks import MultiProcessAdapter as MultiProcessAdapter
     from accel_callbacks import PartialState as PartialState
     from accel_callbacks import ProfileKwargs as ProfileKwargs

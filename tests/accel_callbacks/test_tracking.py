@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
-from loggers import Tracker
+from loggers import Tracker, read_jsonl
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -306,3 +309,220 @@ def test_logs_go_to_the_logging_dir(tmp_path):
     accel.log({"a": 1})
     accel.end_training()
     assert metrics(tmp_path / "logs") == [(0, {"a": 1})]
+
+
+TERMINATED = """
+import os, signal, sys
+from accel_callbacks import Accelerator
+accel = Accelerator(cpu=True, log_with="jsonl", project_dir=sys.argv[1])
+accel.init_trackers("digits")
+accel.log({"a": 1})
+print("logged", flush=True)
+signal.pause()
+"""
+
+
+def test_sigterm_ends_a_plain_script_as_interrupted(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TERMINATED, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "logged\n"
+        child.terminate()
+        assert child.wait(60) == 143
+    assert statuses(tmp_path) == ["interrupted"]
+    assert metrics(tmp_path) == [(0, {"a": 1})]
+
+
+def test_sigterm_unwinds_a_run_and_only_while_trackers_are_open(tmp_path, training):
+    before = signal.getsignal(signal.SIGTERM)
+    t = training(log_with="jsonl", project_dir=tmp_path)
+
+    def train() -> None:
+        with t.accel.run("digits"):
+            t.accel.log({"a": 1})
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as end:
+        train()
+    assert end.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "exception SystemExit" in t.recorder.trace
+    assert statuses(tmp_path) == ["interrupted"]
+    assert metrics(tmp_path) == [(0, {"a": 1})]
+
+
+def test_another_handler_of_sigterm_wins(tmp_path):
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    try:
+        accel = jsonl(tmp_path)
+        with accel.run("digits"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert came == [1]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with accel.run("later"):
+            mine = lambda *_: came.append(2)  # noqa: E731
+            signal.signal(signal.SIGTERM, mine)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (came, signal.getsignal(signal.SIGTERM)) == ([1, 2], mine)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert statuses(tmp_path) == ["success", "success"]
+
+
+def test_two_accelerators_share_sigterm(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    one, two = jsonl(tmp_path / "one"), jsonl(tmp_path / "two")
+    one.log({"a": 1})
+    two.log({"a": 2})
+    one.end_training()
+    with pytest.raises(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+    two.end_training()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_dies_of_sigterm_as_ever(tmp_path):
+    accel = jsonl(tmp_path)
+    accel.log({"a": 1})
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: (there.send("up"), signal.pause())
+    )
+    process.start()
+    assert here.recv() == "up"
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    accel.end_training()
+    assert statuses(tmp_path) == ["success"]
+
+
+def test_what_was_logged_is_in_the_files_when_a_checkpoint_is_made(tmp_path):
+    from loggers import TrackerConfig
+
+    accel = jsonl(tmp_path, tracker_config=TrackerConfig(flush_every_s=1e9))
+    accel.log({"a": torch.tensor(1.0)}, step=7)
+    assert accel.tracking.state_dict()["jsonl"]["last_step"] == 7
+    assert metrics(tmp_path) == [(7, {"a": 1.0})]
+    accel.end_training()
+
+
+def test_the_state_of_a_tracker_that_is_not_used_now_is_kept(tmp_path):
+    accel = jsonl(tmp_path)
+    accel.tracking.load_state_dict({"wandb": {"run_id": "w1"}})
+    accel.log({"a": 1})
+    assert accel.tracking.state_dict()["wandb"] == {"run_id": "w1"}
+    assert accel.tracking.state_dict()["jsonl"]["run_id"] == accel.current_run.run_id
+    accel.end_training()
+    assert accel.tracking.state_dict()["wandb"] == {"run_id": "w1"}
+
+
+def test_a_config_of_the_trackers_reaches_the_hub(tmp_path):
+    from loggers import TrackerConfig
+
+    accel = jsonl(tmp_path, tracker_config=TrackerConfig(nan_policy="raise", flush_every_s=1e9))
+    accel.log({"loss": torch.tensor(float("nan"))})
+    with pytest.raises(FloatingPointError, match="'loss' is nan at step 0"):
+        accel.end_training()
+    assert statuses(tmp_path) == ["success"]
+
+
+def test_media_go_to_the_trackers_that_have_them(tmp_path, training):
+    class Pictures(Kept):
+        def log_images(self, images, step, *, captions=None):
+            self.pictures = (images["digits"].shape, step, captions)
+
+        def log_graph(self, model, inputs=None):
+            self.graph = (type(model), model.training, inputs)
+
+    kept = Pictures()
+    t = training(log_with=kept, project_dir=tmp_path)
+    t.model.train()
+    with t.accel.run("digits"):
+        t.accel.log_images({"digits": torch.zeros(2, 1, 4, 4)}, captions={"digits": "12"})
+        t.accel.log_graph(t.model)
+        with pytest.warns(UserWarning, match="'kept' does not record text"):
+            t.accel.log_text({"a": "b"})
+        t.accel.log_text({"a": "b"})
+        with pytest.raises(ValueError, match="columns and data"):
+            t.accel.log_table("empty")
+    assert kept.pictures == ((2, 4, 4, 1), 0, {"digits": ["12"]})
+    assert kept.graph == (torch.nn.Linear, False, None)
+    assert t.model.training
+    assert kept.status == "success"
+
+
+def test_a_data_frame_is_a_table(tmp_path):
+    class Frame:  # what is used of pandas
+        columns = ("n", "name")
+        values = np.array([[1, "one"], [2, "two"]], dtype=object)
+
+    class Tables(Kept):
+        def log_table(self, name, columns, rows, step):
+            self.table = (name, columns, rows, step)
+
+    kept = Tables()
+    accel = Accelerator(cpu=True, log_with=kept)
+    accel.log_table("numbers", dataframe=Frame(), step=4)
+    accel.end_training()
+    assert kept.table == ("numbers", ["n", "name"], [[1, "one"], [2, "two"]], 4)
+
+
+def test_data_loader_workers_log_nothing_and_hang_nowhere(tmp_path):
+    accel = jsonl(tmp_path)
+    accel.log({"a": 0})
+
+    class Logs(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            accel.log({"a": 100 + index})
+            return index
+
+    loader = torch.utils.data.DataLoader(Logs(), num_workers=2, multiprocessing_context="fork")
+    assert sorted(int(item) for item in loader) == [0, 1, 2, 3]
+    accel.log({"a": 1})
+    accel.end_training()
+    assert [row["a"] for _, row in metrics(tmp_path)] == [0, 1]
+
+
+def by_hand(training, tmp_path):
+    """A loop without ``run``: three steps, a checkpoint after the second."""
+    t = training(log_with="jsonl", project_dir=tmp_path, batches=3)
+    t.accel.init_trackers("digits", {"lr": 0.1})
+    for batch in t.train:
+        t.step(batch)
+        t.accel.log({"step": t.accel.current_run.global_step})
+        if t.accel.current_run.global_step == 2:
+            t.accel.save_state(tmp_path / "two")
+    t.accel.end_training()
+
+
+def test_trackers_that_were_started_before_load_state_go_on_with_its_run(training, tmp_path):
+    by_hand(training, tmp_path)
+    (first,) = records(tmp_path, "run")
+    t = training(log_with="jsonl", project_dir=tmp_path, batches=3)
+    t.accel.init_trackers("digits", {"lr": 0.1})  # the order of Accelerate's examples
+    t.accel.load_state(tmp_path / "two")
+    t.accel.log({"step": "three again"}, step=3)
+    t.accel.end_training()
+    last = records(tmp_path, "run")[-1]
+    assert (last["run_id"], last["resumed_step"]) == (first["run_id"], 2)
+    rows = [(row["step"], row["values"]["step"]) for row in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert rows == [(1, 1), (2, 2), (3, "three again")]
+
+
+@pytest.mark.parametrize("used", ["log", "get_tracker"])
+def test_trackers_that_were_used_before_load_state_stay_with_their_run(training, tmp_path, used):
+    by_hand(training, tmp_path)
+    t = training(log_with="jsonl", project_dir=tmp_path, batches=3)
+    t.accel.init_trackers("digits")
+    t.accel.log({"a": 1.0}) if used == "log" else t.accel.get_tracker("jsonl")
+    with pytest.warns(UserWarning, match="Load before the first log"):
+        t.accel.load_state(tmp_path / "two")
+    t.accel.end_training()
+    assert len(records(tmp_path, "run")) == 2

@@ -1,13 +1,28 @@
 from __future__ import annotations
 
+import math
+import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from loggers import NullTracker, RunInfo, Scalar, Status, Tracker, TrackerHub
+from loggers import (
+    NullTracker,
+    RunInfo,
+    Scalar,
+    Status,
+    Tracker,
+    TrackerConfig,
+    TrackerHub,
+    configured_tracker,
+    read_jsonl,
+)
 
 RUN = RunInfo("digits", "runs", "a1")
 
@@ -63,20 +78,34 @@ def test_order_of_calls_and_idempotence(started: Any) -> None:
     assert recorder.calls == [
         ("start", RUN),
         ("config", {"lr": 1}),
+        "flush",
         (1, {"a": 1.0}),
         "flush",
         ("finish", "failed"),
     ]
 
 
-def test_flushes_when_full_or_late(started: Any) -> None:
-    recorder, hub = started(max_buffer=3)
-    for step in range(7):
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_rows_are_delivered_in_time_and_when_there_are_many(started: Any) -> None:
+    recorder, hub = started()  # its time never comes
+    for step in range(300):
         hub.log({"a": step}, step)
-    assert [step for step, _ in recorder.rows] == [0, 1, 2, 3, 4, 5]
-    recorder, hub = started(flush_every_s=0.0)
-    hub.log({"a": 1}, 1)
-    assert recorder.rows == [(1, {"a": 1})]
+    assert eventually(lambda: len(recorder.rows) >= 256)
+    assert hub.flush()
+    assert [step for step, _ in recorder.rows] == list(range(300))
+    for interval in (0.0, 0.05):
+        recorder, hub = started(flush_every_s=interval)
+        hub.log({"a": 1}, 1)
+        assert eventually(lambda recorder=recorder: "flush" in recorder.calls)
+        assert recorder.rows == [(1, {"a": 1})]
+        hub.finish()
 
 
 def test_a_tensor_changed_after_log_keeps_its_logged_value(started: Any) -> None:
@@ -93,12 +122,16 @@ def test_a_tensor_changed_after_log_keeps_its_logged_value(started: Any) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_log_neither_waits_for_the_gpu_nor_sees_later_changes(started: Any) -> None:
     recorder, hub = started()
-    running = torch.zeros((), device="cuda")
+    running, side = torch.zeros((), device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(20):
-            running += 1
-            hub.log({"running": running, "step": step}, step)
+            with torch.cuda.stream(side if step >= 10 else torch.cuda.default_stream()):
+                running += 1
+                hub.log({"running": running, "half": running / 2, "step": step}, step)
+            if step == 9:
+                assert hub.flush()  # nor does its thread stop the device
     finally:
         torch.cuda.set_sync_debug_mode("default")
     hub.finish()
@@ -161,6 +194,19 @@ def test_warnings_come_once_and_the_values_go_on(started: Any) -> None:
     assert recorder.rows == [(5, {"b": 1}), (4, {"b": 2}), (3, {"b": 3})]
 
 
+def test_a_tool_that_drops_lower_steps_gets_the_values_at_the_last_step() -> None:
+    free, rising = Recorder("free"), Recorder("rising")
+    rising.needs_rising_steps = True
+    with TrackerHub([free, rising], run=RUN) as hub:
+        hub.log({"a": 4}, 4)
+        hub.log({"a": 5}, 5)
+        with pytest.warns(UserWarning, match="step 1 was logged after step 5"):
+            hub.log({"a": 1}, 1)
+        hub.log({"a": 6}, 6)
+    assert [(step, row["a"]) for step, row in free.rows] == [(4, 4), (5, 5), (1, 1), (6, 6)]
+    assert [(step, row["a"]) for step, row in rising.rows] == [(4, 4), (5, 5), (5, 1), (6, 6)]
+
+
 def test_context_manager_tells_how_the_run_ended() -> None:
     for error, status in ((ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")):
         recorder = Recorder()
@@ -176,59 +222,118 @@ def test_context_manager_tells_how_the_run_ended() -> None:
         assert recorder.rows == [(1, {"a": 1})]
 
 
-def test_time_is_that_of_the_call_for_trackers_that_take_it(monkeypatch: Any) -> None:
-    times: list[float | None] = []
+def test_log_gets_the_keywords_that_it_takes() -> None:
+    seen: list[Any] = []
 
     class Timed(Recorder):
         def log(
-            self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None
+            self,
+            scalars: Mapping[str, Scalar],
+            step: int,
+            *,
+            time: float | None = None,
+            commit: bool = True,
         ) -> None:
-            times.append(time)
+            seen.append((time, commit))
 
-    hub = TrackerHub([Timed()], run=RUN, flush_every_s=1e9)
-    hub.start()
-    monkeypatch.setattr("loggers.hub.time.time", lambda: 100.0)
-    hub.log({"a": 1}, 1)
-    monkeypatch.setattr("loggers.hub.time.time", lambda: 200.0)
-    hub.finish()
-    assert times == [100.0]
-
-
-def test_a_flush_inside_a_flush_delivers_each_row_once() -> None:
-    """What a signal handler does when it finishes the run while a flush is under way."""
-
-    class Reentrant(Recorder):
-        def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
-            super().log(scalars, step)
-            if step == 2:
-                hub.finish("interrupted")
-
-    recorder, other = Reentrant(), Recorder("other")
-    hub = TrackerHub([other, recorder], run=RUN, flush_every_s=1e9)
-    hub.start()
-    for step in range(5):
-        hub.log({"a": step}, step)
-    hub.flush()
-    for tracker in (recorder, other):
-        assert [step for step, _ in tracker.rows] == [0, 1, 2, 3, 4]
-        assert tracker.calls.count(("finish", "interrupted")) == 1
+    plain = Recorder("plain")
+    before = time.time()
+    with TrackerHub([Timed(), plain], run=RUN, flush_every_s=1e9) as hub:
+        hub.log({"a": 1}, 1, {"recorder": {"commit": False}})
+        after = time.time()
+        with pytest.raises(TypeError, match="'plain' takes no keyword 'commit'"):
+            hub.log({"a": 1}, 1, {"plain": {"commit": False}})
+        with pytest.raises(ValueError, match="'wandb', which is no tracker here"):
+            hub.log({"a": 1}, 1, {"wandb": {"commit": False}})
+        time.sleep(0.01)
+    ((when, commit),) = seen
+    assert before <= when <= after  # not when it was delivered
+    assert not commit
+    assert plain.rows == [(1, {"a": 1})]
 
 
-def test_a_flush_while_values_are_copied_delivers_each_row_once(
-    started: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_step_of_numpy_is_a_plain_integer_and_a_fraction_an_error(tmp_path: Path) -> None:
+    with TrackerHub(["jsonl"], run=RunInfo("digits", str(tmp_path), "a1"), strict=True) as hub:
+        hub.put(hub.flat({"a": 1}), np.int64(3))
+        with pytest.raises(TypeError):
+            hub.log({"a": 1}, 1.5)  # type: ignore[arg-type]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [3]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("keep", [(1, ["bad", "good"]), (2, ["bad"])]),
+        ("warn", [(1, ["bad", "good"]), (2, ["bad"])]),
+        ("skip", [(1, ["good"])]),
+    ],
+)
+def test_policies_for_nan(
+    policy: Any, expected: Any, started: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The wait for the device is where a signal most likely arrives."""
-    recorder, hub = started()
-
-    def interrupted_copy(rows: Any) -> list[Exception]:
-        monkeypatch.undo()
-        hub.flush()
-        return []
-
-    monkeypatch.setattr("loggers.hub.to_host", interrupted_copy)
-    hub.log({"a": 1}, 1)
+    recorder, hub = started(nan_policy=policy)
+    hub.log({"bad": torch.tensor(math.nan), "good": 1.0}, 1)
+    hub.log({"bad": -math.inf}, 2)
     hub.finish()
-    assert recorder.rows == [(1, {"a": 1})]
+    assert [(step, sorted(row)) for step, row in recorder.rows] == expected
+    assert [("'bad' is nan at step 1" in text) for text in caplog.messages] == (
+        [] if policy == "keep" else [True]
+    )
+
+
+def test_nan_can_end_the_run(started: Any) -> None:
+    recorder, hub = started(nan_policy="raise")
+    hub.log({"loss": math.nan}, 7)
+    with pytest.raises(FloatingPointError, match="'loss' is nan at step 7"):
+        hub.flush()
+    hub.finish("failed")
+    assert recorder.calls[-1] == ("finish", "failed")
+    with pytest.raises(ValueError, match="nan_policy='drop'"):
+        TrackerConfig(nan_policy="drop")  # type: ignore[arg-type]
+
+
+def test_filters_options_and_labels(tmp_path: Path) -> None:
+    recorder, run = Recorder(), RunInfo("digits", str(tmp_path), "a1")
+    choices = [
+        configured_tracker("jsonl", include=["val/*"], filename="val.jsonl", label="val"),
+        configured_tracker("jsonl", exclude=["val/*", "*/lr"], filename="rest.jsonl"),
+        configured_tracker(recorder, include=["train/loss"]),
+    ]
+    with TrackerHub(choices, run=run) as hub:
+        hub.log({"val": {"loss": 1.0}, "train": {"loss": 2.0, "lr": 0.1}}, 1)
+        hub.log({"val/loss": 3.0}, 2)
+        assert hub.get("val") is hub.trackers[0]
+    rows = {
+        name: [(row["step"], row["values"]) for row in read_jsonl(tmp_path / f"{name}.jsonl")]
+        for name in ("val", "rest")
+    }
+    assert rows["val"] == [(1, {"val/loss": 1.0}), (2, {"val/loss": 3.0})]
+    assert rows["rest"] == [(1, {"train/loss": 2.0})]
+    assert recorder.rows == [(1, {"train/loss": 2.0})]
+    assert recorder.calls.count(("finish", "success")) == 1
+    with pytest.raises(TypeError, match=r"include=\['val/\*'\]"):
+        configured_tracker("jsonl", include="val/*")
+
+
+@pytest.mark.filterwarnings("ignore:log after finish")
+def test_a_signal_handler_may_finish_the_run() -> None:
+    recorder = Recorder()
+    hub = TrackerHub([recorder], run=RUN, flush_every_s=1e9)
+    hub.start()
+
+    def end(number: int, frame: Any) -> None:
+        hub.finish("interrupted")
+
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        for step in range(200):
+            hub.log({"a": step}, step)
+            if step == 100:
+                signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [step for step, _ in recorder.rows] == list(range(101))
+    assert recorder.calls[-1] == ("finish", "interrupted")
 
 
 def test_no_warning_in_the_common_case(started: Any) -> None:

@@ -1,0 +1,55 @@
+"""How a hub treats its trackers, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["NanPolicy", "TrackerConfig"]
+
+NanPolicy = Literal["keep", "skip", "warn", "raise"]
+"""What becomes of a NaN or an infinity that is logged."""
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """The options of a `TrackerHub`, and of an Accelerator's trackers.
+
+    Args:
+        strict: raise a tracker's exception at the next `log`, `flush` or `finish`.
+        nan_policy: "keep" NaN and infinities (default), "skip" such values, "warn" once and keep
+            them, or "raise" FloatingPointError at the next `log`, `flush` or `finish`.
+        flush_every_s: seconds between deliveries to the trackers, default 1.0; 0 delivers at once.
+        max_buffer: rows that wait for one tracker at most, default 10 000; the oldest give way.
+        max_failures: failures of one method in a row after which a tracker is disabled, default 5.
+        start_timeout_s: seconds to wait for the trackers to start, default 60. One that takes
+            longer goes on starting, and its rows wait.
+        finish_timeout_s: seconds that closing the trackers may take, default 30.
+
+    Raises:
+        ValueError: an option has a value that does not exist.
+
+    >>> TrackerConfig(nan_policy="warn").flush_every_s
+    1.0
+    """
+
+    strict: bool = False
+    nan_policy: NanPolicy = "keep"
+    flush_every_s: float = 1.0
+    max_buffer: int = 10_000
+    max_failures: int = 5
+    start_timeout_s: float = 60.0
+    finish_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        if self.nan_policy not in get_args(NanPolicy):
+            raise ValueError(
+                f"nan_policy={self.nan_policy!r} is unknown: use one of {get_args(NanPolicy)}"
+            )
+        for name in ("max_buffer", "max_failures"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 1 or more")
+        for name in ("flush_every_s", "start_timeout_s", "finish_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more seconds")

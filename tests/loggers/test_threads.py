@@ -1,0 +1,278 @@
+"""Whatever a tracker does, the training thread goes on, and the run ends in time."""
+
+from __future__ import annotations
+
+import _thread
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loggers import RunInfo, Scalar, Status, Tracker, TrackerHub, read_jsonl
+
+RUN = RunInfo("digits", "runs", "a1")
+
+
+class Gated(Tracker):
+    """Waits in the methods it is told to until the test opens the gate."""
+
+    def __init__(self, name: str = "gated", waits_in: tuple[str, ...] = ("log",)) -> None:
+        self.name, self.waits_in = name, waits_in
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.steps: list[int] = []
+        self.status: str | None = None
+
+    def _wait(self, method: str) -> None:
+        if method in self.waits_in:
+            self.entered.set()
+            self.gate.wait()
+
+    def start(self, run: RunInfo) -> None:
+        self._wait("start")
+
+    def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
+        self._wait("log")
+        self.steps.append(step)
+
+    def flush(self) -> None:
+        self._wait("flush")
+
+    def finish(self, status: Status = "success") -> None:
+        self._wait("finish")
+        self.status = status
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self.steps[-1] if self.steps else None}
+
+
+@pytest.fixture
+def gated() -> Iterator[Callable[..., Gated]]:
+    made: list[Gated] = []
+
+    def make(*args: Any, **kwargs: Any) -> Gated:
+        made.append(Gated(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for tracker in made:
+        tracker.gate.set()
+
+
+@pytest.mark.parametrize("method", ["start", "log", "flush", "finish"])
+def test_a_tracker_that_hangs_costs_the_others_nothing(
+    method: str, gated: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The whole test would hang, were a call of it waited for without a limit."""
+    hung = gated(waits_in=(method,))
+    run = RunInfo("digits", str(tmp_path), "a1")
+    hub = TrackerHub([hung, "jsonl"], run=run, start_timeout_s=0.2, finish_timeout_s=1.0)
+    hub.start()
+    for step in range(1000):
+        hub.log({"loss": 1.0}, step)
+    while hub.report()["jsonl"].rows < 1000:  # a machine that is busy must not decide this test
+        time.sleep(0.005)
+    hub.finish("failed")
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1000))
+    assert '"status":"failed"' in (tmp_path / "metrics.jsonl").read_text()
+    report = hub.report()["gated"]
+    assert report.failures >= 1
+    assert "did not finish within 1 s" in caplog.text
+    assert f"busy in {method}" in caplog.text
+    if method in ("start", "log"):
+        assert report.dropped >= 998
+
+
+def test_a_strict_hub_says_that_a_tracker_did_not_finish(gated: Any) -> None:
+    hub = TrackerHub([gated()], run=RUN, strict=True)
+    hub.start()
+    hub.log({"loss": 1.0}, 1)
+    with pytest.raises(TimeoutError, match=r"'gated' did not finish within 0\.2 s"):
+        hub.finish(timeout=0.2)
+
+
+def test_a_slow_tracker_is_closed_with_its_status_and_says_what_it_lost(gated: Any) -> None:
+    slow = gated()
+    hub = TrackerHub([slow], run=RUN, flush_every_s=1e9)
+    hub.start()
+    for step in range(50):
+        hub.log({"loss": 1.0}, step)
+    ender = threading.Thread(target=hub.finish, args=("success", 2.5))
+    ender.start()
+    slow.entered.wait()
+    while not hub._writers[0]._delivery.abandoned:  # most of the time is over
+        time.sleep(0.01)
+    slow.gate.set()
+    ender.join()
+    assert slow.status == "success"
+    assert slow.steps == [0]
+    report = hub.report()["gated"]
+    assert (report.rows, report.dropped, report.failures) == (1, 49, 0)
+
+
+def test_the_oldest_rows_give_way_and_it_is_said_once(
+    gated: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = gated()
+    hub = TrackerHub([slow], run=RUN, max_buffer=10, flush_every_s=0.0)
+    hub.start()
+    hub.log({"loss": 1.0}, 0)
+    slow.entered.wait()
+    for step in range(1, 101):
+        hub.log({"loss": 1.0}, step)
+        while hub._pump.waiting():  # the queue of the tracker is meant, not that of the hub
+            time.sleep(0.0005)
+    slow.gate.set()
+    hub.finish()
+    assert slow.steps == [0, *range(91, 101)]
+    assert hub.report()["gated"].dropped == 90
+    assert sum("does not keep up" in text for text in caplog.messages) == 1
+
+
+def test_a_checkpoint_does_not_wait_for_a_tracker_that_hangs(gated: Any) -> None:
+    hung, whole = gated(), Gated("whole", waits_in=())
+    hub = TrackerHub([hung, whole], run=RUN, flush_every_s=1e9)
+    hub.start()
+    hub.log({"loss": 1.0}, 5)
+    assert hub.state_dict(timeout=0.2) == {"gated": {"last_step": None}, "whole": {"last_step": 5}}
+    assert not hub.flush(timeout=0.1)
+    hung.gate.set()
+    assert hub.state_dict()["gated"] == {"last_step": 5}
+    hub.finish()
+    assert hub.state_dict()["gated"] == {"last_step": 5}  # and after the end, as it was
+
+
+def test_rows_wait_for_a_tracker_that_takes_long_to_start(
+    gated: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = gated(waits_in=("start",))
+    hub = TrackerHub([slow], run=RUN, start_timeout_s=0.05)
+    hub.start()
+    assert "has not started within 0.05 s" in caplog.text
+    hub.log({"loss": 1.0}, 1)
+    slow.gate.set()
+    hub.finish()
+    assert (slow.steps, slow.status) == ([1], "success")
+
+
+def test_an_interrupt_while_closing_does_not_cost_the_others(gated: Any) -> None:
+    hung, whole = gated(waits_in=("finish",)), Gated("whole", waits_in=())
+    hub = TrackerHub([hung, whole], run=RUN, flush_every_s=1e9)
+    hub.start()
+    for step in range(3):
+        hub.log({"loss": 1.0}, step)
+
+    def interrupt() -> None:
+        hung.entered.wait()
+        _thread.interrupt_main()
+        hung.gate.set()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        hub.finish("success", timeout=60)
+    assert (whole.steps, whole.status) == ([0, 1, 2], "success")
+    assert (hung.steps, hung.status) == ([0, 1, 2], "success")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_has_no_trackers_and_does_not_hang(tmp_path: Path) -> None:
+    hub = TrackerHub(["jsonl"], run=RunInfo("digits", str(tmp_path), "a1"))
+    hub.start()
+    hub.log({"loss": 1.0}, 1)
+
+    def child() -> None:
+        for step in range(300):
+            hub.log({"loss": 2.0}, step)
+        hub.log_text({"a": "b"}, 1)
+        hub.flush()
+        hub.state_dict()
+        hub.finish()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    hub.log({"loss": 3.0}, 2)
+    hub.finish()
+    rows = [(row["step"], row["values"]["loss"]) for row in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert rows == [(1, 1.0), (2, 3.0)]
+
+
+def test_no_thread_is_left_and_none_is_started_for_nothing() -> None:
+    before = set(threading.enumerate())
+    with TrackerHub([], run=RUN) as hub:
+        hub.log({"a": 1}, 1)
+        assert set(threading.enumerate()) == before
+    with TrackerHub([Gated(waits_in=())], run=RUN) as hub:
+        hub.log({"a": 1}, 1)
+        new = set(threading.enumerate()) - before
+        assert [thread.daemon for thread in new] == [True, True]
+    for thread in new:
+        thread.join(10)
+    assert set(threading.enumerate()) == before
+
+
+HANGS = """
+import sys, threading
+from loggers import RunInfo, Tracker, TrackerHub
+
+class Hangs(Tracker):
+    name = "hangs"
+    def start(self, run): pass
+    def log(self, scalars, step): threading.Event().wait()
+    def finish(self, status): pass
+
+hub = TrackerHub([Hangs(), "jsonl"], run=RunInfo("d", sys.argv[1], "a1"), finish_timeout_s=0.5)
+hub.start()
+for step in range(1000):
+    hub.log({"loss": 1.0}, step)
+hub.finish()
+print("ended")
+"""
+
+
+def test_the_process_ends_though_a_thread_still_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended\n")
+    assert "did not finish within 0.5 s (busy in log)" in done.stderr
+
+
+def test_one_that_hangs_with_much_asked_of_it_does_not_stop_the_others(tmp_path: Path) -> None:
+    run, stuck = RunInfo("digits", str(tmp_path), "a1"), Gated()
+    hub = TrackerHub([stuck, "jsonl"], run=run, max_buffer=2, flush_every_s=0)
+    hub.start()
+    hub.log({"a": 0}, 0)
+    assert stuck.entered.wait(10)
+    for number in range(4):  # more than max_buffer
+        hub.log_config({"number": number})
+    hub.flush(timeout=0.2)
+    for step in (1, 2, 3):
+        hub.log({"a": step}, step)
+        hub.flush(timeout=0.2)
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    stuck.gate.set()
+    hub.finish()
+
+
+def test_one_that_hangs_is_not_waited_for_at_each_checkpoint(tmp_path: Path) -> None:
+    run, stuck = RunInfo("digits", str(tmp_path), "a1"), Gated()
+    hub = TrackerHub([stuck, "jsonl"], run=run, flush_every_s=0)
+    hub.start()
+    hub.log({"a": 0}, 0)
+    assert stuck.entered.wait(10)
+    assert not hub.flush(timeout=0.1)
+    time.sleep(0.1)
+    asked = len(hub._writers[0]._queue)
+    for _ in range(3):
+        assert hub.state_dict(timeout=0.1)["jsonl"]["last_step"] == 0
+    assert len(hub._writers[0]._queue) == asked
+    stuck.gate.set()
+    hub.finish()
