@@ -1,4 +1,4 @@
-"""The reference tracker: one append-only file of strict JSON lines, no package needed."""
+"""The reference tracker: one file of strict JSON lines, no package needed."""
 
 from __future__ import annotations
 
@@ -6,29 +6,44 @@ import json
 import math
 import os
 import time as clock
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from loggers.base import RunInfo, Scalar, Status, check_status
+from loggers.base import RunInfo, Scalar, Status
 from loggers.config import plain_config
-from loggers.resumable import ResumableTracker
+from loggers.continuing import ContinuingTracker
+from loggers.jsonl_history import cut_back, read_jsonl
+from loggers.line_file import LineFile, open_lines
+from loggers.media_bytes import figure_png, film, histogram, png, wav
+from loggers.media_folder import MediaFolder
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["JSONLTracker", "read_jsonl"]
+
+_FULL = 65536  # bytes held before a log writes them; a hub flushes about every second anyway
 
 
-class JSONLTracker(ResumableTracker):
+class JSONLTracker(ContinuingTracker):
     """Writes ``<logging_dir>/metrics.jsonl``; read it back with `read_jsonl`.
 
     Lines are buffered until `flush` (a hub calls it about every second) or until 64 KiB have
     gathered, then written with one append of whole lines. So a killed process leaves at most one
     torn line, at the end; the next start closes it and readers skip it. A full disk loses nothing
-    that a later flush can still write.
+    that a later flush can still write. A resume removes what this run logged above the resumed
+    step.
+
+    Tables, texts and histograms are records; pictures (PNG), sounds (WAV), films (GIF with Pillow,
+    else NumPy) and figures are files in ``metrics-media/`` beside it, named by a record. Of an
+    artifact only the path is kept.
+
+    In a store (``s3://...``) the file is an object that is written whole: at most every 30
+    seconds, at each checkpoint and at the end. All of it is kept in memory until then.
 
     Args:
         filename: name of the file, default "metrics.jsonl". Ranks above 0 add ``-rank<r>``.
         all_ranks: log on every process rather than on the main one only.
-
-    Raises:
-        ValueError: from `start`, when ``logging_dir`` is a remote URL: objects in a store cannot
-            be appended to.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -45,134 +60,154 @@ class JSONLTracker(ResumableTracker):
     def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
         super().__init__(all_ranks=all_ranks)
         self._filename = filename
-        self._fd: int | None = None
-        self._pending = b""
+        self._file: LineFile | None = None
+        self._media: MediaFolder | None = None
         self.path: str | None = None
-        """Path of the file, known once started."""
+        """Path or URL of the file, known once started."""
 
     def start(self, run: RunInfo) -> None:
-        """Open the file for appending and queue the ``run`` record."""
-        folder = _local_path(run.logging_dir)
-        os.makedirs(folder, exist_ok=True)
+        """Open the file, cut it back to the resumed step, and queue the ``run`` record."""
+        keep = self._begin(run)
+        run_id = str(self._run_id)
         stem, suffix = os.path.splitext(self._filename)
-        rank = f"-rank{run.rank}" if run.rank else ""
-        self.path = os.path.join(folder, f"{stem}{rank}{suffix}")
-        self._run_id = self._run_id or run.run_id
-        if _is_torn(self.path):
-            self._pending = b"\n"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        self._fd = os.open(self.path, flags, 0o644)
-        self._add(
-            type="run",
-            run_id=self._run_id,
-            name=run.name,
-            time=clock.time(),
-            resumed_step=run.resumed_step,
-        )
+        stem += f"-rank{run.rank}" if run.rank else ""
+        self._file = open_lines(run.logging_dir, stem + suffix)
+        self._media = MediaFolder(run.logging_dir, f"{stem}-media", run_id)
+        self.path = self._file.path
+        if keep is not None:
+            cut_back(self._file, run_id, keep)
+        if self._file.is_torn():
+            self._file.add(b"\n")
+        resumed = {"resumed_step": run.resumed_step}
+        if keep != run.resumed_step:
+            resumed["kept_step"] = keep
+        self._add("run", run_id=run_id, name=run.name, time=clock.time(), **resumed)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the ``config`` record."""
-        self._add(type="config", config=plain_config(config))
+        self._add("config", config=plain_config(config))
         self.flush()
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Add a ``metrics`` record; it reaches the file at the next flush."""
-        when = clock.time() if time is None else time
-        self._add(type="metrics", step=step, time=when, values=dict(scalars))
-        self._last_step = step
-        if len(self._pending) >= 65536:
+        if self._opened().pending >= _FULL:  # before adding: a call that fails is made again
             self.flush()
+        self._at("metrics", step, time, values=dict(scalars))
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Add a ``table`` record."""
+        cells = plain_config({"rows": rows})["rows"]
+        self._at("table", step, name=name, columns=list(columns), rows=cells)
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Add a ``text`` record."""
+        self._at("text", step, values=dict(texts))
+
+    def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        """Add a ``histogram`` record: 64 bins of equal width, and what describes the values."""
+        self._at("histogram", step, values={k: histogram(v) for k, v in histograms.items()})
+
+    def log_images(
+        self,
+        images: Mapping[str, np.ndarray],
+        step: int,
+        *,
+        captions: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Write a PNG a picture, and an ``images`` record with their paths."""
+        files = {
+            name: [self._save("images", name, step, ".png", png(p), i) for i, p in enumerate(all_)]
+            for name, all_ in images.items()
+        }
+        said = {name: list(texts) for name, texts in (captions or {}).items()}
+        self._at("images", step, values=files, captions=said)
+
+    def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
+        """Write a WAV a sound, and an ``audio`` record with their paths."""
+        files = {
+            name: self._save("audio", name, step, ".wav", wav(samples, sample_rate))
+            for name, samples in audio.items()
+        }
+        self._at("audio", step, values=files, sample_rate=sample_rate)
+
+    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
+        """Write a GIF a film (frames as ``.npy`` without Pillow), and a ``video`` record."""
+        files = {
+            name: self._save("video", name, step, *film(frames, fps))
+            for name, frames in videos.items()
+        }
+        self._at("video", step, values=files, fps=fps)
+
+    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
+        """Write a PNG a figure, and a ``figure`` record with their paths."""
+        files = {
+            name: self._save("figure", name, step, ".png", figure_png(figure))
+            for name, figure in figures.items()
+        }
+        self._at("figure", step, values=files)
+
+    def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
+        """Add an ``artifact`` record: where it is, without a copy."""
+        shown = name or os.path.basename(path.rstrip("/"))
+        self._add("artifact", name=shown, kind=kind, path=path, time=clock.time())
+
+    def log_graph(self, model: Any, inputs: Any = None) -> None:
+        """Add a ``graph`` record: the model as it prints itself."""
+        self._add("graph", model=str(model), time=clock.time())
 
     def flush(self) -> None:
         """Append the pending lines; what an error kept from being written stays pending."""
-        while self._pending:
-            written = os.write(self._opened(), self._pending)
-            self._pending = self._pending[written:]  # a disk that is nearly full writes less
+        self._opened().flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what is pending, to a store too, and return the run id and the last step."""
+        if self._file is not None:
+            self._file.flush(force=True)
+        return super().state_dict()
 
     def finish(self, status: Status = "success") -> None:
         """Write the ``finish`` record, force the file to disk and close it."""
-        check_status(status)
-        if self._fd is None:
+        self._end(status)
+        if self._file is None:
             return
-        self._add(type="finish", status=status, time=clock.time())
+        self._add("finish", status=status, time=clock.time())
         try:
-            self.flush()
-            os.fsync(self._fd)
+            self._file.close()
         finally:
-            os.close(self._fd)
-            self._fd = None
+            self._file = None
 
     @property
     def raw(self) -> Any:
-        """The file descriptor, or None before `start` and after `finish`."""
-        return self._fd
+        """The file's writer, with its ``path``, or None before `start` and after `finish`."""
+        return self._file
 
-    def _opened(self) -> int:
-        """Return the descriptor, or say that there is none."""
-        if self._fd is None:
+    def _opened(self) -> LineFile:
+        """Return the file, or say that there is none."""
+        if self._file is None:
             raise RuntimeError("the JSONL tracker is not open: call start(run) before logging")
-        return self._fd
+        return self._file
 
-    def _add(self, **record: Any) -> None:
-        """Queue one record as a line."""
+    def _save(
+        self, kind: str, name: str, step: int, ending: str, data: bytes, number: int = 0
+    ) -> str:
+        """Write one file of media; return its path below ``logging_dir``."""
         self._opened()
+        assert self._media is not None
+        return self._media.save(kind, name, step, number, ending, data)
+
+    def _at(self, type_: str, step: int, time: float | None = None, **fields: Any) -> None:
+        """Queue a record of a step."""
+        self._add(type_, step=step, time=clock.time() if time is None else time, **fields)
+        self._seen(step)
+
+    def _add(self, type_: str, **fields: Any) -> None:
+        """Queue one record as a line."""
+        file = self._opened()
+        record = {"type": type_, **fields}
         line = json.dumps(_strict(record), allow_nan=False, separators=(",", ":"))
-        self._pending += line.encode() + b"\n"
-
-
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the metrics of the newest run in a file that `JSONLTracker` wrote.
-
-    Torn lines are skipped. Rows that a killed process logged after the checkpoint it was resumed
-    from are dropped, because the resumed process logged those steps again: the history is the one
-    an uninterrupted run would have left. "NaN", "Infinity" and "-Infinity" become floats.
-
-    Args:
-        path: the file.
-
-    Returns:
-        One ``{"type": "metrics", "step": int, "time": Unix seconds, "values": {name: value}}`` per
-        call of ``log``, in order.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-
-    >>> import os, tempfile
-    >>> path = os.path.join(tempfile.mkdtemp(), "metrics.jsonl")
-    >>> with open(path, "w") as file:
-    ...     _ = file.write('{"type":"run","resumed_step":null}\\n')
-    ...     _ = file.write('{"type":"metrics","step":7,"time":0.0,"values":{"a":"Infinity"}}\\n')
-    ...     _ = file.write('{"type":"met')
-    >>> read_jsonl(path)
-    [{'type': 'metrics', 'step': 7, 'time': 0.0, 'values': {'a': inf}}]
-    """
-    rows: list[dict[str, Any]] = []
-    with open(path, "rb") as file:
-        for line in file:
-            record = _parse(line)
-            if record.get("type") == "run":
-                resumed = record.get("resumed_step")
-                rows = [] if resumed is None else [row for row in rows if row["step"] <= resumed]
-            elif record.get("type") == "metrics":
-                values = record["values"]
-                record["values"] = {
-                    key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
-                    for key, value in values.items()
-                }
-                rows.append(record)
-    return rows
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """Return the record on a line, or an empty one for a line that a crash left torn."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+        file.add(line.encode() + b"\n")
 
 
 def _strict(value: Any) -> Any:
@@ -184,26 +219,3 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _local_path(logging_dir: str) -> str:
-    """Return ``logging_dir`` as a path of this machine, or raise ValueError."""
-    scheme, separator, path = logging_dir.partition("://")
-    if not separator:
-        return logging_dir
-    if scheme in ("file", "local"):
-        return path
-    raise ValueError(
-        f"the JSONL tracker appends to a file, which {scheme}:// cannot do: set logging_dir to a "
-        "local path (and copy the file afterwards), or leave 'jsonl' out"
-    )
-
-
-def _is_torn(path: str) -> bool:
-    """Say whether a crash left the last line without its end."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except OSError:  # no such file, or an empty one
-        return False

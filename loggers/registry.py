@@ -7,8 +7,16 @@ import importlib.metadata
 from typing import Any
 
 from loggers.base import Tracker
+from loggers.clearml import ClearMLTracker
+from loggers.comet import CometTracker
+from loggers.console import ConsoleTracker
+from loggers.csv_file import CSVTracker
+from loggers.dvclive import DVCLiveTracker
 from loggers.jsonl import JSONLTracker
+from loggers.mlflow import MLflowTracker
+from loggers.swanlab import SwanLabTracker
 from loggers.tensorboard import TensorBoardTracker
+from loggers.trackio import TrackioTracker
 from loggers.wandb import WandBTracker
 
 ENTRY_POINT_GROUP = "accel_callbacks.trackers"
@@ -17,7 +25,20 @@ TrackerSpec = str | Tracker | type[Tracker]
 """How a tracker is named: by a registered name, an instance or a class."""
 
 _classes: dict[str, type[Tracker]] = {
-    cls.name: cls for cls in (JSONLTracker, TensorBoardTracker, WandBTracker)
+    cls.name: cls
+    for cls in (
+        ClearMLTracker,
+        CometTracker,
+        ConsoleTracker,
+        CSVTracker,
+        DVCLiveTracker,
+        JSONLTracker,
+        MLflowTracker,
+        SwanLabTracker,
+        TensorBoardTracker,
+        TrackioTracker,
+        WandBTracker,
+    )
 }
 
 
@@ -57,6 +78,18 @@ def available_trackers() -> list[str]:
     """
     declared = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return sorted({*_classes, *(entry.name for entry in declared)})
+
+
+def check_name(name: str) -> None:
+    """Raise unless ``name`` is that of a tracker; nothing is made of it.
+
+    Raises:
+        ValueError: the name is unknown; the message has the nearest name and all of them.
+        ImportError: the package that declares the name cannot be imported.
+
+    >>> check_name("jsonl")
+    """
+    _lookup(name)
 
 
 def create(spec: TrackerSpec, **kwargs: Any) -> Tracker:

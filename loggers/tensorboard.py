@@ -1,28 +1,40 @@
-"""Scalars, text and hyperparameters for TensorBoard, through ``torch.utils.tensorboard``."""
+"""TensorBoard, through ``torch.utils.tensorboard``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from loggers.base import RunInfo, Scalar, Status, check_status
+from loggers.base import RunInfo, Scalar, Status
 from loggers.config import flat_config, plain_config
-from loggers.resumable import ResumableTracker
+from loggers.continuing import ContinuingTracker
+from loggers.line_file import is_remote
+from loggers.media_bytes import figure_png, gif, markdown, png, size_of_png, wav
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["TensorBoardTracker"]
 
 
-class TensorBoardTracker(ResumableTracker):
+class TensorBoardTracker(ContinuingTracker):
     """Writes event files to ``<logging_dir>/tensorboard``, which may be an fsspec URL.
 
     A resume goes on in the same folder and hides the steps that are logged again. Strings are
     written as text, the config as text and as hyperparameters. Scalars are stored in single
     precision, as TensorBoard does.
 
+    Pictures, animations (GIF, with Pillow), sounds, histograms, texts, tables (as text), figures
+    and graphs are shown in their tabs. Several pictures of one name are shown as ``name/0``,
+    ``name/1``, ...; captions are a text of the same name.
+
     Args:
         subdir: folder below ``logging_dir``, default "tensorboard". Ranks above 0 add ``rank<r>``.
         all_ranks: log on every process rather than on the main one only.
-        flush_secs: seconds between the writer's own flushes, default 30. On a remote URL only
-            these count, because each one uploads the whole file again.
+        flush_secs: seconds between the writer's own flushes, default 10. In a store each one
+            writes the whole file again, so there a kill loses what came after the last one or
+            after the last checkpoint; on a local disk a hub flushes each second.
         **writer_kwargs: further arguments of ``SummaryWriter``.
 
     Raises:
@@ -34,13 +46,14 @@ class TensorBoardTracker(ResumableTracker):
     """
 
     name = "tensorboard"
+    requires = ("torch", "tensorboard")
 
     def __init__(
         self,
         subdir: str = "tensorboard",
         *,
         all_ranks: bool = False,
-        flush_secs: int = 30,
+        flush_secs: int = 10,
         **writer_kwargs: Any,
     ) -> None:
         super().__init__(all_ranks=all_ranks)
@@ -58,12 +71,12 @@ class TensorBoardTracker(ResumableTracker):
                 f"the tensorboard tracker needs torch and tensorboard ({error}): "
                 "pip install tensorboard"
             ) from error
+        keep = self._begin(run)
         parts = [run.logging_dir.rstrip("/"), self._subdir, f"rank{run.rank}" if run.rank else ""]
-        self._remote = "://" in run.logging_dir
-        self._run_id = self._run_id or run.run_id
+        self._remote = is_remote(run.logging_dir)
         kwargs = dict(self._writer_kwargs)
-        if run.resumed_step is not None:
-            kwargs.setdefault("purge_step", run.resumed_step + 1)
+        if keep is not None:
+            kwargs.setdefault("purge_step", keep + 1)
         folder = "/".join(part for part in parts if part)
         self._writer = SummaryWriter(folder, **kwargs)
 
@@ -72,9 +85,8 @@ class TensorBoardTracker(ResumableTracker):
         from torch.utils.tensorboard.summary import hparams
 
         text = json.dumps(plain_config(config), indent=2, ensure_ascii=False)
-        indented = "\n".join(f"    {line}" for line in text.splitlines())
         writer = self._opened()
-        writer.add_text("config", indented, 0)
+        writer.add_text("config", _block(text), 0)
         # Only the session record: the tab then finds the run's own scalars as its metrics, and
         # add_hparams would open a second run for it.
         _, session, _ = hparams(flat_config(config), {})  # type: ignore[no-untyped-call]
@@ -86,16 +98,100 @@ class TensorBoardTracker(ResumableTracker):
         for tag, value in scalars.items():
             add = writer.add_text if isinstance(value, str) else writer.add_scalar
             add(tag, value, step, walltime=time)
-        self._last_step = step
+        self._seen(step)
+
+    def log_images(
+        self,
+        images: Mapping[str, np.ndarray],
+        step: int,
+        *,
+        captions: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Write a picture each; several of one name get numbers."""
+        for name, pictures in images.items():
+            tags = [f"{name}/{i}" for i in range(len(pictures))] if len(pictures) > 1 else [name]
+            for tag, picture in zip(tags, pictures, strict=True):
+                self._picture(tag, png(picture), picture.shape, step)
+        for name, texts in (captions or {}).items():
+            shown = markdown(["picture", "caption"], list(enumerate(texts)))
+            self._opened().add_text(f"{name}/captions", shown, step)
+        self._seen(step)
+
+    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
+        """Write an animated picture each; it plays under Images."""
+        for name, frames in videos.items():
+            self._picture(name, gif(frames, fps), frames.shape[1:], step)
+        self._seen(step)
+
+    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
+        """Write a picture each."""
+        for name, figure in figures.items():
+            drawn = figure_png(figure)
+            width, height = size_of_png(drawn)
+            self._picture(name, drawn, (height, width, 4), step)
+        self._seen(step)
+
+    def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
+        """Write a WAV each, with as many channels as the samples have."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for name, samples in audio.items():
+            sound = Summary.Audio(
+                sample_rate=sample_rate,
+                num_channels=1 if samples.ndim == 1 else samples.shape[1],
+                length_frames=len(samples),
+                encoded_audio_string=wav(samples, sample_rate),
+                content_type="audio/wav",
+            )
+            self._add(Summary.Value(tag=name, audio=sound), step)
+        self._seen(step)
+
+    def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        """Write the finite values' distribution, and how many are not finite as a scalar."""
+        import numpy as np
+
+        writer = self._opened()
+        for name, values in histograms.items():
+            finite = values[np.isfinite(values)]
+            if finite.size:  # the writer refuses an empty one
+                writer.add_histogram(name, finite, step)
+            if finite.size < values.size:
+                writer.add_scalar(f"{name}/non_finite", values.size - finite.size, step)
+        self._seen(step)
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Write a text each, which is shown as Markdown."""
+        for name, text in texts.items():
+            self._opened().add_text(name, text, step)
+        self._seen(step)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Write the table as text in Markdown."""
+        self.log_text({name: markdown(columns, rows)}, step)
+
+    def log_graph(self, model: Any, inputs: Any = None) -> None:
+        """Write the traced graph; without inputs the model as it prints itself, as a text."""
+        if inputs is None:
+            self._opened().add_text("graph", _block(str(model)), 0)
+        else:
+            self._opened().add_graph(model, inputs)
 
     def flush(self) -> None:
-        """Hand pending events to the file system."""
+        """Hand pending events to the file system; a store gets them every ``flush_secs``."""
         if not self._remote:
             self._opened().flush()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Write what is pending, to a store too, and return the run id and the last step."""
+        if self._writer is not None:
+            self._writer.flush()
+        return super().state_dict()
+
     def finish(self, status: Status = "success") -> None:
         """Close the writer, which writes what is pending."""
-        check_status(status)
+        self._end(status)
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -105,6 +201,11 @@ class TensorBoardTracker(ResumableTracker):
         """The ``SummaryWriter``, or None before `start` and after `finish`."""
         return self._writer
 
+    @property
+    def writer(self) -> Any:
+        """The same as `raw`; Accelerate's name for it."""
+        return self.raw
+
     def _opened(self) -> Any:
         """Return the writer, or say that there is none."""
         if self._writer is None:
@@ -112,3 +213,24 @@ class TensorBoardTracker(ResumableTracker):
                 "the TensorBoard tracker is not open: call start(run) before logging"
             )
         return self._writer
+
+    def _picture(self, tag: str, encoded: bytes, shape: Sequence[int], step: int) -> None:
+        """Write bytes that a browser shows as a picture; ``shape`` is (H, W, C)."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        height, width, channels = shape
+        image = Summary.Image(
+            height=height, width=width, colorspace=channels, encoded_image_string=encoded
+        )
+        self._add(Summary.Value(tag=tag, image=image), step)
+
+    def _add(self, value: Any, step: int) -> None:
+        """Write one value that the ``SummaryWriter`` cannot make itself."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._opened().file_writer.add_summary(Summary(value=[value]), step)
+
+
+def _block(text: str) -> str:
+    """Return text as a block of code in Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -35,6 +35,16 @@ def run_info(tmp_path: Path) -> Callable[..., RunInfo]:
     return make
 
 
+@pytest.fixture
+def s3_environment(s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The variables by which an S3 client finds the server on loopback without options."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_options["secret"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_options["endpoint_url"])
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    return s3_options
+
+
 def _wandb_records(path: Path) -> Iterator[Any]:
     """Decode a .wandb file: LevelDB log framing around protobuf records."""
     from wandb.proto import wandb_internal_pb2 as pb
@@ -82,7 +92,7 @@ def read_wandb(wandb_records: Callable[..., list[Any]]) -> Callable[..., History
                 items = record.history.item
                 row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
                 values = {key: value for key, value in row.items() if not key.startswith("_")}
-                rows.append((int(row["_step"]), values))
+                rows.append((values.pop("trainer/global_step", None), values))
         return [row for row in rows if row[1]]
 
     return read

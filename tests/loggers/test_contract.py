@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loggers import RunInfo, Tracker, TrackerHub, available_trackers, create, read_jsonl
+from loggers import RunInfo, Tracker, TrackerHub, available_trackers, create, read_csv, read_jsonl
 
 THIRD_PARTY = '''
 """A tracker of someone else's package: a list that is written as one JSON file at the end."""
@@ -76,11 +76,15 @@ def readers(
         rows = read_jsonl(f"{folder}/metrics.jsonl")
         return [(row["step"], row["values"]) for row in rows]
 
+    def csv(folder: str) -> Any:
+        return [(row["step"], row["values"]) for row in read_csv(f"{folder}/metrics.csv")]
+
     def third_party(folder: str) -> Any:
         rows = json.loads(Path(folder, "list.json").read_text())
         return [(step, values) for step, values in rows]
 
     return {
+        "csv": csv,
         "jsonl": jsonl,
         "tensorboard": read_tensorboard,
         "wandb": read_wandb,
@@ -89,7 +93,7 @@ def readers(
 
 
 pytestmark = pytest.mark.usefixtures("third_party")
-each_tracker = pytest.mark.parametrize("name", ["jsonl", "tensorboard", "wandb", "list"])
+each_tracker = pytest.mark.parametrize("name", ["csv", "jsonl", "tensorboard", "wandb", "list"])
 
 
 @each_tracker

@@ -4,14 +4,17 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loggers import JSONLTracker, RunInfo, TrackerHub, read_jsonl
@@ -102,11 +105,86 @@ def test_resumes_and_fresh_runs_in_one_file(run_info: Callable[..., RunInfo]) ->
     run(5, range(6, 8))
     run(6, range(7, 10))
     assert _steps(path) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert json.loads(path.read_text().splitlines()[10])["resumed_step"] == 5
+    in_file = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [one["step"] for one in in_file if one["type"] == "metrics"] == list(range(1, 10))
+    assert [one["resumed_step"] for one in in_file if one["type"] == "run"] == [None, 5, 6]
     run(None, range(1, 3))
     assert _steps(path) == [1, 2]
     run(0, range(1, 2))
     assert _steps(path) == [1]
+    in_file = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [one["step"] for one in in_file if one["type"] == "metrics"]
+    assert steps == [*range(1, 10), 1]  # the first run of this id is as it was
+
+
+def _used(tracker: JSONLTracker, run: RunInfo, steps: range, state: Any = None) -> Any:
+    """One process: what its tracker's state is after the last step, as a checkpoint has it."""
+    if state is not None:
+        tracker.load_state_dict(state)
+    tracker.start(run)
+    for step in steps:
+        tracker.log({"a": step}, step)
+    saved = tracker.state_dict()
+    tracker.finish()
+    return saved
+
+
+def test_a_resume_cuts_its_own_rows_and_nothing_else(run_info: Callable[..., RunInfo]) -> None:
+    path = Path(run_info().logging_dir, "metrics.jsonl")
+    _used(JSONLTracker(), run_info(run_id="other"), range(1, 6))
+    with path.open("a") as file:
+        file.write("# a note of somebody\n\n[1, 2]\n")
+    foreign = path.read_text()
+    _used(JSONLTracker(), run_info(run_id="a1"), range(1, 6))
+    _used(JSONLTracker(), run_info(2, run_id="a1"), range(3, 4))
+    text = path.read_text()
+    assert text.startswith(foreign)
+    assert re.findall(r'"step":(\d)', text.removeprefix(foreign)) == ["1", "2", "3"]
+    assert [path.name] == [one.name for one in path.parent.iterdir()]  # no file is left over
+    _used(JSONLTracker(), run_info(4, run_id="other"), range(9, 10))
+    assert _steps(path) == [1, 2, 3, 4, 9]
+
+
+def test_steps_of_another_unit_survive_a_resume(run_info: Callable[..., RunInfo]) -> None:
+    """Somebody counts samples: the checkpoint of optimizer step 3 has seen 96 of them."""
+    state = _used(JSONLTracker(), run_info(), range(32, 97, 32))
+    _used(JSONLTracker(), run_info(3), range(128, 161, 32), state)
+    assert _steps(Path(run_info().logging_dir, "metrics.jsonl")) == [32, 64, 96, 128, 160]
+
+
+def test_a_tracker_that_is_used_twice_has_two_runs(run_info: Callable[..., RunInfo]) -> None:
+    tracker = JSONLTracker()
+    _used(tracker, run_info(run_id="a1"), range(1, 4))
+    state = _used(tracker, run_info(run_id="b2"), range(1, 3))
+    assert state == {"run_id": "b2", "last_step": 2}
+
+
+CUT_SHORT = """
+import os, sys
+from loggers import JSONLTracker, RunInfo
+from loggers import line_file
+
+def killed(*args):
+    os._exit(9)
+
+setattr(line_file.os, sys.argv[2], killed)
+JSONLTracker().start(RunInfo("digits", sys.argv[1], "a1", resumed_step=3))
+"""
+
+
+@pytest.mark.parametrize("at", ["fsync", "replace"])
+def test_a_kill_while_cutting_loses_nothing(
+    at: str, run_info: Callable[..., RunInfo], tmp_path: Path
+) -> None:
+    run = run_info()
+    _used(JSONLTracker(), run, range(1, 6))
+    path = Path(run.logging_dir, "metrics.jsonl")
+    before = path.read_bytes()
+    command = [sys.executable, "-c", CUT_SHORT, run.logging_dir, at]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 9
+    assert path.read_bytes() == before
+    _used(JSONLTracker(), run_info(3), range(4, 5))
+    assert _steps(path) == [1, 2, 3, 4]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -116,12 +194,13 @@ def test_full_disk_loses_no_line_once_there_is_room(
     tracker = JSONLTracker()
     tracker.start(RunInfo("digits", str(tmp_path), "a1"))
     tracker.log({"a": 1}, 1)
-    full, room = os.open("/dev/full", os.O_WRONLY), tracker._fd
-    tracker._fd = full  # what the kernel says when the disk is full
+    file = tracker.raw
+    full, room = os.open("/dev/full", os.O_WRONLY), file._fd
+    file._fd = full  # what the kernel says when the disk is full
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         tracker.flush()
     tracker.log({"a": 2}, 2)
-    tracker._fd = room
+    file._fd = room
     os.close(full)
     tracker.finish()
     assert _steps(tmp_path / "metrics.jsonl") == [1, 2]
@@ -167,7 +246,7 @@ def test_one_write_a_flush(
     hub.start()
     for step in range(100):
         hub.log({"a": step}, step)
-    monkeypatch.setattr("loggers.jsonl.os.write", counted)
+    monkeypatch.setattr("loggers.line_file.os.write", counted)
     hub.flush()
     assert len(writes) == 1
     assert writes[0].endswith(b"\n")
@@ -175,9 +254,108 @@ def test_one_write_a_flush(
     hub.finish()
 
 
-def test_remote_urls_are_refused_with_a_way_out(run_info: Callable[..., RunInfo]) -> None:
-    with pytest.raises(ValueError, match=r"s3://.*local path"):
-        JSONLTracker().start(run_info(logging_dir="s3://bucket/runs"))
+def test_an_object_in_a_store_is_written_whole_and_not_often(
+    run_info: Callable[..., RunInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    memory, written = fsspec.filesystem("memory"), []
+    real = type(memory).pipe_file
+
+    def counted(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
+        written.append(path)
+        real(self, path, value, **kwargs)
+
+    monkeypatch.setattr(type(memory), "pipe_file", counted)
+    folder = "memory://tracker-jsonl/deep"
+    tracker = JSONLTracker()
+    tracker.start(run_info(logging_dir=folder))
+    for step in range(1, 6):
+        tracker.log({"a": math.nan}, step)
+        tracker.flush()
+    tracker.log_images({"digit": np.zeros((1, 2, 2, 1), np.uint8)}, 5)
+    tracker.flush()
+    jsonl = [path for path in written if path.endswith(".jsonl")]
+    assert len(jsonl) == 1  # the rest is due in 30 s
+    assert _steps(f"{folder}/metrics.jsonl") == [1]
+    state = tracker.state_dict()  # a checkpoint does not wait
+    assert _steps(f"{folder}/metrics.jsonl") == [1, 2, 3, 4, 5]
+    tracker.log({"a": 1}, 6)
+    tracker.finish()
+    assert _steps(f"{folder}/metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    _used(JSONLTracker(), run_info(5, logging_dir=folder), range(6, 8), state)
+    assert _steps(f"{folder}/metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+    (record,) = read_jsonl(f"{folder}/metrics.jsonl", kind="images")
+    (picture,) = record["values"]["digit"]
+    assert memory.cat_file(f"/tracker-jsonl/deep/{picture}").startswith(b"\x89PNG")
+
+
+def test_a_store_that_fails_is_asked_again(
+    run_info: Callable[..., RunInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    memory = type(fsspec.filesystem("memory"))
+    tracker, folder = JSONLTracker(), "memory://tracker-jsonl-fails"
+    tracker.start(run_info(logging_dir=folder))
+    tracker.log({"a": 1}, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "pipe_file", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tracker.flush()
+        tracker.flush()  # not due yet
+    tracker.finish()
+    assert _steps(f"{folder}/metrics.jsonl") == [1]
+
+
+@pytest.mark.s3
+def test_s3_is_a_folder_like_another(
+    run_info: Callable[..., RunInfo], s3_environment: dict[str, object]
+) -> None:
+    folder = "s3://bucket/tracker/jsonl"
+    state = _used(JSONLTracker(), run_info(logging_dir=folder), range(1, 6))
+    state["last_step"] = 3
+    _used(JSONLTracker(), run_info(3, logging_dir=folder), range(4, 7), state)
+    assert _steps(f"{folder}/metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+
+
+def test_media_are_records_and_files(run_info: Callable[..., RunInfo]) -> None:
+    from PIL import Image
+
+    run = run_info()
+    red = np.zeros((2, 3, 4, 3), np.uint8)
+    red[..., 0] = 200
+    sound = np.stack([np.linspace(-2, 1, 100), np.zeros(100)], axis=1)
+    tracker = JSONLTracker()
+    tracker.start(run)
+    tracker.log_images({"../val/red": red}, 3, captions={"../val/red": ["a", "b"]})
+    tracker.log_audio({"beep": sound}, 3, sample_rate=8000)
+    tracker.log_video({"film": np.stack([red[0], red[0] // 2])}, 3, fps=5)
+    tracker.log_table("hits", ["name", "share"], [["x", math.nan], [None, 1]], 3)
+    tracker.log_text({"said": "é\n"}, 3)
+    tracker.log_histogram({"w": np.array([0.0, 1.0, math.inf]), "none": np.zeros(0)}, 3)
+    tracker.log_artifact("/data/model.bin", kind="model")
+    tracker.finish()
+
+    def one(kind: str) -> dict[str, Any]:
+        (record,) = read_jsonl(tracker.path or "", kind=kind)
+        assert record["step"] == 3
+        return record
+
+    for path in (images := one("images"))["values"]["../val/red"]:
+        assert ".." not in Path(path).parts
+        with Image.open(Path(run.logging_dir, path)) as picture:
+            assert np.array_equal(np.asarray(picture), red[0])
+    assert images["captions"] == {"../val/red": ["a", "b"]}
+    with wave.open(str(Path(run.logging_dir, one("audio")["values"]["beep"]))) as beep:
+        assert (beep.getnchannels(), beep.getframerate(), beep.getnframes()) == (2, 8000, 100)
+    with Image.open(Path(run.logging_dir, one("video")["values"]["film"])) as film:
+        assert (film.n_frames, film.info["duration"], film.size) == (2, 200, (4, 3))
+    assert one("table")["rows"] == [["x", "NaN"], [None, 1]]
+    assert one("text")["values"] == {"said": "é\n"}
+    weights = one("histogram")["values"]
+    assert (weights["w"]["non_finite"], sum(weights["w"]["counts"])) == (1, 2)
+    assert weights["none"]["counts"] == []
 
 
 def test_file_url_and_ranks(run_info: Callable[..., RunInfo], tmp_path: Path) -> None:

@@ -2,12 +2,30 @@ from __future__ import annotations
 
 import pytest
 
-from loggers import JSONLTracker, NullTracker, Tracker, create, register_tracker, registry
+from loggers import (
+    JSONLTracker,
+    NullTracker,
+    Tracker,
+    available_trackers,
+    create,
+    media,
+    register_tracker,
+    registry,
+)
 
 
 def test_unknown_name_names_the_nearest_and_all() -> None:
     with pytest.raises(ValueError, match=r"Did you mean 'tensorboard'\?.*jsonl.*wandb"):
         create("TensorBord")
+
+
+@pytest.mark.parametrize("name", ["console", "csv", "jsonl", "tensorboard", "wandb"])
+def test_built_in_names(name: str) -> None:
+    tracker = create(name)
+    assert tracker.name == type(tracker).name == name
+    assert name in available_trackers()
+    kinds = {"console": 0, "csv": 0, "jsonl": 9, "tensorboard": 8, "wandb": 9}
+    assert len(media(tracker)) == kinds[name]
 
 
 def test_classes_and_instances() -> None:

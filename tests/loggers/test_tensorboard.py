@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+import io
+import math
+import signal
+import subprocess
+import sys
+import time
+import wave
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loggers import RunInfo, TensorBoardTracker, TrackerHub
@@ -50,6 +59,166 @@ def test_remote_folder_and_ranks(run_info: Callable[..., RunInfo]) -> None:
         assert tracker.raw.log_dir == "memory://tracker-test/tb/rank2"
     (file,) = fsspec.filesystem("memory").glob("/tracker-test/tb/rank2/*")
     assert fsspec.filesystem("memory").size(file) > 0
+
+
+class Odd:
+    """An object that cannot even be printed."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_odd_configs_and_values_do_not_stop_it(
+    run_info: Callable[..., RunInfo], accumulator: Callable[[str], Any]
+) -> None:
+    import torch
+
+    run, loop = run_info(), {}
+    loop["self"] = loop
+    config = {
+        "odd": Odd(), "loop": loop, "keys": {1: {None: [Odd, {"x"}]}}, "path": Path("a"),
+        "tensor": torch.ones(3), "dtype": torch.float16, "nan": math.nan, "bytes": b"x",
+    }  # fmt: skip
+    with TrackerHub(["tensorboard"], run=run, strict=True) as hub:
+        hub.log_config(config)
+        hub.log({"a b/(c)": 2**70, "inf": math.inf, "half": torch.tensor(0.5).bfloat16()}, 1)
+    events = accumulator(run.logging_dir)
+    assert len(events.Tags()["scalars"]) == 3
+    assert "config/text_summary" in events.Tags()["tensors"]
+
+
+def test_media_are_read_back(
+    run_info: Callable[..., RunInfo], accumulator: Callable[[str], Any]
+) -> None:
+    from PIL import Image
+
+    run = run_info()
+    red = np.zeros((2, 3, 4, 3), np.uint8)
+    red[..., 0] = 200
+    grey = np.full((1, 5, 6, 1), 9, np.uint8)
+    tracker = TensorBoardTracker()
+    tracker.start(run)
+    tracker.log_images({"red": red, "grey": grey}, 3, captions={"red": ["a", "b"]})
+    tracker.log_video({"film": np.stack([red[0], red[0] // 2])}, 3)
+    tracker.log_audio({"beep": np.zeros((100, 2)), "mono": np.zeros(50)}, 3, sample_rate=8000)
+    tracker.log_histogram({"w": np.array([0, 1.5, math.nan]), "none": np.zeros(0)}, 3)
+    tracker.log_text({"said": "hello"}, 3)
+    tracker.log_table("hits", ["name", "n"], [["a|b", 1], [None, 2]], 3)
+    tracker.log_graph("Linear(1, 2)")
+    assert tracker.state_dict()["last_step"] == 3
+    tracker.finish()
+    events = accumulator(run.logging_dir)
+
+    def picture(tag: str) -> Any:
+        (event,) = events.Images(tag)
+        image = Image.open(io.BytesIO(event.encoded_image_string))
+        assert (event.step, event.width, event.height) == (3, *image.size)
+        return image
+
+    assert sorted(events.Tags()["images"]) == ["film", "grey", "red/0", "red/1"]
+    assert np.array_equal(np.asarray(picture("red/1")), red[1])
+    assert np.array_equal(np.asarray(picture("grey")), grey[0, :, :, 0])
+    assert picture("film").n_frames == 2
+    (beep,), (mono,) = events.Audio("beep"), events.Audio("mono")
+    assert (beep.sample_rate, beep.length_frames, mono.length_frames) == (8000, 100, 50)
+    with wave.open(io.BytesIO(beep.encoded_audio_string)) as sound:
+        assert sound.getnchannels() == 2
+    (weights,) = events.Histograms("w")
+    assert (weights.histogram_value.num, weights.histogram_value.max) == (2, 1.5)
+    assert events.Tags()["histograms"] == ["w"]
+    assert [event.value for event in events.Scalars("w/non_finite")] == [1]
+
+    def text(tag: str) -> str:
+        return str(events.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode())
+
+    assert text("said") == "hello"
+    assert text("hits").splitlines()[2:] == ["| a&#124;b | 1 |", "| None | 2 |"]
+    assert "| 1 | b |" in text("red/captions")
+    assert text("graph") == "    Linear(1, 2)"
+
+
+def test_a_traced_graph(
+    run_info: Callable[..., RunInfo], accumulator: Callable[[str], Any]
+) -> None:
+    import torch
+
+    run, tracker = run_info(), TensorBoardTracker()
+    tracker.start(run)
+    tracker.log_graph(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.ones(1, 2))
+    tracker.finish()
+    nodes = {node.op for node in accumulator(run.logging_dir).Graph().node}
+    assert {"aten::linear", "aten::relu"} <= nodes
+
+
+def test_a_figure(run_info: Callable[..., RunInfo], accumulator: Callable[[str], Any]) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
+    figure.subplots().plot([1, 2])
+    canvas = figure.canvas
+    run, tracker = run_info(), TensorBoardTracker()
+    tracker.start(run)
+    tracker.log_figure({"curve": figure}, 4)
+    tracker.finish()
+    assert figure.canvas is canvas
+    (event,) = accumulator(run.logging_dir).Images("curve")
+    assert (event.step, event.width, event.height) == (4, 100, 50)
+
+
+def test_a_resume_keeps_steps_of_another_unit(
+    run_info: Callable[..., RunInfo], read_tensorboard: Callable[[str], Any]
+) -> None:
+    state = None
+    for resumed, samples in ((None, (32, 64, 96, 128)), (3, (128, 160))):
+        tracker = TensorBoardTracker()
+        if state:
+            tracker.load_state_dict(state)
+        tracker.start(run_info(resumed))
+        for step in samples:
+            tracker.log({"loss": 1.0}, step)
+            state = tracker.state_dict() if step == 96 else state
+        tracker.finish()
+    rows = read_tensorboard(run_info().logging_dir)
+    assert [step for step, _ in rows] == [32, 64, 96, 128, 160]
+
+
+KILLED = """
+import sys, time
+from loggers import RunInfo, TensorBoardTracker
+
+tracker = TensorBoardTracker(flush_secs=1)
+tracker.start(RunInfo("digits", "s3://bucket/tracker", "a1"))
+tracker.log({"loss": 1.0}, 1)
+tracker.state_dict()
+print("saved", flush=True)
+tracker.log({"loss": 2.0}, 2)
+time.sleep(60)
+"""
+
+
+@pytest.mark.s3
+def test_a_kill_loses_seconds_in_a_store(s3_environment: dict[str, Any], tmp_path: Path) -> None:
+    """A checkpoint is there at once, the rest after flush_secs, with nothing that comes after."""
+    import fsspec
+
+    fs = fsspec.filesystem("s3", **s3_environment, use_listings_cache=False)
+
+    def steps() -> list[int]:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+        found = []
+        for number, key in enumerate(fs.find("bucket/tracker/tensorboard")):
+            (local := tmp_path / f"{number}").write_bytes(fs.cat_file(key))
+            found += [e.step for e in EventFileLoader(str(local)).Load() if e.summary.value]
+        return found
+
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"saved\n"
+        assert steps()[:1] == [1]
+        deadline = time.monotonic() + 30
+        while steps() != [1, 2] and time.monotonic() < deadline:
+            time.sleep(0.2)
+        child.send_signal(signal.SIGKILL)
+    assert steps() == [1, 2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loggers import RunInfo, TrackerHub, WandBTracker, read_jsonl
@@ -79,6 +82,9 @@ def test_mode_follows_credentials(
         patch.setenv("WANDB_MODE", "online")
         assert mode(WandBTracker()) is None
     with monkeypatch.context() as patch:
+        patch.setenv("WANDB_DISABLED", "true")
+        assert mode(WandBTracker()) == "disabled"
+    with monkeypatch.context() as patch:
         patch.setenv("WANDB_API_KEY", "x" * 40)
         assert mode(WandBTracker()) is None
     with monkeypatch.context() as patch:
@@ -89,6 +95,160 @@ def test_mode_follows_credentials(
         assert mode(WandBTracker()) is None
     rewind = WandBTracker(resume_from="a1?_step=3")._arguments(wandb, run_info())
     assert not {"id", "resume"} & rewind.keys()
+
+
+def test_the_variable_that_disables_does(
+    run_info: Callable[..., RunInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    run = run_info()
+    with TrackerHub(["wandb"], run=run, strict=True) as hub:
+        hub.log_config({"lr": 0.1})
+        hub.log({"loss": 0.5}, 1)
+        assert hub.get("wandb").raw.disabled
+        assert hub.state_dict()["wandb"]["run_id"] == "a1"  # for a resume that is not disabled
+    assert not list(Path(run.logging_dir).glob("wandb/*run-*"))
+
+
+def test_nothing_is_dropped(
+    run_info: Callable[..., RunInfo], read_wandb: Any, wandb_records: Any
+) -> None:
+    """Lower steps and second values, which W&B would drop, have rows of their own."""
+    run, tracker = run_info(), WandBTracker()
+    logged = [(2, {"a": 1}), (2, {"b": 2}), (7, {"a": 3}), (5, {"a": 4}), (7, {"b": 5}),
+              (8, {"a": 6}), (8, {"a": 7}), (100, {"a": 8})]  # fmt: skip
+    tracker.start(run)
+    for step, values in logged:
+        tracker.log(values, step, time=1e9 + step)
+    assert tracker.state_dict() == {"run_id": "a1", "last_step": 100, "row": 100}
+    tracker.finish()
+    expected = [(2, {"a": 1, "b": 2}), *logged[2:]]
+    assert read_wandb(run.logging_dir) == expected
+    records = wandb_records(run.logging_dir)
+    rows = [r.history for r in records if r.WhichOneof("record_type") == "history"]
+    own = [{i.nested_key[0]: json.loads(i.value_json) for i in row.item} for row in rows]
+    assert [row["_step"] for row in own] == [2, 7, 8, 9, 10, 11, 100]
+    assert own[1]["_timestamp"] == 1e9 + 7
+    axes = [r.metric for r in records if r.WhichOneof("record_type") == "metric"]
+    assert [axis.step_metric for axis in axes if axis.glob_name == "*"] == ["trainer/global_step"]
+
+
+def test_a_tracker_that_is_used_twice_has_two_runs(
+    run_info: Callable[..., RunInfo], read_wandb: Any
+) -> None:
+    tracker = WandBTracker()
+    for run_id in ("a1", "b2"):
+        tracker.start(run_info(run_id=run_id))
+        assert tracker.raw.id == run_id
+        tracker.log({"a": 1}, 5 if run_id == "a1" else 1)
+        tracker.finish()
+    assert read_wandb(run_info().logging_dir) == [(5, {"a": 1}), (1, {"a": 1})]
+
+
+def test_media_are_read_back(
+    run_info: Callable[..., RunInfo], read_wandb: Any, wandb_records: Any
+) -> None:
+    from PIL import Image
+
+    red = np.zeros((2, 3, 4, 3), np.uint8)
+    red[..., 0] = 200
+    run, tracker = run_info(), WandBTracker()
+    tracker.start(run)
+    tracker.log({"loss": 0.5}, 3)
+    tracker.log_images({"val/red": red}, 3, captions={"val/red": ["a", "b"]})
+    tracker.log_audio({"beep": np.zeros((100, 2))}, 3, sample_rate=8000)
+    tracker.log_video({"film": np.stack([red[0], red[0] // 2])}, 3)
+    tracker.log_histogram({"w": np.array([0, 1.0, math.nan]), "none": np.zeros(0)}, 3)
+    tracker.log_text({"said": "a < b"}, 3)
+    tracker.log_table("hits", ["name", "n"], [["a", 1], [None, "x"]], 3)
+    tracker.log_graph("Linear(1, 2)")
+    (artifact := Path(run.logging_dir, "model.bin")).write_bytes(b"x")
+    tracker.log_artifact(str(artifact), name="my model", kind="model")
+    files = Path(tracker.raw.dir)
+    tracker.finish()
+    ((step, row),) = read_wandb(run.logging_dir)  # all of it in the row of its step
+    assert (step, row["loss"], "none.values" in row) == (3, 0.5, False)
+    assert row["val/red.captions"] == ["a", "b"]
+    paths = row["val/red.filenames"]
+    with Image.open(files / paths[0]) as picture:
+        assert np.array_equal(np.asarray(picture.convert("RGB")), red[0])
+    with wave.open(str(files / row["beep.path"])) as beep:
+        assert beep.getnframes() == 100
+    with Image.open(files / row["film.path"]) as film:
+        assert film.n_frames == 2
+    assert sum(row["w.values"]) == 2
+    assert "a &lt; b" in (files / row["said.path"]).read_text()
+    assert json.loads((files / row["hits.path"]).read_text())["data"] == [["a", 1], [None, "x"]]
+    assert "Linear(1, 2)" in (files / row["graph.path"]).read_text()
+    kinds = [(r.WhichOneof("record_type"), r) for r in wandb_records(run.logging_dir)]
+    logged = [record.artifact for kind, record in kinds if kind == "artifact"]
+    assert ("my-model", "model") in [(one.name, one.type) for one in logged]
+
+
+def test_a_figure(run_info: Callable[..., RunInfo], read_wandb: Any) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
+    run, tracker = run_info(), WandBTracker()
+    tracker.start(run)
+    tracker.log_figure({"curve": figure}, 4)
+    tracker.finish()
+    ((step, row),) = read_wandb(run.logging_dir)
+    assert (step, row["curve.width"], row["curve.height"]) == (4, 100, 50)
+
+
+UNREACHABLE = """
+import http.server, logging, socket, sys, threading
+from loggers import RunInfo, TrackerHub, WandBTracker
+
+folder, how = sys.argv[1:]
+
+class Refuses(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        self.send_response(401)
+        self.end_headers()
+
+    do_HEAD = do_GET = do_POST = answer
+    log_message = lambda *args: None
+
+if how == "refuses":
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_port
+else:
+    server = socket.create_server(("127.0.0.1", 0))  # takes connections and says nothing
+    port = server.getsockname()[1]
+    if how == "closed":
+        server.close()
+logging.basicConfig(format="%(levelname)s %(message)s")
+settings = {"base_url": f"http://127.0.0.1:{port}", "init_timeout": 3}
+tracker = WandBTracker(settings=settings)
+with TrackerHub([tracker], run=RunInfo("digits", folder, "a1"), strict=True) as hub:
+    assert tracker.raw.offline, "not offline"
+    hub.log({"loss": 0.5}, 1)
+print(hub.report()["wandb"].rows, hub.state_dict()["wandb"]["run_id"])
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "closed",
+        pytest.param("silent", marks=pytest.mark.slow),
+        pytest.param("refuses", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_does_not_answer_makes_the_run_offline(
+    how: str, tmp_path: Path, read_wandb: Any
+) -> None:
+    command = [sys.executable, "-c", UNREACHABLE, str(tmp_path), how]
+    environment = {**_own_service(), "WANDB_API_KEY": "x" * 40}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment
+    )
+    # After an answer that W&B does not like the id is taken.
+    assert done.stdout.split() == ["1", "a1-offline" if how == "refuses" else "a1"], done.stderr
+    assert done.stderr.count("WARNING W&B cannot be reached") == 1
+    rows = read_wandb(str(tmp_path)) if how != "refuses" else [(1, {"loss": 0.5})]
+    assert rows == [(1, {"loss": 0.5})]
 
 
 def _own_service() -> dict[str, str]:
@@ -164,3 +324,18 @@ def test_sigkill_keeps_rows_older_than_the_short_flush(tmp_path: Path, read_wand
         child.send_signal(signal.SIGKILL)
     # the newest step is held until the next begins
     assert len(read_wandb(str(tmp_path), finished=False)) >= 9
+
+
+def test_commit_of_scripts_written_for_accelerate(
+    run_info: Callable[..., RunInfo], read_wandb: Callable[..., Any]
+) -> None:
+    run = run_info()
+    with TrackerHub(["wandb"], run=run, strict=True) as hub:
+        hub.log({"a": 1}, 3, {"wandb": {"commit": False}})
+        hub.log({"b": 2}, 3, {"wandb": {"commit": True}})
+        hub.log({"c": 3}, 3)  # the row is written, so this has to go to another
+        table = {"wandb": {"commit": True}}
+        hub.log_table("t", ["n"], [[1]], 4, log_kwargs=table)
+        hub.log_images({"i": np.zeros((2, 2))}, 4, log_kwargs=table)
+    names = [(step, {key[0] for key in row}) for step, row in read_wandb(run.logging_dir)]
+    assert names == [(3, {"a", "b"}), (3, {"c"}), (4, {"t"}), (4, {"i"})]

@@ -1,0 +1,260 @@
+"""ClearML, offline unless a server is configured."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from loggers.base import RunInfo, Scalar, Status
+from loggers.config import flat_config
+from loggers.media_bytes import gif, histogram, wav
+from loggers.tool import ToolTracker, as_float, local_folder, name_of_run, same_random_numbers
+from loggers.tool_media import figure_picture, named_pictures
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["ClearMLTracker"]
+
+_OFFLINE_ID = "offline-"
+
+_PATCHED = (
+    "catboost detect_repository fastai gradio hydra joblib lightgbm matplotlib megengine pytorch "
+    "scikit tensorboard tensorflow tfdefines xgboost"
+)
+
+# ClearML patches torch, matplotlib, argparse and sys.stdout unless it is told not to, and as the
+# script that is run it would find this file.
+_ARGUMENTS: dict[str, Any] = {
+    "reuse_last_task_id": False,
+    "auto_connect_arg_parser": False,
+    "auto_connect_frameworks": dict.fromkeys(_PATCHED.split(), False),
+    "auto_connect_streams": False,
+}
+
+
+class ClearMLTracker(ToolTracker):
+    """Logs to a ClearML task.
+
+    Without a server (no ``clearml.conf``, no variables with credentials) the task is offline, in
+    ``<logging_dir>/clearml/offline/<task id>`` with a ZIP file beside it at the end, which
+    ``clearml.Task.import_offline_session`` uploads. ClearML writes a note of the last task to
+    ``~/.clearml`` in any case. A resume goes on in the same task. ``train/loss`` is the series
+    "loss" of the plot "train". NaN and infinities are lines of the console log, for as values
+    ClearML would make them 0. The random generators are not reseeded, as ClearML would do.
+    A task that the script has open is used, and left open.
+
+    Args:
+        all_ranks: log on every process; ClearML has one task a process.
+        offline: True or False decides; None (default) is as said above.
+        **init_kwargs: arguments of ``clearml.Task.init``; they win over everything said here.
+
+    Raises:
+        ImportError: from `start`, when clearml is not installed.
+        ValueError: from `start`, when it would be offline and ``logging_dir`` is a remote URL.
+
+    >>> tracker = ClearMLTracker(offline=True, tags=["baseline"])
+    >>> tracker.raw is None  # the clearml Task, once started
+    True
+    """
+
+    name = "clearml"
+    requires = ("clearml",)
+    install = "clearml"
+
+    def __init__(
+        self, *, all_ranks: bool = False, offline: bool | None = None, **init_kwargs: Any
+    ) -> None:
+        super().__init__(all_ranks=all_ranks)
+        self._offline = offline
+        self._init_kwargs = init_kwargs
+        self._clearml: Any = None
+        self._borrowed = False
+
+    def start(self, run: RunInfo) -> None:
+        """Call ``Task.init``, or take the task that is open."""
+        self._clearml = self._import("clearml")
+        task_class = self._clearml.Task
+        resumed = self._resumed(run)
+        self._tool = task_class.current_task()
+        self._borrowed = self._tool is not None
+        if not self._borrowed:
+            self._go_offline(run)
+            task_class.set_random_seed(None)  # else it reseeds every generator of the process
+            with same_random_numbers():
+                self._tool = self._init(run, resumed)
+        self._run_id = str(self._tool.id)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Record hyperparameters; ``optimizer/lr`` is "lr" in the section "optimizer"."""
+        self._opened().set_parameters(flat_config(config))
+
+    def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
+        """Report scalars at a step; strings, and what is not finite, go to the console log."""
+        logger = self._opened().get_logger()
+        for name, value in scalars.items():
+            number = math.nan if isinstance(value, str) else as_float(value)
+            if math.isfinite(number):
+                logger.report_scalar(*_title_and_series(name), number, iteration=step)
+            else:
+                self._report_text(name, str(value), step)
+        self._seen(step)
+
+    def log_images(
+        self,
+        images: Mapping[str, np.ndarray],
+        step: int,
+        *,
+        captions: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Record pictures, as JPEG; ClearML has no place for captions. Needs Pillow."""
+        logger = self._opened().get_logger()
+        for name, image, _ in named_pictures(images, captions):
+            logger.report_image(*_title_and_series(name), iteration=step, image=image)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Record a table."""
+        table = [list(columns), *(list(row) for row in rows)]
+        logger = self._opened().get_logger()
+        logger.report_table(*_title_and_series(name), iteration=step, table_plot=table)
+
+    def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        """Record distributions, in 64 bins."""
+        logger = self._opened().get_logger()
+        for name, values in histograms.items():
+            made = histogram(values)
+            labels = [f"{edge:.4g}" for edge in made["edges"][:-1]]
+            title, series = _title_and_series(name)
+            logger.report_histogram(
+                title, series, values=made["counts"], iteration=step, xlabels=labels
+            )
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Record texts as lines of the console log."""
+        for name, text in texts.items():
+            self._report_text(name, text, step)
+
+    def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
+        """Record sounds as 16-bit WAV."""
+        for name, samples in audio.items():
+            self._report_media(name, wav(samples, sample_rate), ".wav", step)
+
+    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
+        """Record films as GIF. Needs Pillow."""
+        for name, frames in videos.items():
+            self._report_media(name, gif(frames, fps), ".gif", step)
+
+    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
+        """Record matplotlib figures as pictures. Needs Pillow."""
+        logger = self._opened().get_logger()
+        for name, figure in figures.items():
+            image = figure_picture(figure)
+            logger.report_image(*_title_and_series(name), iteration=step, image=image)
+
+    def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
+        """Upload a file, or a folder as a ZIP file."""
+        named = name or os.path.basename(os.path.normpath(path))
+        self._opened().upload_artifact(named, path, metadata={"kind": kind})
+
+    def flush(self) -> None:
+        """Ask ClearML's thread to write what it holds; this does not wait for it."""
+        self._opened().flush()
+
+    def finish(self, status: Status = "success") -> None:
+        """Close the task as completed, failed or stopped; offline the status is a property."""
+        self._end(status)
+        task = self._closed()
+        if task is None or self._borrowed:
+            return
+        task.set_user_properties(status=status)
+        if not self._clearml.Task.is_offline():
+            task.flush(wait_for_uploads=True)
+            _mark(task, status)
+        task.close()
+
+    def _init(self, run: RunInfo, resumed: str | None) -> Any:
+        """Call ``Task.init``; on a resume, steps are ours and not counted on from the last."""
+        task_class = self._clearml.Task
+        offline = task_class.is_offline()
+        same_place = resumed is not None and resumed.startswith(_OFFLINE_ID) == offline
+        ours = {
+            "project_name": run.name,
+            "task_name": name_of_run(run),
+            "continue_last_task": resumed if same_place else False,
+            **_ARGUMENTS,
+        }
+        if offline:  # its thread would hold up the end, and measures nothing that is asked for
+            ours["auto_resource_monitoring"] = False
+        task = task_class.init(**{**ours, **self._init_kwargs})
+        if same_place:
+            task.set_initial_iteration(0)
+        elif resumed is not None:
+            self._warn_once(
+                "place",
+                f"the task {resumed} is {'online' if offline else 'offline'} and this process is "
+                "not: it logs to a task of its own",
+            )
+        return task
+
+    def _go_offline(self, run: RunInfo) -> None:
+        """Put ClearML into offline mode, below ``logging_dir``, where that is wanted."""
+        task_class = self._clearml.Task
+        wanted = not _has_server() if self._offline is None else self._offline
+        if not wanted and not task_class.is_offline():
+            return
+        folder = local_folder(run, "clearml", "configure a server")
+        config = self._import("clearml.config")
+        # In a process of its own, as by default, its writer makes the end take 12 seconds.
+        ours = {
+            "storage": {"cache": {"default_base_dir": folder}},
+            "development": {"report_use_subprocess": False},
+        }
+        if "CLEARML_CACHE_DIR" in os.environ:
+            del ours["storage"]
+        config.config_obj.set_overrides({"sdk": ours})
+        config.ConfigSDKWrapper.clear_config_impl()  # it keeps what it has read once
+        task_class.set_offline(True)  # for good: its threads would look for a server after the end
+
+    def _report_text(self, name: str, text: str, step: int) -> None:
+        """Add a line to the console log of the task, without printing it."""
+        logger = self._opened().get_logger()
+        logger.report_text(f"[{step}] {name}: {text}", print_console=False)
+
+    def _report_media(self, name: str, data: bytes, ending: str, step: int) -> None:
+        """Record a sound or a film."""
+        title, series = _title_and_series(name)
+        logger = self._opened().get_logger()
+        logger.report_media(
+            title, series, iteration=step, stream=io.BytesIO(data), file_extension=ending
+        )
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    """Split ``train/loss`` into the plot "train" and its series "loss"."""
+    title, separator, series = name.rpartition("/")
+    return (title, series) if separator and title and series else (name, name)
+
+
+def _mark(task: Any, status: Status) -> None:
+    """Tell the server how the task ended."""
+    if status == "failed":
+        task.mark_failed(status_reason="the run failed")
+    elif status == "interrupted":
+        task.mark_stopped(status_message="the run was interrupted")
+    else:
+        task.mark_completed()
+
+
+def _has_server() -> bool:
+    """Say whether ClearML knows credentials, or runs under an agent that has them."""
+    session = importlib.import_module("clearml.backend_api").Session
+    defs = importlib.import_module("clearml.backend_config.defs")
+    names = ("API_ACCESS_KEY", "AUTH_TOKEN", "TASK_ID", "PROC_MASTER_ID")
+    told = any(os.environ.get(f"{tool}_{n}") for tool in ("CLEARML", "TRAINS") for n in names)
+    return told or defs.get_active_config_file() is not None or bool(session.default_key)

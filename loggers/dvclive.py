@@ -1,0 +1,169 @@
+"""DVCLive: plain files that DVC compares and plots."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loggers.base import RunInfo, Scalar, Status
+from loggers.config import plain_config
+from loggers.tool import ToolTracker, local_folder, name_of_run
+from loggers.tool_media import figure_picture, named_pictures
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["DVCLiveTracker"]
+
+
+class DVCLiveTracker(ToolTracker):
+    """Writes the files of DVCLive to ``<logging_dir>/dvclive/<run id>``.
+
+    No DVC repository is needed, nothing is committed, and no ``dvc.yaml`` is written unless the
+    options say so. A resume goes on in the same folder, cut back to the resumed step. Strings, NaN
+    and infinities are recorded as text. The status is in ``metrics.json``.
+
+    Args:
+        all_ranks: log on every process, each to a folder of its own.
+        **live_kwargs: arguments of ``dvclive.Live``; they win over everything said here. With a
+            ``dir`` that is always the same, a new run replaces the files of the last.
+
+    Raises:
+        ImportError: from `start`, when dvclive is not installed.
+        ValueError: from `start`, when ``logging_dir`` is a remote URL and there is no ``dir``.
+
+    >>> tracker = DVCLiveTracker(report="html")
+    >>> tracker.raw is None  # the dvclive Live, once started
+    True
+    """
+
+    name = "dvclive"
+    requires = ("dvclive",)
+    install = "dvclive"
+
+    def __init__(self, *, all_ranks: bool = False, **live_kwargs: Any) -> None:
+        super().__init__(all_ranks=all_ranks)
+        self._live_kwargs = live_kwargs
+        self._changed = False
+
+    def start(self, run: RunInfo) -> None:
+        """Open a ``Live``."""
+        dvclive = self._import("dvclive")
+        resumed = self._resumed(run, named=True)
+        keep = self._begin(run)
+        self._run_id = resumed or name_of_run(run)
+        ours: dict[str, Any] = {"save_dvc_exp": False, "dvcyaml": None, "resume": bool(resumed)}
+        if "dir" not in self._live_kwargs:
+            ours["dir"] = os.path.join(local_folder(run, "dvclive", "name a dir="), self._run_id)
+        merged = {**ours, **self._live_kwargs}
+        if merged["resume"] and keep is not None:
+            _cut_back(Path(merged["dir"]), keep)
+        self._tool = dvclive.Live(**merged)
+        self._changed = False
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Write ``params.yaml``, nested as the config is."""
+        self._opened().log_params(plain_config(config))
+
+    def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
+        """Append to one file a metric; ``metrics.json`` follows at the next flush."""
+        live = self._at(step)
+        for name, value in scalars.items():
+            live.log_metric(_path_of(name), value)
+        self._seen(step)
+
+    def log_images(
+        self,
+        images: Mapping[str, np.ndarray],
+        step: int,
+        *,
+        captions: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Write ``plots/images/<name>/<step>.png``; there is no place for captions."""
+        live = self._at(step)
+        for name, image, _ in named_pictures(images, captions):
+            live.log_image(f"{_path_of(name)}/{step}.png", image)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Write ``plots/custom/<name>/<step>.json``, drawn over the first column."""
+        points = [dict(zip(columns, row, strict=True)) for row in rows]
+        drawn = list(columns[1:]) or list(columns)
+        self._at(step).log_plot(f"{_path_of(name)}/{step}", points, x=columns[0], y=drawn)
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Write ``text/<name>/<step>.txt``, for DVCLive has no texts of its own."""
+        live = self._at(step)
+        for name, text in texts.items():
+            path = Path(live.dir, "text", _path_of(name), f"{step}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
+        """Write matplotlib figures to ``plots/images/<name>/<step>.png``."""
+        live = self._at(step)
+        for name, figure in figures.items():
+            live.log_image(f"{_path_of(name)}/{step}.png", figure_picture(figure))
+
+    def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
+        """Copy a file or a folder to ``artifacts/``, where there is a DVC repository to list it."""
+        self._opened().log_artifact(path, type=kind, name=name, copy=True, cache=False)
+
+    def flush(self) -> None:
+        """Write ``metrics.json``, and the report if one is asked for."""
+        live = self._opened()
+        if self._changed:
+            live.sync()
+            self._changed = False
+
+    def finish(self, status: Status = "success") -> None:
+        """Note the status in ``metrics.json`` and end."""
+        self._end(status)
+        live = self._closed()
+        if live is not None:
+            live.summary["status"] = status
+            live.end()
+
+    def _at(self, step: int) -> Any:
+        """Return the ``Live``, set to a step."""
+        live = self._opened()
+        live.step = step
+        self._changed = True
+        return live
+
+
+def _path_of(name: str) -> str:
+    """Return a name as a path that stays below its folder."""
+    return "/".join(part for part in name.split("/") if part not in ("", ".", "..")) or "_"
+
+
+def _cut_back(folder: Path, keep: int) -> None:
+    """Remove the rows of steps above ``keep``, which are logged again."""
+    for path in sorted(folder.glob("plots/metrics/**/*.tsv")):
+        text = path.read_text(encoding="utf-8")
+        rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter="\t"))
+        kept = [row for row in rows if _step_of(row) is not None and _step_of(row) <= keep]
+        if len(kept) < len(rows):
+            _rewrite(path, list(rows[0]), kept)
+
+
+def _step_of(row: Mapping[str, Any]) -> Any:
+    """Return the step of a row; None for one that a crash has torn."""
+    step = row.get("step")
+    return int(step) if step is not None and step.isdecimal() else None
+
+
+def _rewrite(path: Path, header: list[str], rows: list[dict[str, Any]]) -> None:
+    """Replace a file of metrics at once, so that a kill leaves the old one or the new one."""
+    buffer = io.StringIO(newline="")
+    writer = csv.DictWriter(buffer, header, delimiter="\t", lineterminator=os.linesep)
+    writer.writeheader()
+    writer.writerows(rows)
+    beside = path.with_suffix(".tsv.part")
+    beside.write_text(buffer.getvalue(), encoding="utf-8", newline="")
+    os.replace(beside, path)

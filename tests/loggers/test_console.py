@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from loggers import ConsoleTracker, RunInfo, TrackerHub
+
+RUN = RunInfo("digits", "runs", "a1")
+
+
+def _table(rows: list[tuple[int, dict[str, Any]]], *args: Any) -> list[list[str]]:
+    file = io.StringIO()
+    tracker = ConsoleTracker(*args, file=file)
+    tracker.start(RUN)
+    for step, values in rows:
+        tracker.log(values, step)
+    tracker.finish()
+    lines = file.getvalue().splitlines()
+    assert len({len(line) for line in lines}) <= len([one for one in lines if "step" in one])
+    return [line.split() for line in lines]
+
+
+def test_newest_values_and_a_header_for_new_columns() -> None:
+    rows = [(1, {"loss": 0.512345, "note": "x"}), (2, {"lr": 1e-7}), (30, {"loss": 2.0})]
+    assert _table(rows, 0) == [
+        ["step", "loss"],
+        ["1", "0.5123"],
+        ["step", "loss", "lr"],
+        ["2", "0.5123", "1e-07"],
+        ["30", "2", "1e-07"],
+    ]
+
+
+def test_one_line_in_its_time_and_the_last() -> None:
+    table = _table([(step, {"loss": step / 2}) for step in range(1, 100)], 1000)
+    assert table == [["step", "loss"], ["1", "0.5"], ["99", "49.5"]]
+
+
+def test_the_header_comes_again() -> None:
+    table = _table([(step, {"loss": 1.5}) for step in range(60)], 0)
+    assert sum(row[0] == "step" for row in table) == 3
+
+
+def test_columns_that_are_asked_for_in_their_order() -> None:
+    row = {"a": 1, "val/acc": 0.5, "note": "two words", "val/loss": float("nan")}
+    assert _table([(5, row)], 0, ["note", "val/*"]) == [
+        ["step", "note", "val/acc", "val/loss"],
+        ["5", "two", "words", "0.5", "nan"],
+    ]
+
+
+def test_not_more_columns_than_fit() -> None:
+    table = _table([(1, {f"m{i}": i for i in range(50)})], 0)
+    assert table[0] == ["step", *(f"m{i}" for i in range(12))]
+
+
+def test_arguments_and_protocol() -> None:
+    with pytest.raises(ValueError, match="every_s"):
+        ConsoleTracker(-1)
+    with pytest.raises(TypeError, match=r"\['loss'\]"):
+        ConsoleTracker(columns="loss")
+    tracker = ConsoleTracker(file=io.StringIO())
+    tracker.finish()
+    with pytest.raises(RuntimeError, match="start"):
+        tracker.log({"a": 1}, 1)
+    with pytest.raises(ValueError, match="interrupted"):
+        tracker.finish("done")  # type: ignore[arg-type]
+
+
+def test_through_a_hub_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (True, False):
+        tracker = ConsoleTracker(0)
+        with TrackerHub([tracker], run=RUN, main_process=main, strict=True) as hub:
+            hub.log({"loss": 0.25}, 3)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.split() == ["step", "loss", "3", "0.25"]
+
+
+BAR = """
+import sys
+from tqdm import tqdm
+from loggers import ConsoleTracker, RunInfo
+
+tracker = ConsoleTracker(0)
+tracker.start(RunInfo("digits", "runs", "a1"))
+with tqdm(total=10, mininterval=0, ncols=60, desc="bar", file=sys.stderr) as bar:
+    for step in range(10):
+        bar.update()
+        tracker.log({"loss": 0.125}, step)
+tracker.finish()
+"""
+
+
+def test_a_bar_stays_whole() -> None:
+    """No line of the table stands beside the bar: it is wiped first and drawn again below."""
+    done = subprocess.run(
+        [sys.executable, "-c", BAR], capture_output=True, timeout=60, check=True, env=os.environ
+    )
+    shown = []
+    for line in done.stderr.decode().split("\n"):
+        text = ""
+        for part in line.split("\r"):  # what overwrites what, as a terminal has it
+            text = part + text[len(part) :]
+        shown.append(text.strip())
+    assert shown[:11] == ["step        loss", *(f"{step:>1}       0.125" for step in range(10))]
