@@ -1,0 +1,51 @@
+"""The test kit for callbacks: a small training, single hooks, and the checks that all must pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_callbacks._lazy import lazy_names
+
+_HOME = {
+    "Check": "checks",
+    "HostSync": "syncs",
+    "Recorder": "recorder",
+    "TinyTraining": "training",
+    "callback_checks": "checks",
+    "check_callback": "checks",
+    "fire": "firing",
+    "host_syncs": "syncs",
+    "record": "recorder",
+    "simulate": "simulating",
+    "tiny_training": "training",
+}
+
+__all__ = [
+    "Check",
+    "HostSync",
+    "Recorder",
+    "TinyTraining",
+    "callback_checks",
+    "check_callback",
+    "fire",
+    "host_syncs",
+    "record",
+    "simulate",
+    "tiny_training",
+]
+
+if TYPE_CHECKING:
+    from accel_callbacks.testing.checks import Check as Check
+    from accel_callbacks.testing.checks import callback_checks as callback_checks
+    from accel_callbacks.testing.checks import check_callback as check_callback
+    from accel_callbacks.testing.firing import fire as fire
+    from accel_callbacks.testing.recorder import Recorder as Recorder
+    from accel_callbacks.testing.recorder import record as record
+    from accel_callbacks.testing.simulating import simulate as simulate
+    from accel_callbacks.testing.syncs import HostSync as HostSync
+    from accel_callbacks.testing.syncs import host_syncs as host_syncs
+    from accel_callbacks.testing.training import TinyTraining as TinyTraining
+    from accel_callbacks.testing.training import tiny_training as tiny_training
+
+
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

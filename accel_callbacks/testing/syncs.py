@@ -1,0 +1,210 @@
+"""Finding what makes the host wait for the device."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["HostSync", "host_syncs"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+#: What is read here is on the host, or handed on to be read later: logging, random generators.
+_LEFT_ALONE = tuple(
+    str(_ROOT / one) for one in ("loggers", "accel_callbacks/tracking.py", "accel_callbacks/rng.py")
+)
+#: Methods of a tensor that need its values on the host, or a size that depends on them.
+_METHODS = {
+    *("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__"),
+    *("__complex__", "__array__", "__contains__", "__format__", "__repr__", "__reduce_ex__"),
+    *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "equal", "allclose"),
+    *("is_nonzero", "nonzero_static", "bincount"),
+}
+#: The same for what torch calls itself.
+_OPERATIONS = {
+    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique", "_unique2"),
+    *("unique_dim", "unique_consecutive", "unique_dim_consecutive", "is_nonzero", "bincount"),
+}
+_WAITING: tuple[Callable[[], Any], ...] = (
+    lambda: torch.cuda,
+    lambda: torch.cuda.Event,
+    lambda: torch.cuda.Stream,
+    lambda: torch.accelerator,
+    lambda: torch.xpu,
+    lambda: torch.mps,
+)
+
+
+@dataclass(frozen=True)
+class HostSync:
+    """One place where the host would wait for the device.
+
+    Args:
+        what: the call, such as ``Tensor.item``.
+        where: file and line of the innermost code that is not torch's.
+        code: what stands there.
+
+    Example:
+        >>> from accel_callbacks.testing import HostSync
+        >>> print(HostSync("Tensor.item", "mine.py:12", "total += loss.item()"))
+        Tensor.item at mine.py:12: total += loss.item()
+    """
+
+    what: str
+    where: str
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.where}" + (f": {self.code}" if self.code else "")
+
+
+@contextmanager
+def host_syncs() -> Iterator[list[HostSync]]:
+    """Context that lists what in it would make the host wait for the device.
+
+    It knows ``.item()``, ``float(tensor)``, ``if tensor:``, ``.tolist()``, ``.numpy()``,
+    ``.cpu()``, ``.to("cpu")``, printing a tensor, ``nonzero``, indexing with a mask and their
+    like, and ``synchronize``. It works without a GPU: on the CPU every tensor stands for one on a
+    device. What ``accel.log`` does with its values is left alone, since trackers read them later.
+    In a test on a GPU, ``torch.cuda.set_sync_debug_mode`` is on too and finds the rest.
+
+    Returns:
+        A list of :class:`HostSync`, which grows in the block.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.testing import host_syncs
+        >>> loss = torch.tensor(0.5)
+        >>> with host_syncs() as found:
+        ...     total = loss.detach() + 1
+        ...     text = f"{float(loss):.2f}"
+        >>> [sync.what for sync in found]
+        ['Tensor.__float__']
+    """
+    found: list[HostSync] = []
+    with ExitStack() as stack:
+        _watch_waits(stack, found)
+        stack.enter_context(_cuda_complains(found))
+        stack.enter_context(_Operations(found))
+        stack.enter_context(_Functions(found))
+        yield found
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what the code calls, before torch does anything."""
+
+    def __init__(self, found: list[HostSync]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        known = name in _METHODS or (name == "to" and _to_host(args, kwargs or {}))
+        if not known and not (name == "where" and len(args) == 1):
+            return func(*args, **(kwargs or {}))
+        _note(self._found, resolve_name(func) or name)
+        count = len(self._found)
+        result = func(*args, **(kwargs or {}))
+        del self._found[count:]  # what it does inside is the same one again
+        return result
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what torch calls itself, for a mask as an index, say."""
+
+    def __init__(self, found: list[HostSync]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _OPERATIONS or (name in ("index", "index_put_") and _has_mask(args)):
+            _note(self._found, f"aten.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _cuda_complains(found: list[HostSync]) -> Iterator[None]:
+    """torch's own detector, where a GPU is in use; what the modes have seen is not told twice."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
+        where = f"{filename}:{lineno}"
+        if "synchroniz" in str(message) and (not found or found[-1].where != where):
+            found.append(HostSync("a CUDA operation", where))
+
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _watch_waits(stack: ExitStack, found: list[HostSync]) -> None:
+    """Note calls of ``synchronize``, which no mode sees."""
+    for get in _WAITING:
+        owner = get()
+        original = vars(owner).get("synchronize")
+        if original is not None:
+            what = f"{owner.__name__}.synchronize"
+            owner.synchronize = _noting(original, what, found)
+            stack.callback(setattr, owner, "synchronize", original)
+
+
+def _noting(original: Callable[..., Any], what: str, found: list[HostSync]) -> Any:
+    def synchronize(*args: Any, **kwargs: Any) -> Any:
+        _note(found, what)
+        return original(*args, **kwargs)
+
+    return synchronize
+
+
+def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``tensor.to("cpu")`` is waited for; a device may be the one that it is on."""
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    return isinstance(target, str) and target == "cpu" and not kwargs.get("non_blocking", False)
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    """Whether an index is a mask, whose number of hits must be known."""
+    indices = args[1] if len(args) > 1 else ()
+    masks = (torch.bool, torch.uint8)
+    return any(isinstance(one, torch.Tensor) and one.dtype in masks for one in indices)
+
+
+def _note(found: list[HostSync], what: str) -> None:
+    """Write down who did it, unless that is one who may."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith(_LEFT_ALONE):
+            return
+        if not frame.filename.startswith((_TORCH, _HERE)):
+            break
+    what = what.removeprefix("torch.")
+    found.append(HostSync(what, f"{frame.filename}:{frame.lineno}", frame.line or ""))

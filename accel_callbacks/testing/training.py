@@ -1,0 +1,220 @@
+"""A small real training, to try callbacks in."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from accel_callbacks.accelerator import Accelerator
+from accel_callbacks.rng import capture_rng, restore_rng
+from accel_callbacks.run import TrainingRun
+from accel_callbacks.testing.recorder import Recorder
+
+__all__ = ["TinyTraining", "tiny_training"]
+
+FOLDER_PREFIX = "tiny-training-"
+_BATCH = 2  # samples
+_VALIDATION = 2  # batches
+
+
+class TinyTraining:
+    """A loop over a small model, with an evaluation in each epoch; :meth:`play` runs it.
+
+    What it does follows from its arguments alone: the random generators are seeded in it, and
+    afterwards as they were before.
+
+    Args:
+        callbacks: what to try; a :class:`Recorder` comes first, before all of them.
+        epochs: of the run.
+        batches: of an epoch, of two samples each.
+        window: micro-batches of an optimizer step.
+        evaluate: evaluate after each epoch, and log ``val/loss``.
+        test: evaluate with ``stage="test"`` after the last one.
+        leave_at: leave each epoch with ``break`` after the batch of this index.
+        each_batch: called with this object at the end of the body of each batch.
+        model: makes the model; two linear layers, called ``0`` and ``2``, where ``None``.
+        data: a dataset, instead of ``batches`` of pairs of numbers.
+        loss: ``loss(model, batch)``; the mean square of the outputs where ``None``.
+        **options: of the Accelerator; ``cpu=True`` and a ``project_dir`` of its own by default.
+
+    Attributes:
+        accel: the Accelerator.
+        run: the :class:`TrainingRun` of the last :meth:`play`.
+        recorder: what has written down the hooks.
+        model, optimizer, train, val: what was prepared.
+        folder: the ``project_dir``.
+
+    Example:
+        >>> from accel_callbacks.testing import TinyTraining
+        >>> training = TinyTraining(epochs=1, batches=4, window=2)
+        >>> training.play().run.global_step
+        2
+        >>> training.trace[0], training.trace[-1]
+        ('setup fit', 'teardown fit')
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[Any] = (),
+        *,
+        epochs: int = 2,
+        batches: int = 3,
+        window: int = 1,
+        evaluate: bool = True,
+        test: bool = False,
+        leave_at: int | None = None,
+        each_batch: Callable[[TinyTraining], Any] | None = None,
+        model: Callable[[], torch.nn.Module] | None = None,
+        data: Any = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        self.epochs = epochs
+        self.evaluate, self.test = evaluate, test
+        self.leave_at = leave_at
+        self.each_batch = each_batch
+        self._loss = loss or _mean_square
+        self.recorder = Recorder("TinyTraining")
+        self.folder = str(options.pop("project_dir", None) or _folder_for(self))
+        options = {"cpu": True, "gradient_accumulation_steps": window, **options}
+        self.accel = Accelerator(
+            callbacks=[self.recorder, *callbacks], project_dir=self.folder, **options
+        )
+        with own_randomness(self.accel.device):
+            samples: Any = _numbers(_BATCH * batches) if data is None else data
+            first = Subset(samples, range(min(len(samples), _BATCH * _VALIDATION)))
+            inner = (model or _two_layers)()
+            parts = self.accel.prepare(
+                inner,
+                torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9),
+                DataLoader(samples, _BATCH, shuffle=True),
+                DataLoader(first, _BATCH),
+            )
+        self.model, self.optimizer, self.train, self.val = parts
+        self.run: TrainingRun = self.accel.current_run
+        self._weights = deepcopy(inner.state_dict())
+
+    @property
+    def trace(self) -> list[str]:
+        """The hooks that were called, as lines of a :class:`Recorder`."""
+        return self.recorder.trace
+
+    def play(self, *, resume: bool | str = False) -> TinyTraining:
+        """Train, in ``accel.run``; returns this object.
+
+        Args:
+            resume: as in ``accel.run``; begins afresh by default.
+
+        Raises:
+            Exception: whatever a callback or ``each_batch`` raises.
+        """
+        with own_randomness(self.accel.device), self.accel.run("tiny", resume=resume) as run:
+            self.run = run
+            for _ in run.epochs(self.epochs):
+                self._train_epoch()
+                if self.evaluate:
+                    self.accel.log({"val/loss": self._evaluate("validation")})
+            if self.test:
+                self._evaluate("test")
+        return self
+
+    def _train_epoch(self) -> None:
+        for index, batch in enumerate(self.train):
+            with self.accel.accumulate(self.model):
+                loss = self._loss(self.model, batch)
+                self.accel.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.accel.log({"train/loss": loss})
+            if self.each_batch is not None:
+                self.each_batch(self)
+            if index == self.leave_at:
+                break
+
+    def _evaluate(self, stage: str) -> torch.Tensor:
+        with self.accel.evaluate(self.model, stage=stage):
+            return torch.stack([self._loss(self.model, batch) for batch in self.val]).mean()
+
+    def begin_again(self) -> TinyTraining:
+        """Weights and optimizer as they were at first; the next :meth:`play` may do the same."""
+        self.accel.unwrap_model(self.model).load_state_dict(self._weights)
+        self.optimizer.state.clear()
+        self.optimizer.zero_grad()
+        self.recorder.take()
+        return self
+
+
+def tiny_training(callbacks: Iterable[Any] = (), **options: Any) -> TinyTraining:
+    """Run a small real training with these callbacks, on the CPU.
+
+    Args:
+        callbacks: what to try.
+        **options: of :class:`TinyTraining`, such as ``epochs=2``, ``batches=3``, ``window=1``.
+
+    Returns:
+        What happened: ``accel``, ``run``, ``trace``, and the rest of a :class:`TinyTraining`.
+
+    Raises:
+        Exception: whatever a callback raises.
+
+    Example:
+        >>> from accel_callbacks import Callback
+        >>> from accel_callbacks.testing import tiny_training
+        >>> class StopAt(Callback):
+        ...     def on_train_batch_end(self, run, model, outputs, batch, batch_idx):
+        ...         if run.global_step == 2:
+        ...             run.stop("enough")
+        >>> done = tiny_training([StopAt()], epochs=5)
+        >>> done.run.global_step, done.run.stop_reason
+        (2, 'enough')
+    """
+    return TinyTraining(callbacks, **options).play()
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Seeded random generators in the block, and afterwards those that were there before."""
+    before = capture_rng(device)
+    try:
+        random.seed(0)
+        if device.type == "cpu":  # torch.manual_seed notes a stack for each kind of device
+            torch.default_generator.manual_seed(0)
+        else:
+            torch.manual_seed(0)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(0)
+        yield
+    finally:
+        restore_rng(before, device)
+
+
+def _folder_for(owner: object) -> str:
+    """A folder that goes with its owner."""
+    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _numbers(samples: int) -> torch.Tensor:
+    """Pairs of numbers."""
+    return torch.linspace(-1.0, 1.0, 2 * samples).reshape(samples, 2)
+
+
+def _two_layers() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def _mean_square(model: Any, batch: Any) -> torch.Tensor:
+    result: torch.Tensor = model(batch).square().mean()
+    return result
