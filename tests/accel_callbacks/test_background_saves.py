@@ -482,8 +482,8 @@ def test_a_save_that_fails_is_neither_the_last_nor_the_best(gate):
         train()
     gate.mend()
     assert callback.last_path == callback.best_path == f"{gate.root}/run/step-00000008"
-    assert callback._best_score == 3.0
-    assert callback._fresh_score == 1.0  # for the next checkpoint
+    assert callback.state_dict()["best_score"] == 3.0
+    assert callback.state_dict()["fresh_score"] == 1.0  # for the next checkpoint
     assert kept(gate) == [8]
 
 

@@ -543,6 +543,31 @@ def test_an_error_in_an_end_hook_still_tears_the_run_down(training):
     assert t.recorder.trace[-1] == "teardown fit"
 
 
+def test_each_callback_is_torn_down_once_where_the_teardown_of_one_fails(training):
+    torn = []
+
+    def tear(run, stage):
+        torn.append("fails")
+        raise ZeroDivisionError
+
+    t = training(At("teardown", lambda run, stage: torn.append("other")), At("teardown", tear, "b"))
+    with pytest.raises(ZeroDivisionError), t.accel.run("demo") as run:
+        train(t, run, 1)
+    assert torn == ["fails", "other"]
+    assert t.recorder.trace[-2:] == ["exception ZeroDivisionError", "teardown fit"]
+    t.recorder.take()
+    with pytest.raises(ZeroDivisionError), t.accel.run("again") as run:
+        train(t, run, 1)
+    assert torn == ["fails", "other"] * 2
+
+
+def test_training_is_training_after_an_evaluation_could_not_begin(training):
+    t = training(At("on_validation_epoch_start", lambda *_: 1 / 0))
+    with pytest.raises(ZeroDivisionError), t.accel.evaluate(t.model):
+        pass
+    assert t.accel.loop.phase == "train"
+
+
 def test_an_error_in_an_end_hook_does_not_come_back_in_the_next_run(training):
     calls = []
 

@@ -279,6 +279,7 @@ def test_sftp_connection_that_broke_is_made_anew(sftp: Remote) -> None:
     assert load(url, storage_options=options).state["w"].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_sftp_server_that_stalls_is_given_up() -> None:
     pytest.importorskip("paramiko")
     policy = RetryPolicy(attempts=1, read_timeout=0.3)

@@ -87,6 +87,12 @@ def make_pool(size: int, folder: Path) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """One process, for what would otherwise start many, each with the imports anew."""
+    yield from make_pool(1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Two processes."""
     yield from make_pool(2, tmp_path_factory.mktemp("pool"))

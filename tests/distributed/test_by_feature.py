@@ -1,4 +1,4 @@
-"""Each example of a feature, as a user starts it: alone and on two processes."""
+"""Each example of a feature, alone and on two processes; one of them as a user starts it."""
 
 from __future__ import annotations
 
@@ -184,15 +184,12 @@ def played(example: str, folder: str, options: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("example", sorted(CHECKS.keys() - {LAUNCHED}))
-def test_it_works_alone_and_on_two_processes(pool, example, tmp_path):
+def test_it_works_alone_and_on_two_processes(alone, pool, example, tmp_path):
     check, options = CHECKS[example]
-    alone = start(STARTERS[1], example, tmp_path / "alone", *options)
-    try:
-        (tmp_path / "two").mkdir()
-        check("".join(pool.run(played, example, str(tmp_path / "two"), options)), 2)
-        check(printed_by(alone), 1)
-    finally:
-        alone.kill()
+    for group in (alone, pool):
+        folder = tmp_path / str(group.size)
+        folder.mkdir()
+        check("".join(group.run(played, example, str(folder), options)), group.size)
 
 
 def test_what_two_processes_saved_is_loaded_by_one(pool, tmp_path):
@@ -202,10 +199,29 @@ def test_what_two_processes_saved_is_loaded_by_one(pool, tmp_path):
     assert printed == "loaded by 1 processes, all as saved: True\n"
 
 
-def test_it_works_as_launched(tmp_path):
-    for processes, command in STARTERS.items():
-        printed = printed_by(start(command, LAUNCHED, tmp_path / str(processes)))
-        automatic_batch_size(printed, processes)
+def test_the_example_of_callbacks_alone_and_on_two_processes(alone, pool, tmp_path):
+    for group in (alone, pool):
+        folder = tmp_path / str(group.size)
+        folder.mkdir()
+        printed = "".join(group.run(played, "../callbacks.py", str(folder), ("--epochs", "3")))
+        assert number("averaged weights", printed) > 85
+        # Windows of two in the first epoch, then of one.
+        steps = {1: 24 + 47 + 47, 2: 12 + 24 + 24}[group.size]
+        assert f"{steps} steps, " in printed
+        assert "on_before_optimizer_step   Freeze:backbone.*, GradientNorm:grad_norm, " in printed
+
+
+def test_the_example_of_own_callbacks(alone, tmp_path):
+    (printed,) = alone.run(played, "../own_callback.py", str(tmp_path), ())
+    assert "EpochLoss keeps the contract" in printed
+    assert re.search(r"^step 20: loss", printed, re.M)
+    assert "of 20: the loss is below 0.3" in printed
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_it_works_as_launched(tmp_path, processes):
+    printed = printed_by(start(STARTERS[processes], LAUNCHED, tmp_path / "run"))
+    automatic_batch_size(printed, processes)
 
 
 def test_every_file_is_tested_and_described():

@@ -47,7 +47,10 @@ def test_digits_is_the_same_under_both_launchers_and_learns(tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.parametrize("starter", sorted(STARTERS))
+@pytest.mark.parametrize(
+    "starter",
+    ["python", *(pytest.param(one, marks=pytest.mark.slow) for one in ("launch", "torchrun"))],
+)
 def test_the_plain_loop_learns_and_its_hooks_fire(starter):
     printed = run(starter, "plain_loop.py")
     assert accuracy(printed) > 90

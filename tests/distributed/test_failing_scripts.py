@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,12 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.distributed
+
+
+def slow(*values):
+    """A case of the long run: it differs from another one in the rank only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
 
 SCRIPT = """
 import sys, time
@@ -82,8 +89,9 @@ def run_script(*args: str, code: str = SCRIPT) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("how", ["run", "late"])
+@pytest.mark.parametrize(
+    ("how", "failing"), [("run", 0), ("late", 1), slow("run", 1), slow("late", 0)]
+)
 def test_a_script_that_fails_tells_the_error_on_all_processes(how, failing):
     outcomes = run_script(how, str(failing))
     assert [code for code, _ in outcomes] == [1, 1]
@@ -93,8 +101,10 @@ def test_a_script_that_fails_tells_the_error_on_all_processes(how, failing):
     assert "ValueError: no space left" in outcomes[1 - failing][1]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("how", ["plain", "plain, ended"])
+@pytest.mark.parametrize(
+    ("how", "failing"),
+    [("plain", 0), ("plain, ended", 1), slow("plain", 1), slow("plain, ended", 0)],
+)
 def test_a_script_without_a_run_ends_too(how, failing):
     outcomes = run_script(how, str(failing))
     assert [code for code, _ in outcomes] == [1, 1]
@@ -102,7 +112,7 @@ def test_a_script_without_a_run_ends_too(how, failing):
     assert "RuntimeError" in outcomes[1 - failing][1]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [slow(0), 1])
 def test_a_process_does_not_begin_again_where_the_others_have_ended(failing):
     outcomes = run_script("alone again", str(failing))
     assert [code for code, _ in outcomes] == [1, 1]
@@ -168,3 +178,41 @@ except RuntimeError:
 def test_a_process_that_dies_before_the_first_load_keeps_the_other_waiting_for_no_group():
     (code, text), (gone, _) = run_script("1", code=DIES)
     assert (code, gone) == (3, 7), text
+
+
+DIES_LOADING = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+from accel_callbacks import Accelerator
+from checkpoint_io.reading.transfer import Transfer
+
+failing, folder = int(sys.argv[1]), sys.argv[2]
+accel = Accelerator(cpu=True, timeout=timedelta(seconds=300))
+model = torch.nn.Linear(100, 100)
+model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+path = accel.save_state(folder)
+
+def deliver(transfer, *args, original=Transfer._deliver):
+    if transfer.nbytes > 40_000:  # the weights, not the headers
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(transfer, *args)
+
+if accel.process_index == failing:
+    Transfer._deliver = deliver
+for attempt in (lambda: accel.load_state(path), optimizer.step):
+    try:
+        attempt()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("failing", [0, slow(1)])
+def test_a_process_that_dies_while_it_loads_is_named_and_nobody_goes_on(failing, tmp_path):
+    outcomes = run_script(str(failing), str(tmp_path / "state"), code=DIES_LOADING)
+    (code, text), (gone, _) = outcomes[1 - failing], outcomes[failing]
+    assert (code, gone) == (3, -9), text
+    assert re.search(rf"^\w+Error: .*rank {failing} (died|d\w+ not answer)", text, re.M), text
+    assert "ResumeError: step: loading" in text, text  # nor can it step

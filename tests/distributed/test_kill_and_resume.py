@@ -93,7 +93,7 @@ def last_step(path: Path) -> int:
     return 0
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_run_resumes_by_itself_and_ends_with_the_same_weights(tmp_path, processes):
     if not Path("/proc/self/stat").exists():
         pytest.skip("needs /proc to find the workers")

@@ -457,6 +457,7 @@ def test_processes_meet_where_they_are_told_and_over_the_backend_asked_for(tmp_p
         assert printed == ["0:00:40\ncpu:gloo 3 bf16\nFalse\n"] * 2, method
 
 
+@pytest.mark.slow
 def test_a_timeout_at_a_meeting_names_who_did_not_come(tmp_path):
     code = (
         "import time\n"
