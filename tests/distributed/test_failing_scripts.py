@@ -90,7 +90,7 @@ def run_script(*args: str, code: str = SCRIPT) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("how", "failing"), [("run", 0), ("late", 1), slow("run", 1), slow("late", 0)]
+    ("how", "failing"), [("run", 0), slow("late", 1), slow("run", 1), slow("late", 0)]
 )
 def test_a_script_that_fails_tells_the_error_on_all_processes(how, failing):
     outcomes = run_script(how, str(failing))

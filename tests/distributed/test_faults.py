@@ -68,7 +68,7 @@ def save_with_a_failure(folder: str, where: str, rank: int) -> tuple[str, bool, 
     return first, committed, outcome(accel.save_state, folder)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("where", ["on_save_checkpoint", "state_dict"])
 def test_a_save_that_fails_on_one_process_fails_on_all_and_can_be_repeated(
     pool, tmp_path, where, rank

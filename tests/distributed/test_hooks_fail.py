@@ -105,8 +105,14 @@ HOOKS = [
 ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("hook", HOOKS)
+def on_one_rank_each() -> list:
+    """Every hook on both ranks; in the default run, on one of them in turn."""
+    pairs = [(hook, rank, index) for index, hook in enumerate(HOOKS) for rank in (0, 1)]
+    marks = {True: (), False: (pytest.mark.slow,)}
+    return [pytest.param(h, r, marks=marks[r == i % 2]) for h, r, i in pairs]
+
+
+@pytest.mark.parametrize(("hook", "rank"), on_one_rank_each())
 def test_an_error_in_a_hook_ends_the_run_on_all_processes(pool, hook, rank):
     outcomes = pool.run(fail_in_a_hook, hook, [rank], "error")
     kind, text, cause, _, _ = outcomes[rank]
