@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import Lock
+from typing import Any
 
 from checkpoint_io.errors import (
     CheckpointConflictError,
@@ -191,7 +192,7 @@ class FsspecStore:
         """Yield base name and size of the entries of one kind, the folder's own marker excluded."""
         self._forget()
         try:
-            entries = self._driver.ask(lambda fs: list(fs.ls(self._path, detail=True)))
+            entries = self._driver.ask(lambda fs: _listed(fs, self._path))
         except (FileNotFoundError, NotADirectoryError):
             return
         own = self._path.strip("/")
@@ -247,3 +248,11 @@ class _Reader:
     def __init__(self, read: Callable[[int, int], memoryview[int]], size: int) -> None:
         self.read = read
         self.size = size
+
+
+def _listed(fs: Any, path: str) -> list[Any]:
+    """List a folder; fsspec's files in memory fail where another thread removes one meanwhile."""
+    for _ in range(20):
+        with suppress(KeyError):
+            return list(fs.ls(path, detail=True))
+    return list(fs.ls(path, detail=True))

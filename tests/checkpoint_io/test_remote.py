@@ -319,3 +319,20 @@ def test_missing_driver_says_what_to_install() -> None:
     lines = done.stdout.splitlines()
     for line, extra in zip(lines, ("gcs", "azure", "s3", "sftp"), strict=True):
         assert f'pip install "accel-callbacks[{extra}]"' in line
+
+
+def test_a_file_in_memory_that_goes_while_the_folder_is_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = open_store("memory://listed-while-removed")
+    store.replace("m", b"1", "t")
+    usual, tries = MemoryFileSystem.ls, []
+
+    def ls(self: Any, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        tries.append(path)
+        if len(tries) < 3:
+            raise KeyError(path)
+        return usual(self, path, detail=detail, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", ls)
+    assert set(store.sizes()) == {"m"}
