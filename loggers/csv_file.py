@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.continuing import ContinuingTracker
+from loggers.continuing import ContinuingTracker, opened
 from loggers.csv_format import AXES, column_names, header_line, read_csv, row_line, run_and_step
 from loggers.line_file import LineFile, open_lines
 
@@ -120,9 +120,7 @@ class CSVTracker(ContinuingTracker):
 
     def _opened(self) -> LineFile:
         """Return the file, or say that there is none."""
-        if self._file is None:
-            raise RuntimeError("the CSV tracker is not open: call start(run) before logging")
-        return self._file
+        return opened(self._file, "CSV")
 
     def _reset(self) -> None:
         """Forget the file and the rows of the run before."""

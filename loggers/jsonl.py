@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
 from loggers.config import plain_config
-from loggers.continuing import ContinuingTracker
+from loggers.continuing import ContinuingTracker, opened
 from loggers.jsonl_history import cut_back, read_jsonl
 from loggers.line_file import LineFile, open_lines
 from loggers.media_bytes import figure_png, film, histogram, png, wav
@@ -185,9 +185,7 @@ class JSONLTracker(ContinuingTracker):
 
     def _opened(self) -> LineFile:
         """Return the file, or say that there is none."""
-        if self._file is None:
-            raise RuntimeError("the JSONL tracker is not open: call start(run) before logging")
-        return self._file
+        return opened(self._file, "JSONL")
 
     def _save(
         self, kind: str, name: str, step: int, ending: str, data: bytes, number: int = 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
 from loggers.config import flat_config, plain_config
-from loggers.continuing import ContinuingTracker
+from loggers.continuing import ContinuingTracker, opened
 from loggers.line_file import is_remote
 from loggers.media_bytes import figure_png, gif, markdown, png, size_of_png, wav
 
@@ -208,11 +208,7 @@ class TensorBoardTracker(ContinuingTracker):
 
     def _opened(self) -> Any:
         """Return the writer, or say that there is none."""
-        if self._writer is None:
-            raise RuntimeError(
-                "the TensorBoard tracker is not open: call start(run) before logging"
-            )
-        return self._writer
+        return opened(self._writer, "TensorBoard")
 
     def _picture(self, tag: str, encoded: bytes, shape: Sequence[int], step: int) -> None:
         """Write bytes that a browser shows as a picture; ``shape`` is (H, W, C)."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from loggers.base import RunInfo
-from loggers.continuing import ContinuingTracker
+from loggers.continuing import ContinuingTracker, opened
 from loggers.line_file import is_remote, local_path
 
 __all__ = ["ToolTracker", "as_float", "local_folder", "name_of_run", "same_random_numbers"]
@@ -63,11 +63,7 @@ class ToolTracker(ContinuingTracker):
 
     def _opened(self) -> Any:
         """Return the tool's object, or say that there is none."""
-        if self._tool is None:
-            raise RuntimeError(
-                f"the {self.name} tracker is not open: call start(run) before logging"
-            )
-        return self._tool
+        return opened(self._tool, self.name)
 
     def _closed(self) -> Any:
         """Forget the tool's object and return it, so that it is closed once."""

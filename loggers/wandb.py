@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
 from loggers.config import plain_config
-from loggers.continuing import ContinuingTracker
+from loggers.continuing import ContinuingTracker, opened
 from loggers.line_file import is_remote, local_path
 from loggers.wandb_account import mode_of, unreachable
 from loggers.wandb_media import artifact, media_objects
@@ -202,9 +202,7 @@ class WandBTracker(ContinuingTracker):
 
     def _opened(self) -> Any:
         """Return the run, or say that there is none."""
-        if self._run is None:
-            raise RuntimeError("the W&B tracker is not open: call start(run) before logging")
-        return self._run
+        return opened(self._run, "W&B")
 
     def _package(self) -> Any:
         """Return ``wandb``, of a run that is open."""

@@ -144,8 +144,8 @@ class EarlyStopping(Callback):
             warnings.warn(self._missed(run), stacklevel=2)
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Let go of the run."""
-        self._run = None
+        """Let go of the run, but remember its verdict for a ``save_state`` after it."""
+        self.stop_reason, self._run = self._agreed(), None
 
     def _misses(self, run: TrainingRun) -> bool:
         return self.strict and not self._seen and run.is_global_zero
@@ -198,16 +198,20 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Best value, checks waited, and whether it stopped the run, on whichever process."""
-        agreed = None if self._run is None else self._run.stop_reason
-        own = agreed is not None and agreed.startswith(f"{self.monitor.name} ")
         return {
             "best": self.best,
             "wait_count": self.wait_count,
             "patience": self.patience,
-            "stop_reason": agreed if own else self.stop_reason,
+            "stop_reason": self._agreed(),
             "held_back": self._held_back,
             "seen": self._seen,
         }
+
+    def _agreed(self) -> str | None:
+        """Why the run is stopped, if for this metric, whichever process asked for it."""
+        agreed = None if self._run is None else self._run.stop_reason
+        own = agreed is not None and agreed.startswith(f"{self.monitor.name} ")
+        return agreed if own else self.stop_reason
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore; ``patience`` stays what the constructor was given, and more of it goes on."""

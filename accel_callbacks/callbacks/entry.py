@@ -94,11 +94,12 @@ class Entry:
         """The callback's state; where its errors do not end the run, the last that it gave."""
         if not self.has_state:
             return {}
+        if self.on_error == "raise":
+            state: dict[str, Any] = self.callback.state_dict()
+            return state
         try:
             self._state = self.callback.state_dict()
         except Exception as error:
-            if self.on_error == "raise":
-                raise
             self.failed("state_dict", error)
         return self._state
 

@@ -117,11 +117,12 @@ class Profiler(Callback):
         self.traces: list[str] = []
         self._profiler: torch.profiler.profile | None = None
         self._step = 0
+        self._recorded = False
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Begin anew: a profile is that of a process, and no resume goes on with it."""
         self._stop()
-        self.traces = []
+        self.traces, self._recorded = [], False
 
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
         """Begin with the schedule."""
@@ -146,7 +147,7 @@ class Profiler(Callback):
         """Write what is being recorded."""
         steps = 0 if self._profiler is None else self._profiler.step_num
         self._stop()
-        if not self.traces:
+        if not self._recorded:
             warnings.warn(
                 f"nothing was recorded: {dict(self.options.schedule_option or {})} needs more than "
                 f"the {steps} steps of this training. Record earlier, or train longer.",
@@ -168,6 +169,7 @@ class Profiler(Callback):
 
     def _write(self, run: TrainingRun, profiler: torch.profiler.profile) -> None:
         """A recording is complete: the file, then the user's function."""
+        self._recorded = True
         folder = self.dir or run.accelerator._in_project("profile")
         rank = run.accelerator.process_index
         name = f"rank{rank}.{run.global_step:08d}.pt.trace.json"

@@ -99,8 +99,7 @@ class SampleLogger(Callback):
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, if this is the stage and it is time to."""
-        if self.stage == "train" and self._is_due(run):
-            self._log(run, model, batch, outputs)
+        self._look("train", run, model, batch, outputs)
 
     def on_validation_batch_end(
         self,
@@ -112,9 +111,8 @@ class SampleLogger(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Log the first batch, if this is the stage and it is time to."""
-        first = batch_idx == 0 and dataloader_idx == 0
-        if first and self.stage == "validation" and self._is_due(run):
-            self._log(run, model, batch, outputs)
+        if batch_idx == 0 and dataloader_idx == 0:
+            self._look("validation", run, model, batch, outputs)
 
     def on_test_batch_end(
         self,
@@ -126,8 +124,11 @@ class SampleLogger(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Log the first batch, if this is the stage and it is time to."""
-        first = batch_idx == 0 and dataloader_idx == 0
-        if first and self.stage == "test" and self._is_due(run):
+        if batch_idx == 0 and dataloader_idx == 0:
+            self._look("test", run, model, batch, outputs)
+
+    def _look(self, stage: str, run: TrainingRun, model: Any, batch: Any, outputs: Any) -> None:
+        if stage == self.stage and self._is_due(run):
             self._log(run, model, batch, outputs)
 
     def _is_due(self, run: TrainingRun) -> bool:

@@ -169,6 +169,28 @@ def test_early_stopping_on_values_that_differ_by_rank_does_not_split_the_ranks(p
     )
 
 
+def early_stop_by_one_rank_resumed(folder: str) -> list:
+    """Epochs until the stop that only rank 1 asked for, and those of the run that goes on."""
+    done = []
+    for goes_on in (False, True):
+        accel = accelerator(callbacks=[EarlyStopping("loss", patience=2)])
+        model = accel.prepare(torch.nn.Linear(1, 1))
+        if goes_on:
+            accel.load_state(folder)
+        with accel.run("early", resume=False) as run:
+            for epoch in run.epochs(10):
+                done.append(epoch)
+                accel.log({"loss": -epoch if accel.is_main_process else 1.0})
+        accel.save_state(folder)
+        del model
+    return [done, run.stop_reason]
+
+
+def test_a_stop_that_another_rank_asked_for_lasts_through_a_resume(pool, tmp_path):
+    expected = [[0, 1, 2], "loss did not improve on 1 in 2 checks"]
+    assert pool.run(early_stop_by_one_rank_resumed, str(tmp_path / "state")) == [expected] * 2
+
+
 def sweep(path: str) -> list:
     """Several Accelerators in one process: nothing of the first shows in the second."""
     first = accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
