@@ -27,7 +27,9 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return on_backend(tensor).reshape(-1).view(torch.uint8)
+    flat = on_backend(tensor).reshape(-1)
+    # A single row cut from a matrix counts as contiguous, with the stride of the matrix.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _as_tensor(data: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

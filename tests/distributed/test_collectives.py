@@ -75,6 +75,22 @@ def test_gather_takes_another_size_on_each_process(pool):
     assert pool.run(gathers_unevenly) == [[[0, 0, 1], (3, 2), [7, 7]]] * 2
 
 
+def moves_a_row_of_a_matrix() -> list:
+    accel = accelerator()
+    cut = torch.full((1, 8), accel.process_index + 1)[:, 0]  # one number, with a stride of 8
+    return [
+        accel.gather(cut).tolist(),
+        accel.gather_for_metrics(cut).tolist(),
+        accel.reduce(cut, "sum").tolist(),
+        broadcast(cut, from_process=1).tolist(),
+    ]
+
+
+def test_one_number_cut_from_a_row_is_moved_as_any_other(pool):
+    expected = [[1, 2], [1, 2], [3], [2]]
+    assert pool.run(moves_a_row_of_a_matrix) == [expected] * 2
+
+
 def gathers_what_does_not_fit(kind: str, how: str) -> None:
     accel = accelerator()
     other = {
