@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 __all__ = ["own_accelerator", "pick_device", "select_device"]
@@ -38,6 +40,8 @@ def pick_device(cpu: bool, local_rank: int) -> torch.device:
     if kind is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
+    if count == 1 and _alone_with_its_device(local_rank):
+        local_rank = 0
     if local_rank >= count:
         raise RuntimeError(
             f"local rank {local_rank} has no device: this machine shows {count}. Start at most "
@@ -46,6 +50,23 @@ def pick_device(cpu: bool, local_rank: int) -> torch.device:
     device = torch.device(kind.type, local_rank)
     select_device(device)
     return device
+
+
+# What sets each process apart on its machine where a scheduler starts them, one task a process.
+_TASK_INDEX = (
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PALS_LOCAL_RANKID",
+)
+
+
+def _alone_with_its_device(local_rank: int) -> bool:
+    """A scheduler started this process and shows it one device, its own: `srun --gpus-per-task=1`.
+
+    Under torchrun the index is that of the launcher, 0, and processes must not share a device.
+    """
+    return any(os.environ.get(name) == str(local_rank) for name in _TASK_INDEX)
 
 
 def select_device(device: torch.device) -> None:

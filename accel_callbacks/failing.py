@@ -35,6 +35,7 @@ __all__ = [
 _REPORT, _ENDED, _GONE, _AGAIN = "failure", "ended", "gone", "again"  # at the store
 _LONGEST_REPORT = 20_000  # characters; the end of a traceback is what counts
 _LINGER = 5.0  # seconds that the process which keeps the store waits for its readers
+_SILENCE = 30.0  # seconds that a save still waits for a process that neither answers nor reports
 _LOOK_EVERY = 1.0  # seconds between looks at the store, where collectives run on a device
 _UNUSED_TAG = 2**31 - 77
 _SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "process group")
@@ -44,6 +45,7 @@ _torn: weakref.ref[Any] | None = None
 # Groups in which a save goes on while the run ends, and what waits for its end here.
 _spared: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
 _exit_hook_set = False
+_has_readers = True  # others may want to read here what ended the run
 
 
 def end_with(error: BaseException, where: str) -> BaseException:
@@ -66,12 +68,17 @@ def end_with(error: BaseException, where: str) -> BaseException:
     """
     if world_size() == 1:
         return error
-    remote = None
+    global _has_readers
+    remote, _has_readers = None, True
     told = isinstance(error, RemoteError)  # by the process that failed, which publishes its error
     with suppress(Exception):  # the store is gone with the process that kept it
         notes = store()
         if not told and _is_disconnect(error):
             remote = _report_of_another(notes)
+            # A process that was killed tells nothing, and it is all that the others could read.
+            _has_readers = remote is not None
+            if remote is None:
+                _limit_spared()
         if not told and remote is None and not group_is_torn():
             notes.compare_set(_REPORT, "", _encode(error, where))
     tear_group()
@@ -148,6 +155,22 @@ def spare(group: Any, until: Callable[[], None] | None) -> None:
         _spared[group] = until
 
 
+def _limit_spared() -> None:
+    """A machine that is cut off closes no connection, and never ends its part of a save."""
+    for group in list(_spared):
+        limit = threading.Timer(_SILENCE, _cut_if_silent, [group])
+        limit.daemon = True
+        limit.start()
+
+
+def _cut_if_silent(group: Any) -> None:
+    with suppress(Exception):
+        # A process that was only slow has ended its run by now, and still does its part.
+        if group not in _spared or store().check([f"{_ENDED}/{r}" for r in range(world_size())]):
+            return
+    cut(group)
+
+
 def finish_spared() -> None:
     """Wait until nothing goes on in any group: they are about to be left."""
     for until in list(_spared.values()):
@@ -172,12 +195,11 @@ def _close_connections(group: Any) -> None:
 
     Tried with each process, because a receive from one that is gone already does not wait.
     """
-    for other in dist.get_process_group_ranks(group):
-        if other != rank():
-            with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), other, group=group, tag=_UNUSED_TAG)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+    for other in sorted({*dist.get_process_group_ranks(group)} - {rank()}):
+        with suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1), other, group=group, tag=_UNUSED_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
 
 def _abort_devices(group: Any) -> None:
@@ -226,7 +248,7 @@ def _part_at_exit() -> None:
     with suppress(Exception):
         notes = store()
         notes.add(_GONE, 1)
-        deadline = time.monotonic() + (_LINGER if rank() == 0 else 0)
+        deadline = time.monotonic() + (_LINGER if rank() == 0 and _has_readers else 0)
         ended = [f"{_ENDED}/{one}" for one in range(world_size())]
         while not notes.check(ended) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from accel_callbacks.errors import nearest
+from accel_callbacks.meeting import agree_on_attempt, store_outlives
 
 __all__ = ["GroupOptions", "backend_for", "join_group"]
 
@@ -113,8 +114,9 @@ def join_group(
         )
     # It binds the default group when it is imported, and would keep the connections of ours.
     importlib.import_module("torch.distributed.nn.functional")
-    store = _meeting_place(meet_at, rank, world, env)
-    store.set_timeout(options.timeout or dist.distributed_c10d.default_pg_timeout)
+    timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
+    store = _meeting_place(meet_at, rank, world, timeout, env)
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend,
         store=store,
@@ -126,18 +128,24 @@ def join_group(
 
 
 def _meeting_place(
-    meet_at: str, rank: int, world: int, env: Mapping[str, str]
+    meet_at: str, rank: int, world: int, timeout: timedelta, env: Mapping[str, str]
 ) -> dist.distributed_c10d.Store:
     """The store of the next group; what it keeps is read by the processes of this group only."""
     address = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     place = (meet_at, *address, str(rank), str(world))
-    known = _met.get(place)
+    if place not in _met:
+        store = next(rendezvous(meet_at, rank, world))[0]
+        if store_outlives(meet_at, env):
+            # A restarted worker must not read the addresses that the attempt before left behind.
+            attempt = agree_on_attempt(
+                dist.distributed_c10d.PrefixStore("accel_callbacks", store), rank, world, timeout
+            )
+            store = dist.distributed_c10d.PrefixStore(f"accel_callbacks/{attempt}", store)
+        _met[place] = store, 0
     # The server is kept: another one at the same port might come up after its first client.
-    store, joined = known if known is not None else (next(rendezvous(meet_at, rank, world))[0], 0)
+    store, joined = _met[place]
     _met[place] = store, joined + 1
-    # A restarted worker must not read the addresses that the attempt before it left behind.
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.distributed_c10d.PrefixStore(f"accel_callbacks/attempt{attempt}/{joined}", store)
+    return dist.distributed_c10d.PrefixStore(f"accel_callbacks/group{joined}", store)
 
 
 def _default_backend(device: torch.device) -> str:

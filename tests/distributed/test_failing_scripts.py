@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 pytestmark = pytest.mark.distributed
 
@@ -216,3 +220,47 @@ def test_a_process_that_dies_while_it_loads_is_named_and_nobody_goes_on(failing,
     assert (code, gone) == (3, -9), text
     assert re.search(rf"^\w+Error: .*rank {failing} (died|d\w+ not answer)", text, re.M), text
     assert "ResumeError: step: loading" in text, text  # nor can it step
+
+
+CUT_OFF = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+from accel_callbacks import Accelerator, failing
+from accel_callbacks.collectives import all_objects
+sys.path.insert(0, sys.argv[1])
+from gated_files import Gate
+
+how, folder = sys.argv[2:]
+failing._SILENCE = 1.0 if how == "cut off" else 8.0
+accel = Accelerator(cpu=True, timeout=timedelta(seconds=4))
+other = all_objects(os.getpid(), operation="test")[1]
+model = accel.prepare(torch.nn.Linear(1, 1))
+gate = Gate(folder)
+gate.shut()
+accel.wait_for_everyone()
+try:
+    with accel.run("demo", resume=False):
+        accel.save_state(gate.root + "/c", storage_options=gate.options, async_save=True)
+        accel.wait_for_everyone()
+        if accel.process_index == 1 and how == "cut off":
+            os.kill(os.getpid(), signal.SIGSTOP)  # closes no connection
+        if how == "cut off":
+            gate.open()
+        elif accel.process_index == 1:
+            time.sleep(7)  # longer than the other waits
+            failing.threading.Timer(12, gate.open).start()
+        accel.wait_for_everyone()
+finally:
+    if how == "cut off":
+        os.kill(other, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["cut off", slow("late")])
+def test_a_save_ends_without_a_process_that_is_cut_off_and_with_one_that_is_late(how, tmp_path):
+    outcomes = run_script(str(SUPPORT), how, str(tmp_path), code=CUT_OFF)
+    (code, text), (other, _) = outcomes
+    assert (code, other) == ((1, -signal.SIGKILL) if how == "cut off" else (1, 1)), text
+    assert ("the save that was under way failed" in text) is (how == "cut off"), text
+    assert ("the save that was under way has ended well" in text) is (how == "late"), text
