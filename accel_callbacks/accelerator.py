@@ -32,11 +32,12 @@ from accel_callbacks.facade.saving import SavingMethods
 from accel_callbacks.facade.step import StepMethods
 from accel_callbacks.facade.tracking import TrackingMethods
 from accel_callbacks.facade.uneven import UnevenMethods
+from accel_callbacks.launched import launched_handlers, launched_plugin
 from accel_callbacks.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
-from accel_callbacks.plugins.dynamo import DynamoBackend, TorchDynamoPlugin, choose_plugin
+from accel_callbacks.plugins.dynamo import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.process_group import group_options
 from accel_callbacks.pre_hooks import PreHooks
 from accel_callbacks.precision import create_precision
@@ -165,8 +166,8 @@ class Accelerator(
         self.dataloader_config = checked_config(dataloader_config)
         self.rng_types = checked_rng_types(rng_types)
         self._dispatch = Dispatcher(callbacks)
-        self.handlers = sort_handlers(kwargs_handlers)
-        self.dynamo_plugin = choose_plugin(dynamo_backend, dynamo_plugin)
+        self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
+        self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
         self.topology = resolve_topology(cpu=self.config.cpu, anew=True, **group)
         self._scheduler_options: dict[str, Any] = {

@@ -22,6 +22,12 @@ class AcceleratorConfig:
         gradient_accumulation_steps: micro-batches of one optimizer step.
         cpu: compute on the CPU even where an accelerator is there.
         debug: compare what the processes hold before each collective.
+        dynamo_backend: backend of torch.compile, from the launcher; so are the next.
+        dynamo_mode: its mode.
+        dynamo_use_fullgraph: one graph or an error.
+        dynamo_use_dynamic: compile for all shapes.
+        dynamo_use_regional_compilation: compile the repeated blocks of a model.
+        fp8_pad_inner_dim: pad inputs of fp8 layers.
         origins: for each option, where its value came from.
 
     Example:
@@ -37,11 +43,18 @@ class AcceleratorConfig:
     gradient_accumulation_steps: int = 1
     cpu: bool = False
     debug: bool = False
+    dynamo_backend: str | None = None
+    dynamo_mode: str | None = None
+    dynamo_use_fullgraph: bool | None = None
+    dynamo_use_dynamic: bool | None = None
+    dynamo_use_regional_compilation: bool | None = None
+    fp8_pad_inner_dim: bool | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """One line an option: its value, and where it came from."""
-        names = ("mixed_precision", "gradient_accumulation_steps", "cpu", "debug")
+        plain = ("mixed_precision", "gradient_accumulation_steps", "cpu", "debug")
+        names = (name for name in _FROM_ENVIRONMENT if name in plain or name in self.origins)
         rows = [f"{n}={getattr(self, n)} ({self.origins.get(n, 'default')})" for n in names]
         return "\n".join(rows)
 
@@ -59,6 +72,12 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "gradient_accumulation_steps": ("ACCEL_GRADIENT_ACCUMULATION_STEPS", int),
     "cpu": ("ACCEL_CPU", _boolean),
     "debug": ("ACCEL_DEBUG", _boolean),
+    "dynamo_backend": ("ACCEL_DYNAMO_BACKEND", str),
+    "dynamo_mode": ("ACCEL_DYNAMO_MODE", str),
+    "dynamo_use_fullgraph": ("ACCEL_DYNAMO_USE_FULLGRAPH", _boolean),
+    "dynamo_use_dynamic": ("ACCEL_DYNAMO_USE_DYNAMIC", _boolean),
+    "dynamo_use_regional_compilation": ("ACCEL_DYNAMO_USE_REGIONAL_COMPILATION", _boolean),
+    "fp8_pad_inner_dim": ("ACCEL_FP8_PAD_INNER_DIM", _boolean),
 }
 
 

@@ -1,0 +1,230 @@
+"""The nested blocks of a config file, one class each, with the keys of Accelerate's files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from accel_callbacks.launching.options import option
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DynamoConfig",
+    "Fp8Config",
+    "FsdpConfig",
+    "MpirunConfig",
+    "ParallelismConfig",
+]
+
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_DEVICES = ("none", "cpu", "nvme")
+
+
+@dataclass(frozen=True)
+class DynamoConfig:
+    """torch.compile of prepared models.
+
+    Example:
+        >>> from accel_callbacks.launching.blocks import DynamoConfig
+        >>> DynamoConfig(dynamo_backend="INDUCTOR").dynamo_mode
+        'default'
+    """
+
+    BLOCK: ClassVar[str] = "dynamo_config"
+
+    dynamo_backend: str = option(
+        "no", "backend of torch.compile", variable="ACCEL_DYNAMO_BACKEND", child=True
+    )
+    dynamo_mode: str = option(
+        "default",
+        "mode of torch.compile",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        variable="ACCEL_DYNAMO_MODE",
+        child=True,
+    )
+    dynamo_use_fullgraph: bool = option(
+        False, "one graph or an error", variable="ACCEL_DYNAMO_USE_FULLGRAPH", child=True
+    )
+    dynamo_use_dynamic: bool | None = option(
+        None, "compile for all shapes", variable="ACCEL_DYNAMO_USE_DYNAMIC", child=True
+    )
+    dynamo_use_regional_compilation: bool = option(
+        False,
+        "compile the repeated blocks of a model, each by itself",
+        variable="ACCEL_DYNAMO_USE_REGIONAL_COMPILATION",
+        child=True,
+    )
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """Options of ``mixed_precision: fp8``.
+
+    Example:
+        >>> from accel_callbacks.launching.blocks import Fp8Config
+        >>> Fp8Config(backend="AO").pad_inner_dim is None
+        True
+    """
+
+    BLOCK: ClassVar[str] = "fp8_config"
+    PREFIX: ClassVar[str] = "fp8_"
+
+    backend: str = option(
+        "AO",
+        "library that computes in fp8",
+        choices=("AO", "TE", "MSAMP"),
+        renamed={"MS-AMP": "MSAMP"},
+    )
+    pad_inner_dim: bool | None = option(
+        None, "pad inputs (AO)", valued=True, variable="ACCEL_FP8_PAD_INNER_DIM", child=True
+    )
+    enable_fsdp_float8_all_gather: bool = option(False, "gather in fp8 (AO, FSDP2)", valued=True)
+    use_autocast_during_eval: bool = option(False, "fp8 in evaluation too (TE)")
+    margin: int = option(0, "margin of the scale (TE)")
+    interval: int = option(1, "steps between two scales (TE)", least=1)
+    fp8_format: str = option(
+        "HYBRID", "format (TE)", choices=("HYBRID", "E4M3", "E5M2"), flag="--fp8_format"
+    )
+    amax_history_length: int = option(
+        1024, "length of the history (TE)", least=1, flags=("--fp8_amax_history_len",)
+    )
+    amax_compute_algorithm: str = option(
+        "most_recent",
+        "what is taken of the history (TE)",
+        choices=("max", "most_recent"),
+        flags=("--fp8_amax_compute_algo",),
+    )
+    override_linear_precision: tuple[str, ...] = option(
+        (), "fprop, dgrad, wgrad in higher precision (TE)"
+    )
+    optimization_level: str = option(
+        "O2", "level (MSAMP)", choices=("O1", "O2"), flags=("--fp8_opt_level",)
+    )
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """Fully sharded data parallelism.
+
+    Example:
+        >>> from accel_callbacks.launching.blocks import FsdpConfig
+        >>> FsdpConfig().fsdp_version
+        1
+    """
+
+    BLOCK: ClassVar[str] = "fsdp_config"
+
+    fsdp_version: int = option(1, "1 or 2", least=1, most=2)
+    fsdp_sharding_strategy: str = option(
+        "FULL_SHARD",
+        "what is sharded (version 1)",
+        choices=_SHARDING,
+        renamed=dict(zip("12345", _SHARDING, strict=True)),
+    )
+    fsdp_reshard_after_forward: str = option("true", "free weights after forward (version 2)")
+    fsdp_offload_params: bool = option(False, "keep weights in host memory", valued=True)
+    fsdp_auto_wrap_policy: str | None = option(
+        None,
+        "which modules are sharded",
+        choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    )
+    fsdp_transformer_layer_cls_to_wrap: str | None = option(None, "classes that are sharded")
+    fsdp_min_num_params: int = option(100_000_000, "weights of a sharded module", least=0)
+    fsdp_backward_prefetch: str | None = option(
+        None,
+        "what is gathered early in backward (version 1)",
+        choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+    )
+    fsdp_forward_prefetch: bool = option(False, "gather early in forward", valued=True)
+    fsdp_state_dict_type: str | None = option(
+        None,
+        "layout of checkpoints",
+        choices=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+    )
+    fsdp_use_orig_params: bool = option(True, "keep the weights' own names", valued=True)
+    fsdp_cpu_ram_efficient_loading: bool = option(True, "load on one process", valued=True)
+    fsdp_sync_module_states: bool = option(True, "broadcast weights at the start", valued=True)
+    fsdp_activation_checkpointing: bool = option(False, "compute activations twice", valued=True)
+    fsdp_activation_checkpointing_offload: bool = option(
+        False, "keep checkpointed activations in host memory", valued=True
+    )
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    """Sizes of the axes of parallelism.
+
+    Example:
+        >>> from accel_callbacks.launching.blocks import ParallelismConfig
+        >>> ParallelismConfig().parallelism_config_tp_size
+        1
+    """
+
+    BLOCK: ClassVar[str] = "parallelism_config"
+
+    parallelism_config_dp_replicate_size: int = option(1, "replicas", least=1)
+    parallelism_config_dp_shard_size: int = option(1, "shards of FSDP", least=1)
+    parallelism_config_tp_size: int = option(1, "tensor parallel", least=1)
+    parallelism_config_cp_size: int = option(1, "context parallel", least=1)
+    parallelism_config_cp_backend: str = option("torch", "of context", choices=("torch",))
+    parallelism_config_cp_comm_strategy: str = option(
+        "allgather", "how context is exchanged", choices=("allgather", "alltoall")
+    )
+    parallelism_config_sp_size: int = option(1, "sequence parallel", least=1)
+    parallelism_config_sp_backend: str = option("deepspeed", "of sequence", choices=("deepspeed",))
+    parallelism_config_sp_seq_length: int | None = option(None, "length of a sequence", least=1)
+    parallelism_config_sp_seq_length_is_variable: bool = option(
+        True, "sequences differ in length", valued=True
+    )
+    parallelism_config_sp_attn_implementation: str = option("sdpa", "attention of sequence")
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """DeepSpeed.
+
+    Example:
+        >>> from accel_callbacks.launching.blocks import DeepSpeedConfig
+        >>> DeepSpeedConfig().zero_stage
+        2
+    """
+
+    BLOCK: ClassVar[str] = "deepspeed_config"
+
+    deepspeed_config_file: str | None = option(None, "DeepSpeed's own JSON file")
+    zero_stage: int = option(2, "stage of ZeRO", least=0, most=3)
+    offload_optimizer_device: str = option("none", "where its states are", choices=_DEVICES)
+    offload_param_device: str = option("none", "where weights are", choices=_DEVICES)
+    offload_optimizer_nvme_path: str | None = option(None, "folder for states")
+    offload_param_nvme_path: str | None = option(None, "folder for weights")
+    gradient_accumulation_steps: str | None = option(
+        None, "micro-batches of a step, or auto", flag=""
+    )
+    gradient_clipping: str | None = option(None, "largest norm of the gradients, or auto")
+    zero3_init_flag: bool = option(False, "shard while a model is built", valued=True)
+    zero3_save_16bit_model: bool = option(False, "gather weights to save them", valued=True)
+    deepspeed_hostfile: str | None = option(None, "hosts")
+    deepspeed_exclusion_filter: str | None = option(None, "hosts and devices left out")
+    deepspeed_inclusion_filter: str | None = option(None, "hosts and devices taken")
+    deepspeed_multinode_launcher: str | None = option(
+        None,
+        "launcher for several machines",
+        choices=("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh"),
+    )
+    deepspeed_moe_layer_cls_names: str | None = option(None, "classes of expert layers")
+
+
+@dataclass(frozen=True)
+class MpirunConfig:
+    """Start with ``mpirun``.
+
+    Example:
+        >>> from accel_callbacks.launching.blocks import MpirunConfig
+        >>> MpirunConfig().mpirun_hostfile is None
+        True
+    """
+
+    BLOCK: ClassVar[str] = "mpirun_config"
+
+    mpirun_hostfile: str | None = option(None, "hosts, for mpirun", lenient=False)
+    mpirun_ccl: str | None = option(None, "workers of oneCCL", flag="")

@@ -1,0 +1,283 @@
+"""Config files: where one is looked for, and how it is read and written, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from accel_callbacks.launching.options import SettingsError, shown
+
+__all__ = [
+    "cache_folder",
+    "default_path",
+    "expanded",
+    "find_config",
+    "read_config",
+    "write_config",
+]
+
+PROJECT_FILE = "accel.yaml"
+CACHE_FILES = ("default_config.yaml", "default_config.json")
+MOST_BYTES = 64 * 1024
+MOST_DEPTH = 8
+# What the constructors of PyYAML raise for hostile scalars, next to its own errors.
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with the user's home for ``~``, which shells leave in ``--config_file=~/a.yaml``.
+
+    Raises:
+        SettingsError: ``~name`` of a user who has no home here.
+
+    Example:
+        >>> from accel_callbacks.launching.files import expanded
+        >>> expanded("conf/accel.yaml").as_posix()
+        'conf/accel.yaml'
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise SettingsError(f"{_named(path)}: there is no such home; write the path out") from None
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """The folder of the user's own config file.
+
+    Example:
+        >>> from accel_callbacks.launching.files import cache_folder
+        >>> cache_folder({"HF_HOME": "/data"}).as_posix()
+        '/data/accelerate'
+    """
+    if home := environment.get("ACCEL_HOME"):
+        return expanded(home)
+    if home := environment.get("HF_HOME"):
+        return expanded(home) / "accelerate"
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    path = Path(cache)
+    with suppress(RuntimeError):  # a user without a home
+        path = path.expanduser()
+    return path / "huggingface" / "accelerate"
+
+
+def default_path(environment: Mapping[str, str]) -> Path:
+    """Where ``accel config`` writes if it is not told.
+
+    Example:
+        >>> from accel_callbacks.launching.files import default_path
+        >>> default_path({"ACCEL_HOME": "/data"}).name
+        'default_config.yaml'
+    """
+    return cache_folder(environment) / CACHE_FILES[0]
+
+
+def find_config(script: str | None, environment: Mapping[str, str]) -> Path | None:
+    """The first file of: ``accel.yaml`` upwards from the script, the user's own in the cache.
+
+    Args:
+        script: its folder and those above are searched; the working directory's without one.
+        environment: usually ``os.environ``.
+
+    Raises:
+        SettingsError: a variable names the home of a user who has none here.
+
+    Example:
+        >>> from accel_callbacks.launching.files import find_config
+        >>> find_config("/nowhere/train.py", {"ACCEL_HOME": "/nowhere"}) is None
+        True
+    """
+    with suppress(OSError, ValueError, RuntimeError):
+        start = Path.cwd() if script is None else Path(script).resolve().parent
+        for folder in (start, *start.parents):
+            if (folder / PROJECT_FILE).is_file():
+                return folder / PROJECT_FILE
+    folder = cache_folder(environment)
+    with suppress(OSError, ValueError):
+        return next((folder / name for name in CACHE_FILES if (folder / name).is_file()), None)
+    return None
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a YAML or JSON file holds: plain values under text keys, nothing is run.
+
+    Raises:
+        SettingsError: one line that names the file and what is wrong with it.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from accel_callbacks.launching.files import read_config
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "accel.yaml")
+        ...     _ = path.write_text("num_processes: 2")
+        ...     read_config(path)
+        {'num_processes': 2}
+    """
+    text = _text_of(path)
+    try:
+        data = _from_json(text) if os.fspath(path).endswith(".json") else _from_yaml(text)
+        _check_shape(data)
+    except SettingsError as error:
+        raise SettingsError(f"{_named(path)}: {error}") from None
+    except _MALFORMED as error:
+        raise SettingsError(f"{_named(path)}: cannot be read: {_one_line(error)}") from None
+    return data if isinstance(data, dict) else {}
+
+
+def _named(path: str | os.PathLike[str]) -> str:
+    name = os.fspath(path)
+    return name if name.isprintable() else ascii(name)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else "?" for c in text)[:200]
+
+
+def _text_of(path: str | os.PathLike[str]) -> str:
+    """Read a regular file that is not too large: neither a pipe nor a device."""
+    name = _named(path)
+    try:
+        # A pipe without a writer would wait for ever.
+        descriptor = os.open(expanded(path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SettingsError(f"{name}: is not a regular file; give a YAML or JSON file")
+            raw = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise SettingsError(f"{name}: there is no such file; `accel config` writes one") from None
+    except SettingsError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or _one_line(error)
+        raise SettingsError(f"{name}: cannot be opened: {reason}") from None
+    if len(raw) > MOST_BYTES:
+        raise SettingsError(f"{name}: is larger than {MOST_BYTES // 1024} KiB, so no config file")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{name}: byte {error.start} is not UTF-8 text") from None
+    if "\0" in text:
+        raise SettingsError(f"{name}: is binary: it has a NUL character")
+    return text
+
+
+def _from_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Knows plain types only, and neither deep nesting nor shared parts."""
+
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+                raise SettingsError(f"line {line}: aliases (*name) are not read: write it out")
+            self.depth += 1
+            if self.depth > MOST_DEPTH:
+                raise SettingsError(f"is nested more than {MOST_DEPTH} levels deep")
+            try:
+                return super().compose_node(parent, index)
+            finally:
+                self.depth -= 1
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            _without_doubles((name, None) for name in names)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)  # a SafeLoader: tags of Python objects are errors
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        raise SettingsError(f"is not YAML: {where}{_one_line(ValueError(error.problem))}") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"is not YAML: {_one_line(error)}") from None
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_doubles)
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"is not JSON: line {error.lineno}: {error.msg}") from None
+
+
+def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise SettingsError(f"has the key {shown(key)} twice: keep one")
+        found[key] = value
+    return found
+
+
+def _check_shape(data: Any) -> None:
+    """A mapping with text keys, two levels of it at most."""
+    if data is not None and not isinstance(data, dict):
+        raise SettingsError(f"must hold `key: value` lines, not {shown(data)}")
+    nested = [value for value in (data or {}).values() if isinstance(value, dict)]
+    for level in (data or {}, *nested):
+        for key in level:
+            if not isinstance(key, str):
+                raise SettingsError(f"has the key {shown(key)}, and keys must be text")
+
+
+def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Path:
+    """Write YAML, or JSON under a name that ends so, in one step; the old file stays on failure.
+
+    Comments of a file that was there are not kept.
+
+    Returns:
+        The file, through any symbolic link.
+
+    Raises:
+        SettingsError: it cannot be written.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from accel_callbacks.launching.files import read_config, write_config
+        >>> with TemporaryDirectory() as folder:
+        ...     read_config(write_config(Path(folder, "accel.yaml"), {"use_cpu": True}))
+        {'use_cpu': True}
+    """
+    target = Path(os.path.realpath(expanded(path)))
+    text = _as_text(target, values)
+    spare = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise SettingsError(f"{_named(path)}: is a folder; name a file in it")
+        with open(spare, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            spare.chmod(stat.S_IMODE(target.stat().st_mode))
+        os.replace(spare, target)
+    except OSError as error:
+        raise SettingsError(
+            f"{_named(path)}: cannot be written: {error.strerror}; --config_file names another"
+        ) from None
+    finally:
+        with suppress(OSError):
+            spare.unlink()
+    return target
+
+
+def _as_text(target: Path, values: Mapping[str, Any]) -> str:
+    plain = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
+    }
+    if target.suffix == ".json":
+        return json.dumps(plain, indent=2, sort_keys=True) + "\n"
+    import yaml
+
+    return str(yaml.safe_dump(plain, sort_keys=True, allow_unicode=True))

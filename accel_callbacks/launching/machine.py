@@ -1,0 +1,233 @@
+"""What this machine has, found without torch: GPUs, cores, memory, SLURM, TPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["DRIVERS", "Machine", "has_driver", "look_around", "usable_cores"]
+
+#: For each kind of run, how the kernel's files of its driver begin; also on Jetson and WSL.
+DRIVERS = {
+    "MULTI_GPU": ("nvidia", "nvhost", "nvgpu", "nvmap", "dxg", "kfd"),
+    "MULTI_XPU": ("dri", "dxg"),
+    "MULTI_NPU": ("davinci",),
+    "MULTI_MLU": ("cambricon",),
+    "MULTI_SDAA": ("tcaicard",),
+    "MULTI_MUSA": ("mtgpu",),
+    "MULTI_HPU": ("hl", "accel"),
+    "MULTI_NEURON": ("neuron",),
+}
+_SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine, as far as a launch needs to know it.
+
+    Args:
+        gpus: names of the GPUs, hidden ones left out.
+        gpu_kind: ``"cuda"``, ``"rocm"``, ``"mps"`` or empty.
+        cores: cores that this process may use.
+        memory: bytes of main memory; 0 if unknown.
+        slurm_nodes: machines of the SLURM job that this is in; 0 outside of one.
+        tpu: a TPU is here.
+        torch_xla: the package that TPUs need is installed.
+
+    Example:
+        >>> from accel_callbacks.launching.machine import Machine
+        >>> Machine(gpus=("A100", "A100"), gpu_kind="cuda", cores=32).lines()[0]
+        'GPUs: 2 (A100)'
+    """
+
+    gpus: tuple[str, ...] = ()
+    gpu_kind: str = ""
+    cores: int = 1
+    memory: int = 0
+    slurm_nodes: int = 0
+    tpu: bool = False
+    torch_xla: bool = False
+
+    def lines(self) -> list[str]:
+        """What was found, to be shown."""
+        names = ", ".join(dict.fromkeys(self.gpus))
+        memory = f", {self.memory / 2**30:.1f} GiB of memory" if self.memory else ""
+        found = [f"GPUs: {len(self.gpus)} ({names})" if self.gpus else "GPUs: none"]
+        found.append(f"CPU: {self.cores} {'core' if self.cores == 1 else 'cores'}{memory}")
+        if self.slurm_nodes:
+            found.append(f"SLURM: a job on {self.slurm_nodes} machine(s)")
+        if self.tpu:
+            found.append(f"TPU: yes, torch_xla {'installed' if self.torch_xla else 'missing'}")
+        return found
+
+
+def look_around(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
+    """Look at this machine; what cannot be found out counts as not there.
+
+    Args:
+        environment: usually ``os.environ``.
+        root: where the kernel's files are.
+
+    Example:
+        >>> import os
+        >>> from accel_callbacks.launching.machine import look_around
+        >>> look_around(os.environ).cores >= 1
+        True
+    """
+    kind, names = _gpus(environment, root)
+    xla = find_spec("torch_xla") is not None
+    return Machine(
+        gpus=_visible(names, environment),
+        gpu_kind=kind,
+        cores=usable_cores(),
+        memory=_memory(),
+        slurm_nodes=_slurm_nodes(environment),
+        tpu=_has_tpu(environment, root, xla),
+        torch_xla=xla,
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, which can be fewer than the machine has.
+
+    Example:
+        >>> from accel_callbacks.launching.machine import usable_cores
+        >>> usable_cores() >= 1
+        True
+    """
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def has_driver(kind: str, root: Path = Path("/")) -> bool:
+    """Whether a driver for this kind of run is here, without asking it; True if that is unknown.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import sys
+        >>> from accel_callbacks.launching.machine import has_driver
+        >>> has_driver("MULTI_GPU", Path("/nowhere")) == (sys.platform != "linux")
+        True
+    """
+    if sys.platform != "linux" or kind not in DRIVERS:
+        return True
+    return any(path.name.startswith(DRIVERS[kind]) for path in _listed(root / "dev"))
+
+
+def _gpus(environment: Mapping[str, str], root: Path) -> tuple[str, tuple[str, ...]]:
+    for kind, names in (
+        ("cuda", _nvidia_smi(environment) or _nvidia_files(root)),
+        ("rocm", _amd_files(root)),
+        ("mps", ("Apple GPU",) if _is_apple() else ()),
+    ):
+        if names:
+            return kind, names
+    return "", ()
+
+
+def _is_apple() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def _nvidia_smi(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Names as the driver's tool gives them; it can hang where the driver does."""
+    tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if tool is None:
+        return ()
+    query = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True, errors="replace"
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(_clean(line) for line in done.stdout.splitlines() if line.strip())
+
+
+def _nvidia_files(root: Path) -> tuple[str, ...]:
+    names = []
+    for folder in _listed(root / "proc/driver/nvidia/gpus"):
+        lines = _text_of(folder / "information").splitlines()
+        model = [line.partition(":")[2] for line in lines if line.startswith("Model:")]
+        names.append(_clean(model[0]) if model else "NVIDIA GPU")
+    return tuple(names)
+
+
+def _amd_files(root: Path) -> tuple[str, ...]:
+    """Nodes of the kernel's compute driver that have SIMD units are GPUs, the others CPUs."""
+    names = []
+    for folder in _listed(root / "sys/class/kfd/kfd/topology/nodes"):
+        facts = dict(line.split(maxsplit=1) for line in _pairs(folder / "properties"))
+        if facts.get("simd_count", "0").strip() != "0":
+            names.append(_clean(_text_of(folder / "name")) or "AMD GPU")
+    return tuple(names)
+
+
+def _pairs(path: Path) -> list[str]:
+    return [line for line in _text_of(path).splitlines() if len(line.split()) > 1]
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(10_000)
+    except OSError:
+        return ""
+
+
+def _clean(text: str) -> str:
+    return "".join(c for c in text if c.isprintable()).strip()[:80]
+
+
+def _visible(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Those that a process here would see: an unknown index hides the rest, as CUDA has it."""
+    text = environment.get("CUDA_VISIBLE_DEVICES", environment.get("HIP_VISIBLE_DEVICES"))
+    if text is None or not names:
+        return names
+    seen: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        if word.isdecimal() and len(word) < 6 and int(word) < len(names):
+            seen.append(names[int(word)])
+        elif word.startswith(("GPU-", "MIG-")):
+            seen.append(names[0])
+        else:
+            break
+    return tuple(seen)
+
+
+def _memory() -> int:
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _slurm_nodes(environment: Mapping[str, str]) -> int:
+    if "SLURM_JOB_ID" not in environment:
+        return 0
+    texts = [environment[name] for name in _SLURM if name in environment]
+    number = texts[0] if texts else "1"
+    return int(number) if number.isdecimal() and len(number) < 8 else 1
+
+
+def _has_tpu(environment: Mapping[str, str], root: Path, xla: bool) -> bool:
+    told = any(
+        name in environment for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "XRT_TPU_CONFIG")
+    )
+    chips = [path for path in _listed(root / "dev") if path.name.startswith("accel")]
+    return told or (xla and any(path.name[5:].isdecimal() for path in chips))

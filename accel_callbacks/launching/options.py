@@ -1,0 +1,294 @@
+"""One setting: its type, its help, and how a value from a file, a flag or a variable is checked."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any
+
+from accel_callbacks.errors import nearest
+
+__all__ = ["Option", "SettingsError", "described", "option", "options_of", "shown"]
+
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_LARGEST = 2**63 - 1
+
+
+class SettingsError(ValueError):
+    """A mistake in a setting; its text is one line that says what to do.
+
+    Example:
+        >>> from accel_callbacks.launching.options import SettingsError
+        >>> issubclass(SettingsError, ValueError)
+        True
+    """
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: short and on one line, however hostile it is.
+
+    Example:
+        >>> from accel_callbacks.launching.options import shown
+        >>> shown("x" * 100)
+        "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
+    """
+    if isinstance(value, (dict, list, tuple, set)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return "an integer of more than 64 bits"
+    text = ascii(value[:80] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= 60 else f"{text[:56]}..."
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting.
+
+    Args:
+        name: key in the file.
+        kind: ``"bool"``, ``"int"``, ``"float"``, ``"str"``, ``"list"`` or ``"block"``.
+        default: value where nothing else is given.
+        help: one line.
+        group: name of the class that declares it.
+        least: smallest number.
+        most: largest number.
+        choices: what a text may be.
+        renamed: older words for a choice, and what they mean.
+        flags: further flags of the command line.
+        shorthands: flags that stand for one value each; a switch has one that turns it off.
+        flag: its own flag; empty for none.
+        valued: a boolean whose flag takes ``true`` or ``false``.
+        unset: values in a file that mean "not given".
+        variable: environment variable that sets it.
+        child: whether the processes get the variable.
+        torchrun: torchrun has it too, under the same name.
+        lenient: text for numbers and booleans is accepted in a file.
+        block: for an option of a block, the name of the block.
+        model: for a block, its class.
+
+    Example:
+        >>> from accel_callbacks.launching.settings import find
+        >>> find("num_processes").read(2)
+        2
+    """
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+    group: str = ""
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    shorthands: Mapping[str, Any] = field(default_factory=dict)
+    flag: str = ""
+    valued: bool = False
+    unset: tuple[Any, ...] = ()
+    variable: str = ""
+    child: bool = False
+    torchrun: bool = False
+    lenient: bool = False
+    block: str = ""
+    model: type[Any] | None = None
+
+    @property
+    def path(self) -> str:
+        """Its name with that of its block, such as ``fsdp_config.fsdp_version``."""
+        return f"{self.block}.{self.name}" if self.block else self.name
+
+    @property
+    def dest(self) -> str:
+        """Its name in the parsed command line; empty without a flag."""
+        return self.flag.removeprefix("--")
+
+    def is_unset(self, value: Any) -> bool:
+        """Whether a value of a file says that nothing is given."""
+        return value is None or (not isinstance(value, bool) and value in self.unset)
+
+    def read(self, value: Any) -> Any:
+        """Check a value of a file; ``ValueError`` says what it must be."""
+        if self.is_unset(value):
+            return self.default
+        if value is False and "no" in (self.default, *map(str.lower, self.choices)):
+            value = "no"  # a bare `no` is false to YAML
+        if self.lenient and self.kind == "str" and isinstance(value, (bool, int, float)):
+            value = str(value).lower() if abs(value) <= _LARGEST else value
+        if self.choices:
+            return self._choice(value)
+        if self.lenient and isinstance(value, str) and self.kind in ("bool", "int", "float"):
+            return self.parse(value)
+        return _READERS[self.kind](self, value)
+
+    def parse(self, text: str) -> Any:
+        """Read the text of a flag or a variable."""
+        if self.choices:
+            return self._choice(text)
+        if self.kind == "list":
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        if self.kind == "bool":
+            if text.lower() not in _WORDS:
+                raise ValueError(f"must be true or false, not {shown(text)}")
+            return _WORDS[text.lower()]
+        if self.kind in ("int", "float"):
+            try:
+                number = int(text) if self.kind == "int" else float(text)
+            except ValueError:
+                raise ValueError(self._wanted(text)) from None
+            return _READERS[self.kind](self, number)
+        return _READERS[self.kind](self, text)
+
+    def _choice(self, value: Any) -> str:
+        known = {choice.lower(): choice for choice in self.choices}
+        known |= {old.lower(): new for old, new in self.renamed.items()}
+        if not isinstance(value, str) or value.lower() not in known:
+            hint = nearest(value.lower()[:100], known) if isinstance(value, str) else ""
+            raise ValueError(f"must be one of {', '.join(self.choices)}, not {shown(value)}.{hint}")
+        return known[value.lower()]
+
+    def _wanted(self, value: Any) -> str:
+        name = "an integer" if self.kind == "int" else "a number"
+        low = "" if self.least is None else f" of at least {_plain(self.least)}"
+        high = "" if self.most is None else f" and at most {_plain(self.most)}"
+        return f"must be {name}{low}{high}, not {shown(value)}"
+
+    def argument(self) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Flags and keywords for ``add_argument``; what is not given is None there."""
+        flags = (self.flag, *self.flags)
+        keywords: dict[str, Any] = {"dest": self.dest, "default": None, "help": self.help}
+        if self.kind == "bool" and not self.valued:
+            return flags, {**keywords, "action": "store_true"}
+        keywords["type"] = self._argument_type
+        if self.choices and len(self.choices) < 6:
+            keywords["metavar"] = "{" + ",".join(self.choices) + "}"
+        else:
+            words = {"bool": "true|false", "int": "N", "float": "X", "list": "A,B"}
+            keywords["metavar"] = words.get(self.kind, "TEXT")
+        return flags, keywords
+
+    def _argument_type(self, text: str) -> Any:
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
+
+
+def _read_bool(one: Option, value: Any) -> bool:
+    if not isinstance(value, bool):
+        hint = ", without quotes" if isinstance(value, str) and value.lower() in _WORDS else ""
+        raise ValueError(f"must be true or false{hint}, not {shown(value)}")
+    return value
+
+
+def _read_number(one: Option, value: Any) -> Any:
+    right = isinstance(value, int) or (isinstance(value, float) and one.kind == "float")
+    if not right or isinstance(value, bool):
+        raise ValueError(one._wanted(value))
+    low = -_LARGEST if one.least is None else one.least
+    high = _LARGEST if one.most is None else one.most
+    if not (low <= value <= high and (isinstance(value, int) or math.isfinite(value))):
+        raise ValueError(one._wanted(value))
+    return float(value) if one.kind == "float" else value
+
+
+def _read_str(one: Option, value: Any) -> str:
+    # `gpu_ids: 0` and `rdzv_id: 7` are numbers to YAML.
+    number = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    text = str(value) if number else value
+    if not isinstance(text, str):
+        raise ValueError(f"must be text, not {shown(value)}")
+    if not text.isprintable():
+        raise ValueError(f"must be printable text on one line, not {shown(value)}")
+    return text
+
+
+def _read_list(one: Option, value: Any) -> tuple[str, ...]:
+    values = value.strip("()[] ").split(",") if isinstance(value, str) else value
+    if isinstance(values, list):  # `[false, false]` is how Accelerate writes three switches
+        values = [str(item).lower() if isinstance(item, bool) else item for item in values]
+    if not isinstance(values, list):
+        raise ValueError(f"must be a list of texts, not {shown(value)}")
+    return tuple(text for text in (_read_str(one, item).strip() for item in values) if text)
+
+
+_READERS: Mapping[str, Callable[[Option, Any], Any]] = {
+    "bool": _read_bool,
+    "int": _read_number,
+    "float": _read_number,
+    "str": _read_str,
+    "list": _read_list,
+}
+
+
+def option(default: Any, help: str, **facts: Any) -> Any:
+    """A field of a class of settings; ``facts`` are arguments of :class:`Option`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from accel_callbacks.launching.options import option, options_of
+        >>> @dataclass(frozen=True)
+        ... class Mine:
+        ...     steps: int = option(1, "how many", least=1)
+        >>> [(one.name, one.kind, one.flag) for one in options_of(Mine)]
+        [('steps', 'int', '--steps')]
+    """
+    return field(default=default, metadata={"help": help, **facts})
+
+
+def described(model: type[Any], help: str) -> dict[str, Any]:
+    """What a field says of the block that it holds.
+
+    Example:
+        >>> from accel_callbacks.launching.blocks import DynamoConfig
+        >>> from accel_callbacks.launching.options import described
+        >>> described(DynamoConfig, "torch.compile")["help"]
+        'torch.compile'
+    """
+    return {"help": help, "model": model}
+
+
+def options_of(owner: type[Any]) -> tuple[Option, ...]:
+    """The options that a class of settings declares, in its order.
+
+    Example:
+        >>> from accel_callbacks.launching.blocks import DynamoConfig
+        >>> from accel_callbacks.launching.options import options_of
+        >>> options_of(DynamoConfig)[0].path
+        'dynamo_config.dynamo_backend'
+    """
+    groups = {name: kind.__name__ for kind in owner.__mro__ for name in _annotated(kind)}
+    return tuple(_option_of(one, owner, groups[one.name]) for one in fields(owner))
+
+
+def _annotated(kind: type[Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = vars(kind).get("__annotations__", {})
+    return found
+
+
+def _option_of(one: Field[Any], owner: type[Any], group: str) -> Option:
+    facts = dict(one.metadata)
+    kind = str(one.type).removesuffix(" | None").removeprefix("tuple[")
+    kind = "list" if kind.startswith("str, ...") else kind
+    kind = "block" if "model" in facts else kind
+    block = getattr(owner, "BLOCK", "")
+    made = Option(
+        name=one.name,
+        kind=kind,
+        default=None if one.default is MISSING else one.default,
+        group=group,
+        block=block,
+        lenient=facts.pop("lenient", bool(block)),
+        **facts,
+    )
+    if kind == "block" or "flag" in facts:
+        return made
+    name = f"{getattr(owner, 'PREFIX', '')}{one.name}"
+    off = {f"--no_{name}": False} if kind == "bool" and not made.valued else {}
+    return replace(made, flag=f"--{name}", shorthands={**made.shorthands, **off})

@@ -1,0 +1,201 @@
+"""The settings of a launch, from the command line, the file, the environment and the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_callbacks.launching.files import find_config, read_config
+from accel_callbacks.launching.options import Option, SettingsError
+from accel_callbacks.launching.reading import values_of
+from accel_callbacks.launching.rivals import settle
+from accel_callbacks.launching.settings import LaunchSettings, all_options
+from accel_callbacks.launching.unbuilt import IDLE, UNBUILT
+
+__all__ = ["Resolved", "refuse_absent_gpus", "refuse_unbuilt", "resolve_settings"]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings that know where they came from.
+
+    Args:
+        settings: what a launch is made of.
+        origins: for each setting by its path, such as ``"fsdp_config.fsdp_version"``:
+            ``"command line"``, ``"accel.yaml (its path)"``, ``"environment variable X"``,
+            ``"default"``, or what it follows from.
+        file: the config file, if there is one.
+        gone: keys of the file that no version reads any more, and why.
+
+    Example:
+        >>> from accel_callbacks.launching.resolving import resolve_settings
+        >>> found = resolve_settings({"num_processes": 2}, None, "/nowhere/a.py", {"HOME": "/x"})
+        >>> found.settings.num_processes, found.origins["num_processes"]
+        (2, 'command line')
+        >>> found.value("mixed_precision"), found.given("mixed_precision")
+        ('no', False)
+    """
+
+    settings: LaunchSettings
+    origins: Mapping[str, str]
+    file: Path | None = None
+    gone: Mapping[str, str] = field(default_factory=dict)
+
+    def value(self, path: str) -> Any:
+        """The value of a setting; of one in a block that is not given, its default."""
+        block, _, name = path.rpartition(".")
+        owner = getattr(self.settings, block) if block else self.settings
+        if owner is None:
+            return next(one.default for one in all_options() if one.path == path)
+        return getattr(owner, name)
+
+    def given(self, path: str) -> bool:
+        """Whether it was given anywhere."""
+        return self.origins.get(path, "default") != "default"
+
+    def idle(self) -> dict[str, str]:
+        """The given settings that have no effect here, and why."""
+        found = dict(self.gone)
+        for one in all_options():
+            rule = IDLE.get(one.path) or IDLE.get(one.block)
+            if one.model is None and rule is not None and self.given(one.path):
+                idle, reason = rule
+                found.update({one.path: reason} if idle(self.settings) else {})
+        return found
+
+    def variables(self) -> dict[str, str]:
+        """What the Accelerator of the processes is told: ``ACCEL_*`` variables of what is given."""
+        options = (one for one in all_options() if one.child and self.given(one.path))
+        return {one.variable: _text(self.value(one.path)) for one in options}
+
+
+def _text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def resolve_settings(
+    cli: Mapping[str, Any],
+    config_file: str | None,
+    script: str | None,
+    environment: Mapping[str, str],
+) -> Resolved:
+    """Merge the command line, the config file, the environment and the defaults, in this order.
+
+    Args:
+        cli: what was parsed, under the flags' names; None counts as not given, and what is no
+            setting is passed over.
+        config_file: path of the file; None searches for one.
+        script: where the search starts; None for the working directory.
+        environment: usually ``os.environ``.
+
+    Raises:
+        SettingsError: one line that says which setting of which source is wrong, and how.
+
+    Example:
+        >>> from accel_callbacks.launching.resolving import resolve_settings
+        >>> place = {"ACCEL_HOME": "/nowhere", "ACCEL_DEBUG": "1"}
+        >>> found = resolve_settings({}, None, "/nowhere/train.py", place)
+        >>> found.settings.debug, found.origins["debug"]
+        (True, 'environment variable ACCEL_DEBUG')
+    """
+    path = Path(config_file) if config_file is not None else find_config(script, environment)
+    values, origins = _from_environment(environment)
+    gone: dict[str, str] = {}
+    if path is not None:
+        told = f"{path.name} ({path})"
+        read, gone = values_of(read_config(path), str(path))
+        values |= read
+        origins |= dict.fromkeys(read, told)
+    typed = _from_command_line(cli)
+    values |= typed
+    origins |= dict.fromkeys(typed, "command line")
+    settle(values, origins)
+    everything = {one.path: origins.get(one.path, "default") for one in all_options()}
+    return Resolved(_built(values), everything, path, gone)
+
+
+def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for one in all_options():
+        text = environment.get(one.variable) if one.variable else None
+        if text is None:
+            continue
+        try:
+            values[one.path] = one.parse(text)
+        except ValueError as error:
+            raise SettingsError(f"environment variable {one.variable} {error}") from None
+        origins[one.path] = f"environment variable {one.variable}"
+    return values, origins
+
+
+def _from_command_line(cli: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in all_options():
+        given = cli.get(one.dest) if one.dest else None
+        if given is None:
+            continue
+        try:
+            found[one.path] = one.read(list(given) if isinstance(given, tuple) else given)
+        except ValueError as error:
+            raise SettingsError(f"{one.flag} {error}") from None
+    return found
+
+
+def _built(values: Mapping[str, Any]) -> LaunchSettings:
+    """The typed settings; a block of which nothing is given is None."""
+    top = {path: value for path, value in values.items() if "." not in path}
+    for one in all_options():
+        inner = _inner(one, values) if one.model is not None else {}
+        if one.model is not None and inner:
+            top[one.name] = one.model(**inner)
+    return LaunchSettings(**top)
+
+
+def _inner(block: Option, values: Mapping[str, Any]) -> dict[str, Any]:
+    start = f"{block.name}."
+    return {path[len(start) :]: v for path, v in values.items() if path.startswith(start)}
+
+
+def refuse_unbuilt(resolved: Resolved) -> None:
+    """Stop before anything starts if something is asked for that this version does not do.
+
+    Raises:
+        SettingsError: one line: the setting, its value and origin, why, and what to give.
+
+    Example:
+        >>> from accel_callbacks.launching.resolving import refuse_unbuilt, resolve_settings
+        >>> found = resolve_settings({"distributed_type": "FSDP"}, None, "/x/a.py", {"HOME": "/x"})
+        >>> refuse_unbuilt(found)
+        Traceback (most recent call last):
+        accel_callbacks.launching.options.SettingsError: distributed_type: FSDP (command line): ...
+    """
+    for one in UNBUILT:
+        if one.asked(resolved.settings):
+            raise SettingsError(
+                f"{one.path}: {_text(resolved.value(one.path))} ({resolved.origins[one.path]}): "
+                f"{one.reason}; {one.instead}"
+            )
+
+
+def refuse_absent_gpus(resolved: Resolved, root: Path = Path("/")) -> None:
+    """Stop a launch on GPUs where there are none, which would quietly train on the CPU.
+
+    Raises:
+        SettingsError: one line: where the setting comes from, and what to give.
+
+    Example:
+        >>> from accel_callbacks.launching.resolving import refuse_absent_gpus, resolve_settings
+        >>> refuse_absent_gpus(resolve_settings({"use_cpu": True}, None, "/x/a.py", {"HOME": "/x"}))
+    """
+    from accel_callbacks.launching.machine import has_driver
+
+    kind = resolved.settings.distributed_type
+    if kind is not None and not has_driver(kind, root):
+        name = kind.removeprefix("MULTI_")
+        raise SettingsError(
+            f"distributed_type: {kind} ({resolved.origins['distributed_type']}): this machine "
+            f"shows no {name}; --use_cpu trains on the CPU"
+        )
