@@ -1,156 +1,122 @@
-"""``accel launch``: start a script on one or more processes, with torch's elastic launcher."""
+"""``accel launch``: start a script on one or more processes."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
+import signal
+import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
-from accel_callbacks.cli.launch_plan import LaunchPlan, build_plan
-from accel_callbacks.cli.launch_report import exit_code, failure_report, root_cause
-from accel_callbacks.cli.options import CommandError, CommandParser, natural_int, positive_int
+from accel_callbacks.cli.launch_machines import Here
+from accel_callbacks.cli.launch_options import configure, given_extras, read_program
+from accel_callbacks.cli.launch_plan import DirectPlan, Plan, TpuPlan, build_plan
+from accel_callbacks.cli.launch_report import exit_code
+from accel_callbacks.cli.options import CommandError
+from accel_callbacks.launching.machine import DRIVERS, usable_cores
+from accel_callbacks.launching.options import SettingsError
+from accel_callbacks.launching.orphans import guarded
+from accel_callbacks.launching.resolving import refuse_absent_gpus, refuse_unbuilt, resolve_settings
+from accel_callbacks.launching.settings import find
 
+__all__ = ["configure", "run"]
 
-def configure(parser: CommandParser) -> None:
-    """Add the options of ``accel launch``."""
-    parser.usage = "accel launch [options] script.py [arguments of the script]"
-    _add_processes(parser)
-    _add_training(parser)
-    _add_running(parser)
-    # Not REMAINDER: that would lose a `--` which stands right after the script.
-    parser.add_argument(
-        "program",
-        nargs=argparse.PARSER,
-        metavar="script",
-        help="script (module with -m, program with --no_python) and its own arguments",
-    )
-
-
-def _add_processes(parser: CommandParser) -> None:
-    """Add how many processes there are, and where."""
-    parser.option(
-        "--num_processes",
-        type=positive_int,
-        metavar="N",
-        help="processes on all machines together (default: one a GPU, or 1 without a GPU)",
-    )
-    parser.option("--num_machines", type=positive_int, default=1, metavar="N", help="default: 1")
-    parser.option(
-        "--machine_rank", type=natural_int, default=0, metavar="N", help="0 on the first machine"
-    )
-    parser.option("--main_process_ip", metavar="HOST", help="address of the first machine")
-    parser.option(
-        "--main_process_port",
-        type=natural_int,
-        metavar="PORT",
-        help="default: a free port on one machine, 29500 on several",
-    )
-    parser.option("--cpu", action="store_true", help="leave GPUs alone")
-    parser.option(
-        "--num_cpu_threads_per_process",
-        type=positive_int,
-        metavar="N",
-        help="OMP_NUM_THREADS (default: the set one, or cores / processes on this machine)",
-    )
-
-
-def _add_training(parser: CommandParser) -> None:
-    """Add what the Accelerator of the script takes where it was given no argument."""
-    parser.option("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
-    parser.option("--gradient_accumulation_steps", type=positive_int, metavar="N")
-    parser.option(
-        "--debug",
-        action="store_true",
-        help="compare what the processes hold before each collective, and show who differs",
-    )
-
-
-def _add_running(parser: CommandParser) -> None:
-    """Add how the processes are started, watched and logged."""
-    parser.option("-m", "--module", action="store_true", help="run a module, like python -m")
-    parser.option("--no_python", action="store_true", help="run a program that is not Python")
-    parser.option(
-        "--max_restarts",
-        type=natural_int,
-        default=0,
-        metavar="N",
-        help="start all processes again after a failure, up to N times (default: 0)",
-    )
-    parser.option("--monitor_interval", type=float, metavar="SECONDS", help="default: 0.1")
-    parser.option("--log_dir", metavar="DIR", help="folder of the files of --tee and --redirects")
-    parser.option(
-        "-t",
-        "--tee",
-        type=_streams,
-        metavar="STREAMS",
-        help="screen and file: 1 stdout, 2 stderr, 3 both, or by local rank as in 0:1,1:3",
-    )
-    parser.option("-r", "--redirects", type=_streams, metavar="STREAMS", help="file only")
-    parser.option("--dry_run", action="store_true", help="print the torchrun command and stop")
-
-
-def _streams(text: str) -> str:
-    """Check a --tee or --redirects value."""
-    if re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0, 1, 2, 3 or a list such as 0:1,1:3")
-    return text
+_DRIVERS = tuple({start for starts in DRIVERS.values() for start in starts})
 
 
 def run(args: Namespace) -> int:
-    """Launch, wait, and return the exit code of the first process that failed."""
-    plan = build_plan(args, os.environ, _usable_cores(), _count_devices)
-    if args.dry_run:
-        print(plan.as_shell())
-        return 0
-    with _environment(plan.env):
-        return _launch(plan, args)
+    """Launch, wait, and return the exit code of the first process that failed.
 
-
-def _launch(plan: LaunchPlan, args: Namespace) -> int:
-    """Hand the plan to torch's launcher and translate how it ends."""
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import get_args_parser
-    from torch.distributed.run import run as untyped_run
-
-    elastic_run: Callable[[Namespace], None] = untyped_run
-    settings = get_args_parser().parse_args([*plan.torchrun, plan.script])
-    # Set after parsing: the script's own `--` and options must not be read as the launcher's.
-    settings.training_script_args = plan.escaped_args
+    Where ``args.whole_process`` is true, this process is the command ``accel launch`` and nothing
+    else: a single process of the run then takes its place and nothing is returned.
+    """
     try:
-        elastic_run(settings)
-    except ChildFailedError as error:
-        print(
-            failure_report(error.failures, plan.script, args.log_dir), file=sys.stderr, flush=True
-        )
-        return exit_code(error.failures[root_cause(error.failures)].exitcode)
-    except SignalException as stop:
-        print(f"accel launch: stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
-        return 128 + int(stop.sigval)
-    except (RendezvousError, DistError) as error:
-        raise _not_met(error) from error
-    except RuntimeError as error:
-        # torch 2.6 raises a DistNetworkError for a taken port only as its base class.
-        if "EADDRINUSE" not in str(error):
+        plan = _plan(args, os.environ)
+        if args.dry_run:
+            print(plan.as_shell())
+            return 0
+        return _start(plan, getattr(args, "whole_process", False))
+    except SettingsError as error:
+        raise CommandError(str(error)) from None
+
+
+def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
+    """What a command line leads to, here and in this environment."""
+    program = read_program(args)
+    script = program.name if program.kind == "script" else None
+    typed = {**vars(args), "nproc_per_node": _processes_here(args.nproc_per_node)}
+    resolved = resolve_settings(typed, args.config_file, script, environment)
+    refuse_unbuilt(resolved)
+    for path, reason in resolved.idle().items():
+        one = find(path)
+        if resolved.origins.get(path) == "command line" and resolved.value(path) != one.default:
+            print(f"accel launch: {one.flag} has no effect: {reason}", file=sys.stderr)
+    here = Here(environment, usable_cores(), _count_devices, _free_port)
+    words = getattr(args, "words", [])
+    plan = build_plan(resolved, program, here, given_extras(args), words, args.quiet)
+    if not args.dry_run and not (isinstance(plan, DirectPlan) and plan.elsewhere):
+        refuse_absent_gpus(resolved)
+    return plan
+
+
+def _processes_here(asked: int | str | None) -> int | None:
+    """The number, for which torchrun takes words too."""
+    if not isinstance(asked, str):
+        return asked
+    devices = 0 if asked == "cpu" else _count_devices()
+    if asked == "gpu" and not devices:
+        raise CommandError("--nproc_per_node gpu: this machine shows no GPU; name a number")
+    return devices or usable_cores()
+
+
+def _start(plan: Plan, whole_process: bool) -> int:
+    if isinstance(plan, DirectPlan):
+        _check_port(plan.env)
+        return _replace_this_process(plan) if whole_process else _run_below(plan)
+    with guarded() as marks, _environment({**plan.env, **marks}):
+        if isinstance(plan, TpuPlan):
+            return _run_on_tpu(plan)
+        from accel_callbacks.cli.launch_agent import run_agent
+
+        return run_agent(plan)
+
+
+def _replace_this_process(plan: DirectPlan) -> NoReturn:
+    """Nothing is left to watch: signals, exit code and traceback are those of the script."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(plan.command[0], plan.command, {**os.environ, **plan.env})
+    except OSError as error:
+        raise CommandError(f"cannot run {plan.command[0]!r}: {error.strerror}") from None
+
+
+def _run_below(plan: DirectPlan) -> int:
+    """The same as a child, for whoever calls this from a Python program."""
+    from subprocess import Popen
+
+    with guarded() as marks:
+        try:
+            child = Popen(plan.command, env={**os.environ, **plan.env, **marks})
+        except OSError as error:
+            raise CommandError(f"cannot run {plan.command[0]!r}: {error.strerror}") from None
+        try:
+            return exit_code(child.wait())
+        except BaseException:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
             raise
-        raise _not_met(error) from error
+
+
+def _run_on_tpu(plan: TpuPlan) -> int:
+    from accel_callbacks.launching.tpu import launch_on_tpu
+
+    launch_on_tpu(plan.program.name, plan.program.arguments, plan.function, plan.one)
     return 0
-
-
-def _not_met(error: Exception) -> CommandError:
-    """What to tell when the processes did not find each other."""
-    return CommandError(
-        f"the processes did not find each other: {error}. Check that every machine was "
-        "started with the same --num_machines, --main_process_ip and --main_process_port, "
-        "that each has its own --machine_rank, and that the port is free and reachable",
-        exit_code=1,
-    )
 
 
 @contextmanager
@@ -166,15 +132,44 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _check_port(env: Mapping[str, str]) -> None:
+    """A port that was asked for and is taken would fail in the script, with a traceback."""
+    port = env.get("MASTER_PORT")
+    if port is None or env.get("RANK") != "0" or env.get("WORLD_SIZE") != "1":
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(port)))
+        except OSError as error:
+            raise CommandError(
+                f"port {port} cannot be used: {error.strerror}. Leave out --main_process_port for "
+                "a free one, or end what uses it",
+                exit_code=1,
+            ) from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def _count_devices() -> int:
-    """Accelerators of this machine, 0 without one."""
+    """Accelerators of this machine, 0 without one; torch is asked only where there may be some."""
+    if not _may_have_devices(Path("/dev")):
+        return 0
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _usable_cores() -> int:
-    """Cores that this process may use, which can be fewer than the machine has."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _may_have_devices(devices: Path) -> bool:
+    """Whether the kernel shows the file of a driver for accelerators."""
+    if sys.platform != "linux":
+        return sys.platform != "darwin"  # a Mac has one at most, which is one process too
+    try:
+        return any(name.startswith(_DRIVERS) for name in os.listdir(devices))
+    except OSError:
+        return True

@@ -7,8 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+_MOST_LINES = 60
 # The peers of a dead rank fail too, by exception or abort; these do not happen to a mere peer.
 _ROOT_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+# What the collectives and this library say on the other ranks.
+_CONSEQUENCES = (
+    "RemoteError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "remote process exited",
+    "Failed to recv",
+)
 
 
 class Failure(Protocol):
@@ -41,18 +52,37 @@ def exit_code(code: int) -> int:
 
 
 def root_cause(failures: Mapping[int, Failure]) -> int:
-    """Rank that failed first, as far as the launcher can tell within one second.
+    """Rank that failed first, as far as the launcher can tell.
 
-    The peers of a failed rank are stopped with SIGTERM and are listed after it.
+    The peers of a failed rank fail within a moment too, and their clocks say little about who was
+    first: among failures of the same two seconds, what they are decides before when they were.
     """
     seen = list(failures)
+    whole = {rank: failures[rank] for rank in seen if not _stopped(failures[rank])} or failures
+    first = min(_seconds(failure) for failure in whole.values())
 
-    def order(rank: int) -> tuple[int, bool, bool, int]:
+    def order(rank: int) -> tuple[bool, bool, float, int]:
         failure = failures[rank]
-        killed = -failure.exitcode in _ROOT_SIGNALS
-        return failure.timestamp, _stopped(failure), not killed, seen.index(rank)
+        late = _seconds(failure) - first >= 2
+        killed = -failure.exitcode in _ROOT_SIGNALS and not late
+        return late or _follows(failure), not killed, _seconds(failure), seen.index(rank)
 
-    return min(failures, key=order)
+    return min(whole, key=order)
+
+
+def _seconds(failure: Failure) -> float:
+    """When it happened: as our processes write it, or to the second."""
+    extra = failure.message.get("extraInfo") if isinstance(failure.message, Mapping) else None
+    try:
+        return float(extra["seconds"]) if isinstance(extra, Mapping) else float(failure.timestamp)
+    except (KeyError, ValueError, TypeError):
+        return float(failure.timestamp)
+
+
+def _follows(failure: Failure) -> bool:
+    """Tell whether the error says that another rank has failed."""
+    text = "\n".join(_message(failure))
+    return any(words in text for words in _CONSEQUENCES)
 
 
 def _stopped(failure: Failure) -> bool:
@@ -61,20 +91,23 @@ def _stopped(failure: Failure) -> bool:
 
 
 def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | None) -> str:
-    """Describe the failed ranks in a few lines."""
+    """Describe the failed ranks: the traceback of the first one, and the others in a line."""
     rank = root_cause(failures)
     failure = failures[rank]
+    others = [peer for peer in sorted(failures) if peer != rank]
+    failed = [f"rank {p} {_how(failures[p].exitcode)}" for p in others if not _stopped(failures[p])]
+    stopped = [f"rank {p}" for p in others if _stopped(failures[p])]
     lines = [
         f"accel launch: {script} failed: rank {rank} {_how(failure.exitcode)} "
         f"(local rank {failure.local_rank}, pid {failure.pid})"
     ]
-    lines += [f"  {text}" for text in _message(failure)]
-    others = [peer for peer in sorted(failures) if peer != rank]
-    failed = [f"rank {p} {_how(failures[p].exitcode)}" for p in others if not _stopped(failures[p])]
-    stopped = [f"rank {p}" for p in others if _stopped(failures[p])]
+    log = _log_file(log_dir, failure.local_rank)
+    # With one traceback on the screen there is no need to find it among others.
+    whole = _traceback(failure) if failed or log is not None else []
+    lines += [f"  {text}" for text in whole or _message(failure)]
     named = {"also failed": failed, "then stopped by the launcher": stopped}
     lines += [f"  {title}: {', '.join(ranks)}" for title, ranks in named.items() if ranks]
-    lines.append(f"  {_where(rank, failure, log_dir)}")
+    lines.append(f"  {_where(rank, failure, log, bool(whole))}")
     return "\n".join(lines)
 
 
@@ -97,15 +130,21 @@ def _message(failure: Failure) -> list[str]:
     return []
 
 
-def _where(rank: int, failure: Failure, log_dir: str | None) -> str:
-    """Say where the traceback of the rank is to be read."""
-    log = _log_file(log_dir, failure.local_rank)
+def _traceback(failure: Failure) -> list[str]:
+    """The traceback that the rank left behind; of a very long one, its end."""
+    extra = failure.message.get("extraInfo") if isinstance(failure.message, Mapping) else None
+    text = str(extra.get("py_callstack", "")) if isinstance(extra, Mapping) else ""
+    lines = text.splitlines()
+    return lines if len(lines) <= _MOST_LINES else ["...", *lines[-_MOST_LINES:]]
+
+
+def _where(rank: int, failure: Failure, log: Path | None, shown: bool) -> str:
+    """Say where the rank's own output is to be read."""
     if log is not None:
         return f"its output: {log}"
-    return (
-        f"its traceback is above, on standard error of rank {rank}; to keep the output of each "
-        "rank apart, add --log_dir logs --tee 3"
-    )
+    what = "traceback" if _message(failure) and failure.exitcode > 0 else "output"
+    above = "" if shown else f"its {what} is above, on standard error of rank {rank}; "
+    return f"{above}to keep the output of each rank apart, add --log_dir logs --tee 3"
 
 
 def _log_file(log_dir: str | None, local_rank: int) -> Path | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from accel_callbacks import __version__
 from accel_callbacks.cli.options import CommandError, CommandParser, suggestion
+from accel_callbacks.cli.pipes import pipe_may_close
 from accel_callbacks.cli.registry import COMMANDS
 
 __all__ = ["main"]
@@ -31,13 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["launch", "--dry_run", *words, "-m", "timeit", "pass"])
         export OMP_NUM_THREADS=1
         torchrun --nnodes 1 --nproc-per-node 2 ... --module timeit pass
+        # rank 0: RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 ...
+        # rank 1: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 ...
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not words or words[0].startswith("-"):
-            return _top_level(words)
-        return _subcommand(words[0], words[1:])
+        with pipe_may_close():
+            if not words or words[0].startswith("-"):
+                return _top_level(words)
+            return _subcommand(words[0], words[1:], whole_process=argv is None)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -64,7 +68,7 @@ def _top_level(words: Sequence[str]) -> int:
     return 2
 
 
-def _subcommand(name: str, words: Sequence[str]) -> int:
+def _subcommand(name: str, words: Sequence[str], whole_process: bool) -> int:
     """Import the module of one subcommand, parse its words and run it."""
     command = COMMANDS.get(name)
     if command is None:
@@ -77,4 +81,7 @@ def _subcommand(name: str, words: Sequence[str]) -> int:
     module = command.load()
     parser = CommandParser(prog=f"accel {name}", description=f"{command.help.capitalize()}.")
     module.configure(parser)
-    return module.run(parser.parse(words))
+    args = parser.parse(words)
+    # For the launcher: it may say its words again, and let the script take its own process over.
+    args.words, args.whole_process = list(words), whole_process
+    return module.run(args)

@@ -24,13 +24,13 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False)
         self._known: list[str] = []
 
-    def option(self, *flags: str, **settings: Any) -> None:
+    def option(self, *flags: str, group: Any = None, **settings: Any) -> None:
         """Add an option under every flag, with ``_`` and with ``-`` between its words."""
         dashed = [f"--{flag[2:].replace('_', '-')}" for flag in flags if flag.startswith("--")]
         names = list(dict.fromkeys([*flags, *dashed]))
         self._known += [*names, *(flag for flag in flags if flag.startswith("--"))]
         settings.setdefault("dest", _destination(flags))
-        self.add_argument(*names, **settings)
+        (group or self).add_argument(*names, **settings)
 
     def adopt(self, inner: CommandParser) -> None:
         """Suggest the options of an inner parser too, whose strays end up in this one."""

@@ -34,7 +34,17 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "ckpt": Command("accel_callbacks.cli.ckpt", "list, show, verify and prune checkpoints"),
+    "ckpt": Command("accel_callbacks.cli.ckpt", "list, verify, copy and remove checkpoints"),
+    "config": Command("accel_callbacks.cli.config", "write, update and show the config file"),
     "env": Command("accel_callbacks.cli.env", "print versions and devices, to paste in a report"),
+    "estimate-memory": Command(
+        "accel_callbacks.cli.estimate_memory", "print how much memory a model takes, by dtype"
+    ),
     "launch": Command("accel_callbacks.cli.launch", "start a script on one or more processes"),
+    "merge-weights": Command(
+        "accel_callbacks.cli.merge_weights", "turn a sharded checkpoint into safetensors files"
+    ),
+    "test": Command("accel_callbacks.cli.test", "check what is installed on what is configured"),
+    "migrate": Command("accel_callbacks.cli.migrate", "move a script from accelerate to us"),
+    "completions": Command("accel_callbacks.cli.completions", "completions for bash, zsh or fish"),
 }

@@ -12,8 +12,17 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore = ["accelerate_scripts"]  # they need accelerate, and are run by test_migrate_runs.py
+
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """Ours without what steers a launch, and without the config of who runs this."""
+    drop = ("ACCEL_", "OMP_NUM_THREADS", "TORCH", "PET_", "MASTER_", "RANK", "WORLD_SIZE")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    return {"ACCEL_HOME": str(home), **env}
 
 
 @pytest.fixture
@@ -22,12 +31,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*words: str, **extra: str) -> subprocess.Popen[str]:
-        keep = ("ACCEL_", "OMP_NUM_THREADS", "TORCH", "PET_", "MASTER_", "RANK", "WORLD_SIZE")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(keep)}
         process = subprocess.Popen(
             [sys.executable, "-m", "accel_callbacks.cli", *words],
             cwd=tmp_path,
-            env={**env, **extra},
+            env={**clean_environment(tmp_path), **extra},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

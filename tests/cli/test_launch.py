@@ -96,6 +96,7 @@ def test_module_on_a_fixed_port(
     assert (tmp_path / "out1").read_text().startswith("3.0 2 None None 1")
 
 
+@pytest.mark.slow  # the page's commands and a batch file meet on two machines too
 def test_two_machines(
     start: Start, write: Callable[[str, str], str], tmp_path: Path, free_port: int
 ) -> None:
@@ -116,13 +117,19 @@ def test_taken_port_is_told_without_a_traceback(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()
-        done = accel("launch", "--main_process_port", str(free_port), script)
-    assert done.returncode == 1
-    assert "accel launch: error: the processes did not find each other" in done.stderr
+        port = ["--main_process_port", str(free_port)]
+        one = accel("launch", "--cpu", *port, script)
+        two = accel("launch", "--cpu", *("--num_processes", "2"), *port, script)
+    assert one.returncode == two.returncode == 1
+    assert one.stderr.startswith(f"accel launch: error: port {free_port} cannot be used")
+    assert "accel launch: error: the processes did not find each other" in two.stderr
+    assert "Traceback" not in one.stderr + two.stderr
 
 
 def test_program_that_is_not_python(accel: Run, tmp_path: Path) -> None:
-    done = accel("launch", "--no_python", "sh", "-c", "echo $LOCAL_RANK $WORLD_SIZE; exit 5")
+    done = accel(
+        "launch", "--cpu", "--no_python", "sh", "-c", "echo $LOCAL_RANK $WORLD_SIZE; exit 5"
+    )
     assert done.stdout == "0 1\n"
     assert done.returncode == 5
 
@@ -147,9 +154,17 @@ def test_traceback_of_the_failing_rank_is_kept(
 
 
 def test_a_killed_rank_gives_128_plus_the_signal(accel: Run) -> None:
-    done = accel("launch", "--no_python", "sh", "-c", "kill -9 $$")
+    words = ["--cpu", "--num_processes", "2", "--no_python", "sh", "-c"]
+    done = accel("launch", *words, "test $RANK = 0 && sleep 20; kill -9 $$")
     assert done.returncode == 137
-    assert "rank 0 was killed by SIGKILL" in done.stderr
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+
+
+def test_one_process_takes_the_place_of_the_launcher(start: Start) -> None:
+    launcher = start("launch", "--cpu", "--no_python", "sh", "-c", "echo $$; kill -9 $$")
+    out, _ = launcher.communicate(timeout=60)
+    assert int(out) == launcher.pid
+    assert launcher.returncode == -signal.SIGKILL
 
 
 def test_missing_script(accel: Run) -> None:

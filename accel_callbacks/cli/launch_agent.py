@@ -1,0 +1,116 @@
+"""Processes that torch's elastic launcher starts and watches, and how their end is told."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from accel_callbacks.cli.launch_plan import AgentPlan, escaped
+from accel_callbacks.cli.launch_report import exit_code, failure_report, root_cause
+from accel_callbacks.cli.options import CommandError
+from accel_callbacks.launching import children
+
+_TOLD_BY_US = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
+
+
+def run_agent(plan: AgentPlan) -> int:
+    """Hand the plan to torch's launcher and translate how it ends."""
+    _make_log_folder(plan.log_dir)
+    _import_torch()
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import run as untyped_run
+
+    elastic_run: Callable[[Namespace], None] = untyped_run
+    settings = _settings(plan)
+    for name in _TOLD_BY_US:
+        # It would tell of each process in its own words before we tell which one is the cause.
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    try:
+        elastic_run(settings)
+    except ChildFailedError as error:
+        failures: Any = error.failures
+        if not plan.quiet:
+            text = failure_report(failures, plan.program.name, plan.log_dir)
+            print(text, file=sys.stderr, flush=True)
+        return exit_code(failures[root_cause(failures)].exitcode)
+    except SignalException as stop:
+        print(f"accel launch: stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
+        return 128 + int(stop.sigval)
+    except (RendezvousError, DistError) as error:
+        raise _not_met(error) from error
+    except RuntimeError as error:
+        # torch 2.6 raises a DistNetworkError for a taken port only as its base class.
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise _not_met(error) from error
+    except (ValueError, AssertionError) as error:
+        raise CommandError(f"torch's launcher refuses this: {_first_line(error)}") from error
+    return 0
+
+
+def _import_torch() -> None:
+    """Import it without looking for garbage among objects that all stay."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        import torch.distributed.run  # noqa: F401
+    except ImportError as error:
+        raise CommandError(f"{error}: pip install torch, which starts several processes") from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _settings(plan: AgentPlan) -> Namespace:
+    """The plan as torch's launcher takes it."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    known: Any = parser._option_string_actions
+    for word in plan.torchrun:
+        if word.startswith("--") and word not in known:
+            import torch
+
+            raise CommandError(f"{word} needs a newer torch than {torch.__version__}")
+    inside = bool(plan.extras.get("run_path"))
+    settings: Namespace = parser.parse_args([*plan.torchrun, plan.program.name])
+    # Set after parsing: the script's own `--` and options must not be read as the launcher's.
+    words = list(plan.program.arguments)
+    settings.no_python = plan.program.kind == "program"
+    if inside:
+        settings.training_script = os.path.abspath(plan.program.name)
+    elif not settings.no_python:
+        settings.training_script = children.__file__
+        words = [plan.program.kind, plan.program.name, *words]
+    settings.training_script_args = escaped(words)
+    return settings
+
+
+def _make_log_folder(folder: str | None) -> None:
+    try:
+        os.makedirs(folder or ".", exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--log_dir {folder}: {error.strerror}; name another folder") from None
+
+
+def _not_met(error: Exception) -> CommandError:
+    """What to tell when the processes did not find each other."""
+    return CommandError(
+        f"the processes did not find each other: {_first_line(error)}. Check that every machine "
+        "was started with the same --num_machines, --main_process_ip and --main_process_port, "
+        "that each has its own --machine_rank, and that the port is free and reachable",
+        exit_code=1,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """The message, without the C++ frames that torch puts after it."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")

@@ -1,0 +1,208 @@
+"""How many processes run here, and where those of all machines meet: from settings and SLURM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accel_callbacks.cli.options import CommandError
+from accel_callbacks.launching.resolving import Resolved
+from accel_callbacks.launching.settings import LaunchSettings
+from accel_callbacks.launching.slurm import SlurmPlace
+
+DEFAULT_PORT = 29500
+_PLACES = ("num_machines", "nnodes", "machine_rank", "main_process_ip", "rdzv_endpoint")
+
+
+@dataclass(frozen=True)
+class Here:
+    """What this machine offers: its environment, cores, accelerators, and ports."""
+
+    environment: Mapping[str, str]
+    cores: int
+    count_devices: Callable[[], int]
+    free_port: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Machines, processes here, and torchrun's words for how they find each other."""
+
+    least: int
+    most: int
+    local: int
+    words: tuple[str, ...]
+    first_rank: int | None = None  # None where it is settled when they meet
+    address: str = "127.0.0.1"
+    port: int | None = None
+
+
+def placed_by_hand(resolved: Resolved) -> bool:
+    """Whether the command line itself says where this machine stands."""
+    return any(resolved.origins.get(name) == "command line" for name in _PLACES)
+
+
+def fill_from_slurm(resolved: Resolved, place: SlurmPlace | None) -> LaunchSettings:
+    """The settings, with machines, rank and address from the step where they are not typed.
+
+    The rank in a config file is the same on all machines, so it cannot be meant.
+    """
+    settings = resolved.settings
+    if place is None or not place.in_step:
+        return settings
+    machines = len(place.hosts)
+    told = settings.nnodes is None and resolved.given("num_machines")
+    if told and settings.num_machines != machines:
+        return _disagreement(resolved, machines)
+    if machines == 1:
+        return settings
+    typed = {name for name, origin in resolved.origins.items() if origin == "command line"}
+    found: dict[str, Any] = {
+        "num_machines": settings.num_machines if settings.nnodes else machines,
+        "machine_rank": settings.machine_rank if "machine_rank" in typed else place.machine_rank,
+        "main_process_ip": settings.main_process_ip or place.hosts[0],
+        "main_process_port": settings.main_process_port or place.port,
+    }
+    return replace(settings, **found)
+
+
+def _disagreement(resolved: Resolved, machines: int) -> LaunchSettings:
+    origin, asked = resolved.origins["num_machines"], resolved.settings.num_machines
+    if origin == "command line":
+        return resolved.settings
+    raise CommandError(
+        f"num_machines: {asked} ({origin}), but this SLURM step runs on {machines} machines: "
+        f"pass --num_machines {machines}, or remove it from the file"
+    )
+
+
+def meet(
+    settings: LaunchSettings, extras: Mapping[str, Any], here: Here, knows_rank: bool = False
+) -> Meeting:
+    """Decide it; `CommandError` when the settings do not fit together."""
+    least, most = _machines(settings)
+    local = _processes_here(settings, most, here)
+    if not 0 <= settings.machine_rank < most:
+        raise CommandError(
+            f"--machine_rank {settings.machine_rank} must be from 0 to {most - 1} "
+            f"(--num_machines {most})"
+        )
+    if extras.get("standalone") and most > 1:
+        raise CommandError(f"--standalone is for one machine, not {most}: leave one of them out")
+    if extras.get("standalone"):
+        return Meeting(1, 1, local, ("--standalone", "--local-addr", "127.0.0.1"), 0)
+    if least == most and _is_static(settings, most):
+        return _static(settings, most, local, here)
+    return _dynamic(settings, least, most, local, knows_rank)
+
+
+def _is_static(settings: LaunchSettings, machines: int) -> bool:
+    """Whether all are known from the start. To start again, torch's own static meeting is no good:
+    its processes share one store for all attempts, and gloo reads the addresses of the last one.
+    """
+    if settings.max_restarts > 0 and machines > 1 and settings.rdzv_backend == "static":
+        raise CommandError(
+            "--max_restarts does not go with --rdzv_backend static on several machines: torch's "
+            "static meeting cannot be repeated. Pass --rdzv_backend c10d"
+        )
+    if settings.max_restarts > 0:
+        return False
+    return settings.rdzv_backend in (None, "static")
+
+
+def _machines(settings: LaunchSettings) -> tuple[int, int]:
+    """The least and the most machines."""
+    if settings.nnodes is None:
+        return settings.num_machines, settings.num_machines
+    least, _, most = settings.nnodes.partition(":")
+    most = most or least
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most) < 10**6):
+        raise CommandError(f"--nnodes {settings.nnodes!r} is neither N nor LEAST:MOST, as 1:2")
+    return int(least), int(most)
+
+
+def _processes_here(settings: LaunchSettings, machines: int, here: Here) -> int:
+    """Number of processes on this machine; num_processes counts those of all machines."""
+    if settings.nproc_per_node is not None:
+        return settings.nproc_per_node
+    if settings.num_processes is None:
+        return _default_processes(settings, here)
+    local, rest = divmod(settings.num_processes, machines)
+    if rest or not local:
+        raise CommandError(
+            f"--num_processes {settings.num_processes} is the total over all machines and must be "
+            f"a multiple of --num_machines {machines}"
+        )
+    if settings.gpu_ids is not None and not settings.use_cpu:
+        named = len(settings.gpu_ids.split(","))
+        if named < local:
+            raise CommandError(
+                f"--gpu_ids {settings.gpu_ids} names {named} GPUs for {local} processes on this "
+                "machine: name one for each, or lower --num_processes"
+            )
+    return local
+
+
+def _default_processes(settings: LaunchSettings, here: Here) -> int:
+    if settings.use_cpu or settings.distributed_type in ("NO", "MULTI_CPU"):
+        return 1
+    if settings.gpu_ids is not None:
+        return len(settings.gpu_ids.split(","))
+    return max(1, here.count_devices())
+
+
+def _static(settings: LaunchSettings, machines: int, local: int, here: Here) -> Meeting:
+    """All know the address of the first machine, and who they are."""
+    address, port = settings.main_process_ip, settings.main_process_port
+    if machines > 1 and (address is None or port == 0) and settings.rdzv_endpoint is None:
+        raise CommandError(
+            "several machines need --main_process_ip and --main_process_port of the first one, "
+            "the same on every machine, and their own --machine_rank"
+        )
+    if settings.rdzv_endpoint is not None:
+        address, _, text = settings.rdzv_endpoint.rpartition(":")
+        if not address or not text.isdecimal():
+            raise CommandError(f"--rdzv_endpoint {settings.rdzv_endpoint!r} is not HOST:PORT")
+        port = int(text)
+    if machines == 1:
+        # Not c10d's own meeting: that waits up to 0.3 s by chance before it begins.
+        address, port = address or "127.0.0.1", port or here.free_port()
+    address, port = address or "127.0.0.1", port or DEFAULT_PORT
+    words: tuple[str, ...] = ("--rdzv-backend", "static")
+    words += ("--node-rank", str(settings.machine_rank))
+    where = ("--master-addr", address, "--master-port", str(port))
+    # A name server that does not know this machine's own name must not matter on one machine.
+    own = settings.local_addr or ("127.0.0.1" if machines == 1 else None)
+    words += (*where, *(("--local-addr", own) if own else ()))
+    words += ("--rdzv-conf", settings.rdzv_conf) if settings.rdzv_conf else ()
+    first = settings.machine_rank * local
+    return Meeting(machines, machines, local, words, first, address, port)
+
+
+def _dynamic(
+    settings: LaunchSettings, least: int, most: int, local: int, knows_rank: bool
+) -> Meeting:
+    """Machines come and go; the address of one of them is known to all."""
+    address, port = settings.main_process_ip, settings.main_process_port
+    endpoint = settings.rdzv_endpoint
+    if endpoint is None and most > 1:
+        if address is None:
+            raise CommandError(
+                "several machines need --main_process_ip and --main_process_port of the first one, "
+                "or --rdzv_endpoint HOST:PORT, the same on every machine"
+            )
+        endpoint = f"{address}:{port or DEFAULT_PORT}"
+    endpoint = endpoint or f"{address or 'localhost'}:{port or 0}"
+    backend, conf = settings.rdzv_backend or "c10d", settings.rdzv_conf or ""
+    backend = "c10d" if backend == "static" else backend
+    if most > 1 and backend == "c10d" and knows_rank and "is_host" not in conf:
+        # torch compares host names with the address, which fails behind a second network.
+        host = f"is_host={str(settings.machine_rank == 0).lower()}"
+        conf = f"{conf},{host}" if conf else host
+    words = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
+    words += ["--rdzv-conf", conf] if conf else []
+    local_address = settings.local_addr or ("127.0.0.1" if most == 1 else None)
+    words += ["--local-addr", local_address] if local_address else []
+    first = 0 if most == 1 else None
+    return Meeting(least, most, local, tuple(words), first, endpoint.rpartition(":")[0])

@@ -1,0 +1,147 @@
+"""What a process of a launch runs first: the script, as Python itself would run it.
+
+It is started by its path, so that nothing of this package is imported before the script. What it
+adds: an error of the script is shown with its rank, and is left for the launcher to read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # importing typing would take as long as all of this
+if TYPE_CHECKING:
+    from types import ModuleType, TracebackType
+    from typing import Any
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run ``script PATH`` or ``module NAME`` from ``sys.argv``, with the arguments after it.
+
+    Example:
+        >>> from accel_callbacks.launching import children
+        >>> callable(children.main)
+        True
+    """
+    kind, name = sys.argv[1:3]
+    del sys.argv[:2]
+    _crash_with_a_stack()
+    try:
+        if kind == "script":
+            _run_script(name)
+        else:
+            _set_first_path(os.getcwd())
+            _run_module(name, alter_argv=True)
+    except Exception as error:
+        _tell(error)
+    else:
+        return
+    sys.exit(1)  # out here: no frame of the script is kept for the exit hooks
+
+
+def _set_first_path(place: str) -> None:
+    """Take the place of this file's folder, which Python has put there."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
+        sys.path[0] = place
+
+
+def _crash_with_a_stack() -> None:
+    import faulthandler
+
+    try:
+        faulthandler.enable()
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return  # standard error is closed
+
+
+def _new_main() -> ModuleType:
+    """A ``__main__`` of its own, as pickle and multiprocessing expect to find it."""
+    sys.modules["__main__"] = type(sys)("__main__")
+    return sys.modules["__main__"]
+
+
+def _run_script(path: str) -> None:
+    from importlib.machinery import SourceFileLoader
+
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        place = os.path.abspath(path)
+        sys.path[:0] = [place] if getattr(sys.flags, "safe_path", False) else []
+        sys.path[0] = place
+        _run_module("__main__", alter_argv=False)
+        return
+
+    class Script(SourceFileLoader):
+        def get_code(self, fullname: str) -> Any:
+            """Compile without a cached file: a script has none."""
+            return self.source_to_code(self.get_data(self.path), self.path)
+
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    script = Script("__main__", os.path.abspath(path))
+    module = _new_main()
+    vars(module).update(__file__=script.path, __loader__=script, __cached__=None)
+    script.exec_module(module)
+
+
+def _run_module(name: str, alter_argv: bool) -> None:
+    import runpy
+
+    _new_main()
+    run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls
+    run(name, alter_argv)
+
+
+def _tell(error: Exception) -> None:
+    """Show an error under its rank, and leave it for the launcher."""
+    import traceback
+
+    own = _without_us(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, own))
+    _leave(traceback.format_exception_only(type(error), error)[-1].strip(), text)
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    local = os.environ.get("LOCAL_RANK", rank)
+    title = f"rank {rank} of {world} failed (local rank {local}, pid {os.getpid()}):\n"
+    if sys.stderr is None:
+        return
+    try:
+        if sys.excepthook is sys.__excepthook__:
+            sys.stderr.write(title + text)  # at once: other ranks write to the same screen
+        else:
+            sys.stderr.write(title)
+            sys.excepthook(type(error), error, own)
+        sys.stderr.flush()
+    except Exception:
+        sys.__excepthook__(type(error), error, own)
+
+
+def _without_us(found: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first line of the script on."""
+    ours = {__file__, "<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>"}
+    while found is not None:
+        name = found.tb_frame.f_code.co_filename
+        if name not in ours and "runpy" not in os.path.basename(name):
+            return found
+        found = found.tb_next
+    return None
+
+
+def _leave(message: str, text: str) -> None:
+    """Write the record that torch's launcher reads, unless the script has done so."""
+    import json
+    import time
+
+    path, now = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time()
+    if not path or os.path.exists(path):
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "seconds": f"{now:.6f}"}
+    try:
+        with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as out:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, out)
+        os.replace(f"{path}.part", path)
+    except OSError:
+        return  # no space for it: the traceback is still shown
+
+
+if __name__ == "__main__":
+    main()

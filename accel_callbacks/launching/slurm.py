@@ -1,0 +1,193 @@
+"""Where SLURM has put this process: read from its variables, without asking its daemons."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_callbacks.launching.options import SettingsError
+
+__all__ = ["SlurmPlace", "expand_hosts", "expand_tasks", "slurm_place"]
+
+_FIRST_PORT, _PORTS = 20_001, 12_000  # below the ports that the kernel hands out
+_SPECIAL_STEPS = 0xFFFFFFF0  # the shells of sbatch and salloc are steps with such numbers
+_MOST_HOSTS = 100_000
+
+
+@dataclass(frozen=True)
+class SlurmPlace:
+    """This process in its job.
+
+    Args:
+        hosts: machines of the step, or of the job outside of a step.
+        in_step: `srun` started this process, as one of its tasks.
+        tasks: processes that `srun` started.
+        tasks_here: those on this machine.
+        machine_rank: index of this machine.
+        rank: index of this task.
+        local_rank: its index on this machine.
+        port: the same on all machines, another for each step.
+
+    Example:
+        >>> from accel_callbacks.launching.slurm import SlurmPlace
+        >>> SlurmPlace(("a", "b"), True, tasks=8, tasks_here=4).task_is_process
+        True
+    """
+
+    hosts: tuple[str, ...]
+    in_step: bool
+    tasks: int = 1
+    tasks_here: int = 1
+    machine_rank: int = 0
+    rank: int = 0
+    local_rank: int = 0
+    port: int = _FIRST_PORT
+
+    @property
+    def task_is_process(self) -> bool:
+        """More tasks than machines: each is one process of the run, nobody has to start any."""
+        return self.in_step and self.tasks > len(self.hosts)
+
+    @property
+    def needs_srun(self) -> bool:
+        """In a batch script, which runs on the first machine only."""
+        return not self.in_step and len(self.hosts) > 1
+
+
+def slurm_place(environment: Mapping[str, str]) -> SlurmPlace | None:
+    """Read the variables of SLURM; None outside of a job.
+
+    Raises:
+        SettingsError: a variable is missing or is not what SLURM writes.
+
+    Example:
+        >>> from accel_callbacks.launching.slurm import slurm_place
+        >>> variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[01-02]"}
+        >>> slurm_place(variables).hosts
+        ('node01', 'node02')
+        >>> slurm_place({}) is None
+        True
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    job = _number(environment, "SLURM_JOB_ID")
+    step = _number(environment, "SLURM_STEP_ID", _SPECIAL_STEPS)
+    if step >= _SPECIAL_STEPS or _in_a_shell(environment):
+        listed = _hosts(environment, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        return SlurmPlace(listed, in_step=False, port=_port(job, 0))
+    hosts = _hosts(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    machine_rank = _number(environment, "SLURM_NODEID", 0)
+    if machine_rank >= len(hosts):
+        raise SettingsError(
+            f"SLURM_NODEID={machine_rank} is not among the {len(hosts)} machines of the step; "
+            "pass --num_machines, --machine_rank and --main_process_ip to go without SLURM"
+        )
+    layout = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
+    counts = expand_tasks(layout) if layout else (1,) * len(hosts)
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
+    rank = _number(environment, "SLURM_PROCID", 0)
+    if rank >= tasks:  # a heterogeneous job counts its tasks through, but lists them apart
+        raise SettingsError(
+            f"SLURM_PROCID={rank} is not among the {tasks} tasks of the step; pass --num_machines, "
+            "--machine_rank and --main_process_ip to go without SLURM"
+        )
+    return SlurmPlace(
+        hosts,
+        in_step=True,
+        tasks=tasks,
+        tasks_here=counts[machine_rank] if machine_rank < len(counts) else 1,
+        machine_rank=machine_rank,
+        rank=rank,
+        local_rank=_number(environment, "SLURM_LOCALID", 0),
+        port=_port(job, step),
+    )
+
+
+def _in_a_shell(environment: Mapping[str, str]) -> bool:
+    """In the shell of `srun --pty`, whose other tasks nobody waits for."""
+    return "SLURM_PTY_PORT" in environment and sys.stdin is not None and sys.stdin.isatty()
+
+
+def _port(job: int, step: int) -> int:
+    return _FIRST_PORT + (job * 31 + step) % _PORTS
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal() or len(text) > 18:
+        raise SettingsError(
+            f"{name}={text!r} is not what SLURM writes; unset SLURM_JOB_ID to go without SLURM"
+        )
+    return int(text)
+
+
+def _hosts(environment: Mapping[str, str], *names: str) -> tuple[str, ...]:
+    text = next((environment[name] for name in names if environment.get(name)), "")
+    hosts = expand_hosts(text)
+    if not hosts:
+        raise SettingsError(f"{names[0]} is not set; unset SLURM_JOB_ID to go without SLURM")
+    return hosts
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """The machines of a list as SLURM writes it.
+
+    Raises:
+        SettingsError: the brackets do not fit.
+
+    Example:
+        >>> from accel_callbacks.launching.slurm import expand_hosts
+        >>> expand_hosts("login,node[01-03,7]")
+        ('login', 'node01', 'node02', 'node03', 'node7')
+    """
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if ",".join(parts) != text:
+        raise SettingsError(f"{text[:80]!r} is not a list of machines as SLURM writes it")
+    hosts: list[str] = []
+    for part in parts:
+        names = [""]
+        for piece in re.findall(r"\[[^\]]*\]|[^\[\]]+", part):
+            endings = _numbers(piece[1:-1]) if piece.startswith("[") else [piece]
+            if len(names) * len(endings) + len(hosts) > _MOST_HOSTS:
+                raise SettingsError(f"{text[:80]!r} are more machines than any cluster has")
+            names = [name + ending for name in names for ending in endings]
+        hosts += names
+    return tuple(hosts)
+
+
+def _numbers(text: str) -> list[str]:
+    """``01-03,7`` as texts that keep their zeros."""
+    found: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        if match is None:
+            raise SettingsError(f"[{text[:80]}] is not a range of machines as SLURM writes it")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last - first > _MOST_HOSTS:
+            raise SettingsError(f"[{text[:80]}] are more machines than any cluster has")
+        found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
+    return found
+
+
+def expand_tasks(text: str) -> tuple[int, ...]:
+    """The tasks of each machine, from a text such as ``2(x3),1``.
+
+    Raises:
+        SettingsError: it is no such text.
+
+    Example:
+        >>> from accel_callbacks.launching.slurm import expand_tasks
+        >>> expand_tasks("2(x3),1")
+        (2, 2, 2, 1)
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if match is None:
+            raise SettingsError(f"{text[:80]!r} are not tasks per machine as SLURM writes them")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)

@@ -1,0 +1,92 @@
+"""Processes on the cores of a TPU: torch_xla starts them, each calls a function of the script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from accel_callbacks.launching.options import SettingsError
+
+__all__ = ["call_main", "launch_on_tpu"]
+
+
+def launch_on_tpu(script: str, arguments: Sequence[str], function: str, one: bool) -> None:
+    """Call the script's training function once on each core of the TPU of this machine.
+
+    Args:
+        script: path of the script, or name of the module.
+        arguments: what the script finds in ``sys.argv``.
+        function: name of its training function, which takes no argument or an index.
+        one: one process only, in this one.
+
+    Raises:
+        SettingsError: torch_xla is not installed.
+
+    Example:
+        >>> from accel_callbacks.launching.tpu import launch_on_tpu
+        >>> launch_on_tpu("train.py", [], "main", one=True)
+        Traceback (most recent call last):
+        ...
+        accel_callbacks.launching.options.SettingsError: a launch on a TPU needs torch_xla...
+    """
+    from importlib import import_module
+
+    try:
+        torch_xla = import_module("torch_xla")
+    except ImportError as error:
+        raise SettingsError(
+            f"a launch on a TPU needs torch_xla ({error}): pip install 'torch_xla[tpu]', in the "
+            "release of the installed torch; without a TPU, leave out --tpu or pass "
+            "--distributed_type NO"
+        ) from None
+    start = getattr(torch_xla, "launch", None)
+    given = (script, tuple(arguments), function)
+    if start is not None:
+        start(call_main, args=given, debug_single_process=one)
+        return
+    before = import_module("torch_xla.distributed.xla_multiprocessing")  # torch_xla under 2.4
+    before.spawn(call_main, args=given, nprocs=1 if one else None)
+
+
+def call_main(index: int, script: str, arguments: Sequence[str], function: str) -> None:
+    """In a process that torch_xla has started: load the script, and call its function.
+
+    Its ``__main__`` block does not run.
+
+    Raises:
+        SettingsError: the script has no such function.
+
+    Example:
+        >>> from accel_callbacks.launching.tpu import call_main
+        >>> call_main(0, "timeit", [], "default_timer_of_no_module")
+        Traceback (most recent call last):
+        ...
+        accel_callbacks.launching.options.SettingsError: timeit has no function ...
+    """
+    import inspect
+
+    sys.argv[:] = [script, *arguments]
+    main = getattr(_load(script), function, None)
+    if not callable(main):
+        raise SettingsError(
+            f"{script} has no function {function!r}, which each process of a TPU calls: name it "
+            "with --main_training_function"
+        )
+    main(*([index] if inspect.signature(main).parameters else []))
+
+
+def _load(script: str) -> ModuleType:
+    """Import the script under a name whose ``__main__`` block does not run, as spawned ones do."""
+    import os
+    from importlib import import_module
+    from importlib.machinery import SourceFileLoader
+
+    if not os.path.isfile(script):
+        return import_module(script)
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    module = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__mp_main__")
+    loader = SourceFileLoader("__mp_main__", os.path.abspath(script))
+    vars(module).update(__file__=loader.path, __loader__=loader)
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,50 @@
+"""What a launch does with the GPUs of this machine, or without any."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_callbacks.cli import launch
+from accel_callbacks.cli.main import main
+from accel_callbacks.launching import machine
+
+
+@pytest.mark.parametrize(("word", "gpus", "count"), [("cpu", 4, 6), ("auto", 4, 4), ("auto", 0, 6)])
+def test_processes_by_a_word(
+    word: str,
+    gpus: int,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "_count_devices", lambda: gpus)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 6)
+    assert main(["launch", "--dry_run", "--nproc_per_node", word, "-m", "timeit"]) == 0
+    assert f"--nproc-per-node {count} " in capsys.readouterr().out
+
+
+def test_gpus_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "_count_devices", lambda: 0)
+    monkeypatch.setattr(machine, "has_driver", lambda kind, root: False)
+    for words in (["--nproc_per_node", "gpu"], ["--multi_gpu", "--num_processes", "2"]):
+        assert main(["launch", *words, "-m", "timeit"]) == 2
+        assert "this machine shows no GPU" in capsys.readouterr().err
+    # What would run on other machines can be looked at here.
+    assert main(["launch", "--dry_run", *words, "-m", "timeit"]) == 0
+
+
+def test_the_help_says_what_turns_a_switch_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--help"]) == 0
+    assert "turns --debug off" in capsys.readouterr().out
+
+
+def test_an_option_that_has_no_effect_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--same_network", "--machine_rank", "0", "--fsdp_version", "2"]
+    assert main(["launch", "--dry_run", *words, "-m", "timeit"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in told] == [
+        " --same_network has no effect",
+        " --fsdp_version has no effect",
+    ]
