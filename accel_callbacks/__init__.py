@@ -54,6 +54,7 @@ _HOME = {
     "broadcast_object": "collectives",
     "broadcast_object_list": "collectives",
     "clear_device_cache": "memory",
+    "debug_launcher": "launching.notebook",
     "find_executable_batch_size": "memory",
     "gather": "collectives",
     "gather_object": "collectives",
@@ -65,6 +66,7 @@ _HOME = {
     "local_main_process_only": "process",
     "main_process_first": "process",
     "main_process_only": "process",
+    "notebook_launcher": "launching.notebook",
     "on_local_process": "process",
     "on_process": "process",
     "pad_across_processes": "collectives",
@@ -116,6 +118,8 @@ if TYPE_CHECKING:
     from accel_callbacks.gradient_state import GradientState as GradientState
     from accel_callbacks.handles import AcceleratorState as AcceleratorState
     from accel_callbacks.handles import PartialState as PartialState
+    from accel_callbacks.launching.notebook import debug_launcher as debug_launcher
+    from accel_callbacks.launching.notebook import notebook_launcher as notebook_launcher
     from accel_callbacks.local_sgd import LocalSGD as LocalSGD
     from accel_callbacks.logging import MultiProcessAdapter as MultiProcessAdapter
     from accel_callbacks.logging import get_logger as get_logger

@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from accel_callbacks import broadcast_object as broadcast_object
     from accel_callbacks import broadcast_object_list as broadcast_object_list
     from accel_callbacks import clear_device_cache as clear_device_cache
+    from accel_callbacks import debug_launcher as debug_launcher
     from accel_callbacks import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks import gather as gather
     from accel_callbacks import gather_object as gather_object
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from accel_callbacks import local_main_process_only as local_main_process_only
     from accel_callbacks import main_process_first as main_process_first
     from accel_callbacks import main_process_only as main_process_only
+    from accel_callbacks import notebook_launcher as notebook_launcher
     from accel_callbacks import on_local_process as on_local_process
     from accel_callbacks import on_process as on_process
     from accel_callbacks import pad_across_processes as pad_across_processes

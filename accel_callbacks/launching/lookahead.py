@@ -1,0 +1,114 @@
+"""What a forked process of this one will be able to do, found out by one that tries."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Prospect", "look_ahead"]
+
+_FOR_DEVICES = 60.0  # seconds; a driver may be slow to wake up
+_FOR_THREADS = 1.0  # takes milliseconds, or for ever
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What forked processes can do.
+
+    Args:
+        devices: accelerators that they can use.
+        spoiled: accelerators are here, but not for them: this process has used one already.
+        threaded: they may compute with several threads.
+
+    Example:
+        >>> from accel_callbacks.launching.lookahead import Prospect
+        >>> Prospect(devices=2).spoiled
+        False
+    """
+
+    devices: int = 0
+    spoiled: bool = False
+    threaded: bool = False
+
+
+def look_ahead(*, devices: bool, threads: int) -> Prospect:
+    """Fork once and try.
+
+    This process must not ask for devices itself: that alone can spoil CUDA for its forks. And
+    whether OpenMP has run here before, in which case its threads hang in forks, cannot be asked.
+
+    Args:
+        devices: whether to look for accelerators.
+        threads: how many each process should compute with.
+
+    Raises:
+        RuntimeError: the fork died or hung while it looked for devices.
+
+    Example:
+        >>> from accel_callbacks.launching.lookahead import look_ahead
+        >>> look_ahead(devices=False, threads=1)
+        Prospect(devices=0, spoiled=False, threaded=False)
+    """
+    if not devices and threads < 2:
+        return Prospect()
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, of forks and threads
+        child = os.fork()
+    if child == 0:
+        _try(devices, threads, writing)
+    os.close(writing)
+    try:
+        found = _line(reading, _FOR_DEVICES)
+        if found is None:
+            raise RuntimeError(
+                "a fork of this process that looked for GPUs gave no answer: see whether their "
+                "driver works (nvidia-smi), then restart the kernel. debug_launcher goes without."
+            )
+        spoiled = found == "spoiled"
+        threaded = threads > 1 and _line(reading, _FOR_THREADS) == "threads"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+    return Prospect(0 if spoiled else int(found), spoiled, threaded)
+
+
+def _try(devices: bool, threads: int, writing: int) -> None:
+    """In the fork: one line about devices, one about threads."""
+    try:
+        os.write(writing, f"{_devices() if devices else 0}\n".encode())
+        if threads > 1:
+            torch.set_num_threads(threads)
+            torch.ones(1 << 18).exp_().sum()
+            torch.ones(256, 256) @ torch.ones(256, 256)
+            os.write(writing, b"threads\n")
+    finally:
+        os._exit(0)
+
+
+def _devices() -> int | str:
+    for module in (torch.cuda, torch.xpu, torch.mps):
+        in_bad_fork = getattr(module, "_is_in_bad_fork", None)
+        if in_bad_fork is not None and in_bad_fork():
+            return "spoiled"
+    usable = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    # Torch does not notice all ways to wake up CUDA; then its driver counts more than can be used.
+    return "spoiled" if torch.cuda.device_count() > usable else usable
+
+
+def _line(reading: int, seconds: float) -> str | None:
+    """The next line, None where none comes in time or the fork has died."""
+    text = b""
+    while not text.endswith(b"\n"):
+        ready, _, _ = select.select([reading], [], [], seconds)
+        byte = os.read(reading, 1) if ready else b""
+        if not byte:
+            return None
+        text += byte
+    return text.decode().strip()

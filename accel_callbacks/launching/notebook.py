@@ -1,0 +1,284 @@
+"""``notebook_launcher`` and ``debug_launcher``: several processes from a cell of a notebook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_callbacks.config import PRECISIONS, resolve_config
+from accel_callbacks.errors import nearest
+from accel_callbacks.launching.forked import ForkPlan, run_forked
+from accel_callbacks.launching.kernel import changed_environment
+from accel_callbacks.launching.lookahead import Prospect, look_ahead
+from accel_callbacks.launching.machine import usable_cores
+from accel_callbacks.state import destroy_topology, is_initialized
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+_PORT = 29500
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: int | str | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> list[Any]:
+    """Run a function on several processes from a notebook, and return what each of them returned.
+
+    The processes are copies of this one (forks), so functions, classes and data of the notebook are
+    there. Make the Accelerator inside of the function. One process alone is no copy: the function
+    is called right here.
+
+    Args:
+        function: what to run on each process.
+        args: its arguments.
+        num_processes: on this machine; one for each GPU where ``None``, one without a GPU.
+        mixed_precision: of each Accelerator that is not told another: ``"no"``, ``"fp16"``,
+            ``"bf16"`` or ``"fp8"``; ``ACCEL_MIXED_PRECISION``, else ``"no"``, where ``None``.
+        use_port: at which the processes meet; a free one on one machine, 29500 on several, where
+            ``None``; 0 is a free one too.
+        master_addr: address of the first machine.
+        node_rank: 0 on the first machine, 1 on the next. The cell is run on each.
+        num_nodes: machines that take part.
+        rdzv_backend: how machines find each other: ``"static"`` or ``"c10d"``.
+        rdzv_endpoint: ``host:port`` to meet at; ``master_addr`` and ``use_port`` where empty.
+        rdzv_conf: more options of the rendezvous.
+        rdzv_id: the same on all machines of a run.
+        max_restarts: how often all processes are started again after a failure.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: what each line of a process begins with, such as
+            ``"[${rank}] "``.
+
+    Returns:
+        What the function returned on each process of this machine, by rank. Tensors are on the CPU.
+
+    Raises:
+        RemoteError: a process failed; its traceback is in the text, and all processes have ended.
+        RuntimeError: CUDA was already used here, or an Accelerator made; or the processes did not
+            find each other.
+        ValueError: an option that makes no sense.
+
+    Example:
+        >>> from accel_callbacks import Accelerator, notebook_launcher
+        >>> def train(factor):
+        ...     accel = Accelerator(cpu=True)
+        ...     return factor * accel.process_index
+        >>> notebook_launcher(train, args=(10,), num_processes=2)
+        [0, 10]
+    """
+    _call_checked("notebook_launcher", function, args)
+    _check_numbers(1, num_processes=num_processes, num_nodes=num_nodes)
+    _check_numbers(0, node_rank=node_rank, max_restarts=max_restarts)
+    plan = ForkPlan(
+        where="notebook_launcher",
+        processes=num_processes or 0,
+        machines=num_nodes,
+        conf=dict(rdzv_conf or {}),
+        run_id=str(rdzv_id),
+        environment=_handed_on(mixed_precision),
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        prefix=log_line_prefix_template or None,
+    )
+    _check_plan(plan)
+    plan = _meeting(plan, rdzv_backend, rdzv_endpoint, master_addr, use_port, node_rank)
+    plain = num_nodes == 1 and not max_restarts and plan.prefix is None
+    if num_processes == 1 and plain:
+        return [_call_here(plan, function, args)]
+    prospect = look_ahead(devices=not _on_cpu(), threads=_threads_for(num_processes or 1))
+    here = num_processes or max(1, _devices(prospect))
+    if here == 1 and plain:
+        return [_call_here(plan, function, args)]
+    _nothing_begun("notebook_launcher")
+    _check_devices(here, prospect)
+    threads, on_cpu = _threads_for(here, prospect), not prospect.devices
+    plan = replace(plan, processes=here, threads=threads, on_cpu=on_cpu)
+    return run_forked(plan, function, args)
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> list[Any]:
+    """Run a function on several processes on the CPU, and return what each of them returned.
+
+    For tests, and for trying out on a laptop what will run on GPUs: they are left alone.
+
+    Args:
+        function: what to run on each process; it makes its own Accelerator.
+        args: its arguments.
+        num_processes: how many.
+
+    Returns:
+        What the function returned on each process, by rank.
+
+    Raises:
+        RemoteError: a process failed; its traceback is in the text, and all processes have ended.
+        RuntimeError: an Accelerator was already made in this process.
+
+    Example:
+        >>> from accel_callbacks import Accelerator, debug_launcher
+        >>> def world():
+        ...     return Accelerator().num_processes
+        >>> debug_launcher(world)
+        [2, 2]
+    """
+    _call_checked("debug_launcher", function, args)
+    _check_numbers(1, num_processes=num_processes)
+    _nothing_begun("debug_launcher")
+    prospect = look_ahead(devices=False, threads=_threads_for(num_processes))
+    plan = ForkPlan(
+        where="debug_launcher",
+        processes=num_processes,
+        environment={"ACCEL_CPU": "1", "ACCEL_MIXED_PRECISION": "no"},
+        threads=_threads_for(num_processes, prospect),
+        on_cpu=True,
+    )
+    return run_forked(plan, function, args)
+
+
+def _call_checked(where: str, function: Any, args: Any) -> None:
+    """Refuse what cannot be called, and arguments that are no tuple."""
+    if not hasattr(os, "fork"):
+        raise RuntimeError(
+            f"{where} needs a system that can fork processes, which this one cannot: save the code "
+            "to a file and start it with `accel launch`."
+        )
+    if not callable(function):
+        raise TypeError(
+            f"{where} takes the function itself, not a {type(function).__name__}: write "
+            f"{where}(train, args=(...)), not {where}(train(...))."
+        )
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise TypeError(f"args={args!r} must be a tuple: write args=({args!r},) for one argument.")
+
+
+def _nothing_begun(where: str) -> None:
+    """Refuse where this process has joined, or settled on, what its forks must do anew."""
+    if is_initialized():
+        raise RuntimeError(
+            f"{where}: an Accelerator or PartialState was already made in this process, and its "
+            "forks would inherit it. Make it inside of the function, and run "
+            "`PartialState().destroy_process_group()` here, or restart the kernel."
+        )
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            f"{where}: this process is in a process group already. Run "
+            "`torch.distributed.destroy_process_group()`, or restart the kernel."
+        )
+
+
+def _threads_for(processes: int, prospect: Prospect | None = None) -> int:
+    """Threads of each process: OMP_NUM_THREADS, else its share of the cores, if they would work."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    wanted = int(given) if given.isdigit() else usable_cores() // processes
+    if prospect is not None and not prospect.threaded:
+        return 1
+    return max(1, wanted)
+
+
+def _check_numbers(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r} must be a whole number.")
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+
+
+def _check_plan(plan: ForkPlan) -> None:
+    """Values that torch's launcher would stumble over later, and without naming the option."""
+    interval, prefix = plan.monitor_interval, plan.prefix
+    if not isinstance(interval, int | float) or not interval > 0:
+        raise ValueError(f"monitor_interval={interval!r} must be seconds above 0, such as 0.1.")
+    if not isinstance(prefix, str | None):
+        raise TypeError(f"log_line_prefix_template={prefix!r} must be a text, or None.")
+    if "/" in plan.run_id:
+        raise ValueError(f"rdzv_id={plan.run_id!r} must have no '/'.")
+
+
+def _handed_on(precision: str | None) -> dict[str, str]:
+    """The options of the Accelerator, as variables."""
+    if precision is None:
+        return {}
+    name = str(getattr(precision, "value", precision)).lower()
+    if name not in PRECISIONS:
+        raise ValueError(
+            f"mixed_precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}."
+            + nearest(name, PRECISIONS)
+        )
+    return {"ACCEL_MIXED_PRECISION": name}
+
+
+def _meeting(
+    plan: ForkPlan, backend: str, endpoint: str, host: str, port: int | str | None, rank: int
+) -> ForkPlan:
+    """Where the processes meet; nothing to say for one machine that is given nothing."""
+    if not rank < plan.machines:
+        raise ValueError(
+            f"node_rank={rank} must be from 0 to {plan.machines - 1}, as num_nodes={plan.machines}."
+        )
+    number = str(_PORT if port is None else port)
+    if not number.isdecimal() or int(number) > 65535:
+        raise ValueError(f"use_port={port!r} must be a number up to 65535, such as {_PORT}.")
+    free = port is None or int(number) == 0
+    if plan.machines == 1 and free and not endpoint and backend in ("static", "c10d"):
+        return plan
+    if int(number) == 0 and not endpoint:
+        raise ValueError(f"use_port={port!r}: machines cannot agree on a free port; name one.")
+    conf = {**plan.conf, "rank": rank} if backend == "static" else plan.conf
+    return replace(plan, backend=backend, endpoint=endpoint or f"{host}:{number}", conf=conf)
+
+
+def _call_here(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """One process is this one; what it has begun, it ends, so that the next launch is free."""
+    begun = is_initialized()
+    with changed_environment(plan.environment):
+        try:
+            return function(*args)
+        finally:
+            if not begun:
+                destroy_topology()
+
+
+def _on_cpu() -> bool:
+    return resolve_config({}, os.environ).cpu
+
+
+def _devices(prospect: Prospect) -> int:
+    """Where this process has used them, it can count them itself."""
+    return torch.accelerator.device_count() if prospect.spoiled else prospect.devices
+
+
+def _check_devices(processes: int, prospect: Prospect) -> None:
+    if prospect.spoiled:
+        built = torch.accelerator.current_accelerator()
+        kind = built.type.upper() if built is not None else "an accelerator"
+        raise RuntimeError(
+            f"notebook_launcher: {kind} was already used in this process, so that its forks cannot "
+            "use it. Restart the kernel, and keep out of other cells what touches it: tensors or "
+            "models `.to(...)` it, `torch.cuda.is_available()`, an Accelerator, and imports that "
+            "do so. For the CPU alone, use debug_launcher."
+        )
+    if prospect.devices and processes > prospect.devices:
+        raise ValueError(
+            f"num_processes={processes}, but this machine shows {prospect.devices} devices. Use at "
+            "most as many, or debug_launcher for processes on the CPU."
+        )
