@@ -57,6 +57,10 @@ class TorchSource:
         _refuse_repetition(self._state, where)
         self.infos = {key: WeightInfo(t.dtype, tuple(t.shape)) for key, t in self._state.items()}
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a stored tensor itself; tied ones share their memory."""
+        return self._state[name]
+
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
         """Copy tensors into their targets."""
         for key, target in wanted:
@@ -77,6 +81,19 @@ def read_torch_file(file: WeightFile) -> dict[str, torch.Tensor]:
         except Exception as error:  # damaged input takes torch in many ways
             raise _refusal(file.where, error) from error
     return _state_dict(document, file.where)
+
+
+def read_restricted(reader: RangeReader, where: str) -> Any:
+    """Read what one `torch.save` wrote into a part of a file; as restricted as all of this."""
+    stream = io.BufferedReader(_RangeFile(reader), _READ_AHEAD)
+    try:
+        _refuse_compressed(stream, where)
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError, CorruptCheckpointError):
+        raise
+    except Exception as error:  # damaged input takes torch in many ways
+        raise _refusal(where, error) from error
 
 
 def _unpickle(file: WeightFile, reader: RangeReader, is_zip: bool) -> Any:

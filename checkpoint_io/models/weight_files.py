@@ -1,4 +1,4 @@
-"""Finding the weights at a place: a checkpoint, safetensors or torch files, or an index."""
+"""Finding the weights at a place: a checkpoint of ours or torch's, weight files, or an index."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.layout.names import MANIFEST, save_id_of
 from checkpoint_io.layout.tensorfile import MAX_HEADER
+from checkpoint_io.models.dcp_source import DCP_METADATA, DcpSource
 from checkpoint_io.models.hub_cache import blobs_of
 from checkpoint_io.models.safetensors_source import SafetensorsSource
 from checkpoint_io.models.torch_files import TorchSource
@@ -85,6 +86,8 @@ def _open_folder(
         from checkpoint_io.models.checkpoint_source import CheckpointSource
 
         return CheckpointSource(store.url, model_index, storage_options)
+    if DCP_METADATA in present:
+        return DcpSource(store)
     for name in (TORCH_SINGLE, TORCH_INDEX):
         if name in present:
             return _open_file(store, present, name)

@@ -112,7 +112,8 @@ def load_model(
             a `.safetensors` file; a `.bin`, `.pt` or `.pth` file of `torch.save`, which must hold
             a dict of tensors and is read with `weights_only=True`; an `.index.json`; a folder
             with `model.safetensors`, or an index and its shards, or `pytorch_model.bin`; a
-            checkpoint of this package (of it, `models/<model_index>`, or else `model`).
+            checkpoint of this package (of it, `models/<model_index>`, or else `model`); a folder
+            of `torch.distributed.checkpoint` (of it, the model), whose pickles are not executed.
         only: which stored names to take: glob patterns or a function; default all.
         rename: prefixes of stored names to their replacements, or a function.
         strict: missing and unexpected names, and patterns that match nothing, are errors.

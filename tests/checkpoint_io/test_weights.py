@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from checkpoint_io import (
@@ -23,6 +24,8 @@ from checkpoint_io import (
     save,
     save_model,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Tied(torch.nn.Module):
@@ -116,9 +119,14 @@ def as_hub_snapshot(model: torch.nn.Module, folder: Path) -> Path:
     return snapshot
 
 
+def as_dcp(model: torch.nn.Module, folder: Path) -> Path:
+    dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
 LAYOUTS = [
     as_file, as_folder, as_shards, as_index, as_checkpoint, as_plain_checkpoint, as_bin, as_pt,
-    as_old_pth, as_bin_shards, as_hub_snapshot,
+    as_old_pth, as_bin_shards, as_hub_snapshot, as_dcp,
 ]  # fmt: skip
 Write = Callable[[torch.nn.Module, Path], Path]
 

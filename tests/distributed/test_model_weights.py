@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import checkpoint_io
@@ -95,13 +96,22 @@ def load_sharded(path: str, only: str | None = None) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("kind", ["single", "shards", "checkpoint", "torch"])
+def save_dcp(path: str) -> None:
+    dcp.save({"model": sharded_model().state_dict()}, checkpoint_id=path)
+
+
+@pytest.mark.parametrize("kind", ["single", "shards", "checkpoint", "torch", "dcp"])
 def test_sharded_parameters_take_their_part(pool: Any, tmp_path: Path, kind: str) -> None:
     weights = wanted()
     if kind == "checkpoint":
         checkpoint_io.save(tmp_path, {"models": {"0": weights}})
     elif kind == "torch":
         torch.save(weights, tmp_path / "pytorch_model.bin")
+    elif kind == "dcp":
+        pool.run(save_dcp, str(tmp_path))
+        state = load_model_state(tmp_path)
+        assert state.keys() == weights.keys()
+        assert all(torch.equal(state[key], value) for key, value in weights.items())
     else:
         save_model(weights, tmp_path, max_shard_size="100B" if kind == "shards" else "5GB")
     for loaded in pool.run(load_sharded, str(tmp_path)):

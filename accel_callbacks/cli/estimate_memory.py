@@ -1,0 +1,236 @@
+"""``accel estimate-memory``: how much memory a model takes, without making its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_callbacks.cli.ckpt_text import size_of, table, to_json
+from accel_callbacks.cli.options import CommandError, CommandParser, suggestion
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_callbacks.sizes import MemoryEstimate, ModelSizes
+
+DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")
+_NOTES = """\
+Inference: weights and buffers. Training with Adam: fp32 weights, gradients and two states; with
+fp16 and bf16 (mixed precision) also the 16-bit copies of the weights that autocast makes.
+Not counted: activations, which grow with the batch; temporary memory; torch itself."""
+
+
+def configure(parser: CommandParser) -> None:
+    """Add the options of ``accel estimate-memory``."""
+    parser.add_argument(
+        "model",
+        help="folder with a config.json of transformers, such a file, the name of a model on the "
+        "hub, or module:factory, where calling factory makes a torch.nn.Module",
+    )
+    parser.option(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=list(DTYPES),
+        metavar="DTYPE",
+        help=f"which ones of {', '.join(DTYPES)} (default: all)",
+    )
+    parser.option(
+        "--kwargs",
+        type=_keywords,
+        default={},
+        metavar="JSON",
+        help="keyword arguments of the factory, as a JSON object",
+    )
+    parser.option(
+        "--device",
+        choices=["meta", "cpu"],
+        default="meta",
+        help="where the model is made: meta takes no memory (default); cpu for code that needs "
+        "real numbers",
+    )
+    parser.option(
+        "--trust_remote_code", action="store_true", help="run the code that comes with the config"
+    )
+    parser.option("--json", action="store_true", help="print bytes as JSON")
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"layers\": 2}}'")
+    return value
+
+
+def run(args: Namespace) -> int:
+    """Make the model on the meta device and print its sizes."""
+    if args.kwargs and not _is_factory(args.model):
+        raise CommandError("--kwargs is for module:factory; a config says what its model is like")
+    from accel_callbacks.sizes import model_sizes  # imports torch
+
+    sizes = model_sizes(_make(args), args.dtypes)
+    print(_as_json(args.model, sizes) if args.json else _as_text(args.model, sizes))
+    return 0
+
+
+# --- the model ------------------------------------------------------------------------------
+
+
+def _is_factory(name: str) -> bool:
+    """Tell ``module:factory`` from a path and from a name on the hub."""
+    return ":" in name and "/" not in name and os.sep not in name and not Path(name).exists()
+
+
+def _make(args: Namespace) -> torch.nn.Module:
+    """Make the model that was named."""
+    import torch
+
+    with torch.device(args.device):
+        if _is_factory(args.model):
+            return _from_factory(args.model, args.kwargs, args.device)
+        return _from_config(args.model, args.trust_remote_code)
+
+
+def _from_factory(name: str, kwargs: Mapping[str, Any], device: str) -> torch.nn.Module:
+    """Import and call ``module:factory``; what it is made of is the user's code."""
+    import torch
+
+    module_name, _, path = name.partition(":")
+    with _importing_from_here():
+        try:
+            found: Any = import_module(module_name)
+        except Exception as error:
+            raise CommandError(f"cannot import {module_name!r}: {_first_line(error)}") from error
+        for part in path.split("."):
+            if not hasattr(found, part):
+                hint = suggestion(part, dir(found))
+                raise CommandError(f"{module_name!r} has no {path!r}{hint}")
+            found = getattr(found, part)
+        try:
+            model = found if isinstance(found, torch.nn.Module) else found(**kwargs)
+        except Exception as error:
+            advice = "; if it needs real numbers, add --device cpu" if device == "meta" else ""
+            raise CommandError(f"{name} failed: {_first_line(error)}{advice}", 1) from error
+    if not isinstance(model, torch.nn.Module):
+        raise CommandError(f"{name} makes a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+@contextmanager
+def _importing_from_here() -> Iterator[None]:
+    """Look for modules in the working directory too, as ``python -m`` does."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(here)
+
+
+def _from_config(name: str, trust: bool) -> torch.nn.Module:
+    """Make the model of a transformers config, without its weights."""
+    path = Path(name)
+    if not path.exists() and (path.is_absolute() or name.startswith(".") or path.suffix):
+        raise CommandError(f"no file or folder {name!r} (looked from {os.getcwd()})")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise CommandError(f"{name} has no config.json: name the folder of a transformers model")
+    try:
+        import transformers
+    except ImportError as error:
+        raise CommandError(
+            f"a transformers config needs that package: pip install transformers ({error})"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        return _of_config(transformers, config, trust)
+    except OSError as error:
+        raise CommandError(_unread(name, path, error), 1) from error
+    except Exception as error:  # configs of all ages, and code that comes with them
+        raise CommandError(
+            f"transformers makes no model of {name}: {type(error).__name__}: {_first_line(error)}",
+            1,
+        ) from error
+
+
+def _of_config(transformers: Any, config: Any, trust: bool) -> torch.nn.Module:
+    """Prefer the class that the config names, which has the head."""
+    for name in getattr(config, "architectures", None) or ():
+        if (known := getattr(transformers, name, None)) is not None:
+            return known(config)  # type: ignore[no-any-return]
+    for auto in getattr(config, "auto_map", None) or {}:
+        if auto.startswith("AutoModel") and (known := getattr(transformers, auto, None)):
+            return known.from_config(config, trust_remote_code=trust)  # type: ignore[no-any-return]
+    return transformers.AutoModel.from_config(config)  # type: ignore[no-any-return]
+
+
+def _unread(name: str, path: Path, error: OSError) -> str:
+    """Say why there is no config."""
+    if path.exists():
+        return f"transformers cannot read {name}: {_first_line(error)}"
+    return (
+        f"{name!r} is no file or folder here, and the hub did not give its config (no network, no "
+        "such model, or no access): give a local folder or config.json, or module:factory. "
+        f"transformers says: {_first_line(error)}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """Return one line of an error, or its kind."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+# --- the output -----------------------------------------------------------------------------
+
+
+def _as_text(name: str, sizes: ModelSizes) -> str:
+    """Return the table and what it means."""
+    rows = [
+        (e.dtype, size_of(e.weights), size_of(e.largest_layer), _training(e))
+        for e in sizes.estimates.values()
+    ]
+    head = ("DTYPE", "INFERENCE", "LARGEST LAYER", "TRAINING")
+    frozen = sizes.parameters - sizes.trainable
+    held = f"{sizes.parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
+    named = ", ".join(dict.fromkeys(e.layer_name for e in sizes.estimates.values()))
+    return f"{name}: {held}\n{table(head, rows)}\nLargest layer: {named}.\n{_NOTES}"
+
+
+def _training(estimate: MemoryEstimate) -> str:
+    return "-" if estimate.training is None else size_of(estimate.training.total)
+
+
+def _as_json(name: str, sizes: ModelSizes) -> str:
+    """Return every number in bytes."""
+    return to_json(
+        {
+            "model": name,
+            "parameters": sizes.parameters,
+            "trainable": sizes.trainable,
+            "buffers": sizes.buffers,
+            "counts_activations": False,
+            "dtypes": {e.dtype: _plain(e) for e in sizes.estimates.values()},
+        }
+    )
+
+
+def _plain(estimate: MemoryEstimate) -> dict[str, Any]:
+    parts = estimate.training
+    return {
+        "inference": estimate.weights,
+        "largest_layer": estimate.largest_layer,
+        "largest_layer_name": estimate.layer_name,
+        "training": None if parts is None else {**vars(parts), "total": parts.total},
+    }

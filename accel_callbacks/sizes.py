@@ -1,0 +1,230 @@
+"""How much memory a model's weights, gradients and optimizer states take, without making them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from accel_callbacks.errors import nearest
+
+__all__ = ["ESTIMATED_DTYPES", "MemoryEstimate", "ModelSizes", "TrainingMemory", "model_sizes"]
+
+ESTIMATED_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")
+
+_QUANTISED_BITS = {"int8": 8, "int4": 4}
+_BLOCK = 64  # weights that share one scale in int4
+_SCALE = 4  # bytes of a scale, and of Adam's step counter
+_LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D")
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """What training with Adam holds all the time, in bytes.
+
+    Args:
+        weights: parameters and buffers; of mixed precision the fp32 ones that Adam updates.
+        copies: of mixed precision, what autocast makes of the weights it computes with.
+        gradients: one for each parameter that is trained.
+        optimizer: Adam's two averages, and its step counters.
+
+    Example:
+        >>> from accel_callbacks.sizes import TrainingMemory
+        >>> TrainingMemory(weights=4, copies=2, gradients=4, optimizer=8).total
+        18
+    """
+
+    weights: int
+    copies: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.copies + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The sizes of a model in one dtype, in bytes.
+
+    Args:
+        dtype: one of :data:`ESTIMATED_DTYPES`.
+        weights: parameters and buffers, as inference holds them.
+        largest_layer: the largest part that has to be on one device.
+        layer_name: which one that is.
+        training: None for a dtype that nobody trains in.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.sizes import model_sizes
+        >>> model_sizes(torch.nn.Linear(3, 2)).estimates["bf16"].weights
+        16
+    """
+
+    dtype: str
+    weights: int
+    largest_layer: int
+    layer_name: str
+    training: TrainingMemory | None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What is known of a model's size.
+
+    Args:
+        parameters: how many numbers they are; tied ones count once.
+        trainable: how many of them require gradients.
+        buffers: how many numbers the buffers hold.
+        estimates: by dtype.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.sizes import model_sizes
+        >>> model_sizes(torch.nn.Linear(3, 2)).parameters
+        8
+    """
+
+    parameters: int
+    trainable: int
+    buffers: int
+    estimates: Mapping[str, MemoryEstimate]
+
+
+def model_sizes(model: torch.nn.Module, dtypes: Iterable[str] = ESTIMATED_DTYPES) -> ModelSizes:
+    """Sizes of a model by dtype; activations are not counted.
+
+    fp32, fp16, bf16: every floating-point parameter and buffer has that type. int8, int4: the
+    weights of linear layers, but for the output layer, are stored in that many bits with their
+    scales (of 32 bits: one a row for int8, one for 64 weights for int4); the rest has 16 bits.
+
+    Args:
+        model: also one on the meta device, which takes no memory.
+        dtypes: which ones.
+
+    Raises:
+        ValueError: a dtype that is not among :data:`ESTIMATED_DTYPES`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.sizes import model_sizes
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(1000, 1000, bias=False)
+        >>> sizes = model_sizes(model).estimates["fp32"]
+        >>> sizes.weights, sizes.training.total
+        (4000000, 16000004)
+    """
+    chosen = list(dtypes)
+    for name in chosen:
+        if name not in ESTIMATED_DTYPES:
+            raise ValueError(
+                f"{name!r} is not one of {', '.join(ESTIMATED_DTYPES)}."
+                + nearest(name, ESTIMATED_DTYPES)
+            )
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    trained = [one for one in parameters if one.requires_grad]
+    measure = _Measure(model)
+    return ModelSizes(
+        sum(one.numel() for one in parameters),
+        sum(one.numel() for one in trained),
+        sum(one.numel() for one in buffers),
+        {name: measure.in_dtype(name) for name in chosen},
+    )
+
+
+class _Measure:
+    """Sizes of one model's tensors in any dtype."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tensors: Sequence[torch.Tensor] = [*model.parameters(), *model.buffers()]
+        self._trained = [one for one in model.parameters() if one.requires_grad]
+        self._layers = list(_layers(model))
+        self._quantised = _quantised(model)
+        self._cast = _cast(model)
+
+    def in_dtype(self, dtype: str) -> MemoryEstimate:
+        """Measure all parts."""
+        layers = {name: self._bytes(tensors, dtype) for name, tensors in self._layers}
+        largest = max(layers, key=lambda name: layers[name], default="")
+        return MemoryEstimate(
+            dtype,
+            self._bytes(self._tensors, dtype),
+            layers.get(largest, 0),
+            largest,
+            None if dtype in _QUANTISED_BITS else self._training(dtype),
+        )
+
+    def _bytes(self, tensors: Iterable[torch.Tensor], dtype: str) -> int:
+        return sum(self._one(tensor, dtype) for tensor in tensors)
+
+    def _one(self, tensor: torch.Tensor, dtype: str) -> int:
+        """Bytes of a tensor; converting a model leaves whole numbers as they are."""
+        count = tensor.numel()
+        if not tensor.is_floating_point():
+            return count * tensor.element_size()
+        if dtype in _QUANTISED_BITS and id(tensor) in self._quantised:
+            bits = _QUANTISED_BITS[dtype]
+            scales = self._quantised[id(tensor)] if bits == 8 else -(-count // _BLOCK)
+            return -(-count * bits // 8) + scales * _SCALE
+        return count * (4 if dtype == "fp32" else 2)
+
+    def _training(self, dtype: str) -> TrainingMemory:
+        """Adam; in 16 bits that is mixed precision, whose own weights stay in fp32."""
+        full = self._bytes(self._trained, "fp32")
+        cast = [one for one in self._trained if id(one) in self._cast]
+        return TrainingMemory(
+            weights=self._bytes(self._tensors, "fp32"),
+            copies=0 if dtype == "fp32" else self._bytes(cast, dtype),
+            gradients=full,
+            optimizer=2 * full + _SCALE * len(self._trained),
+        )
+
+
+def _layers(
+    module: torch.nn.Module, name: str = "", whole: Sequence[str] = ()
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """The parts of a model that stay together: leaves, and those that the model says not to split.
+
+    ``_no_split_modules`` is what models of transformers say it with.
+    """
+    whole = [*whole, *(getattr(module, "_no_split_modules", None) or ())]
+    children = list(module.named_children())
+    if name and (not children or type(module).__name__ in whole):
+        yield name, [*module.parameters(), *module.buffers()]
+        return
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own:
+        yield name or type(module).__name__, own
+    for child_name, child in children:
+        yield from _layers(child, f"{name}.{child_name}" if name else child_name, whole)
+
+
+def _quantised(model: torch.nn.Module) -> dict[int, int]:
+    """The weights that quantisation takes, by id, with their rows."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    kept = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters()}
+    return {
+        id(module.weight): module.weight.shape[0]
+        for module in model.modules()
+        if type(module).__name__ in _LINEAR
+        and isinstance(module.weight, torch.Tensor)
+        and module is not output
+        and id(module.weight) not in kept
+    }
+
+
+def _cast(model: torch.nn.Module) -> set[int]:
+    """The parameters that autocast makes 16-bit copies of: all but those of norms and look-ups."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if not _is_embedding(module) and "Norm" not in type(module).__name__
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _is_embedding(module: torch.nn.Module) -> bool:
+    return isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))

@@ -1,0 +1,258 @@
+"""``accel estimate-memory``: the numbers are those of real models, and mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_callbacks.cli.main import main
+from accel_callbacks.sizes import ESTIMATED_DTYPES, model_sizes
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Tied(nn.Module):
+    """An embedding, a norm, layers, and a head that shares the embedding's weight."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(5), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Run all of it."""
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        return self.head(self.norm(hidden))
+
+
+def held(tensors: Any) -> int:
+    """Bytes of real tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def everything(model: nn.Module) -> int:
+    return held([*model.parameters(), *model.buffers()])
+
+
+def meta(**options: int) -> nn.Module:
+    with torch.device("meta"):
+        return Tied(**options)
+
+
+def test_inference_is_what_converted_models_hold() -> None:
+    estimates = model_sizes(meta()).estimates
+    assert tuple(estimates) == ESTIMATED_DTYPES
+    assert estimates["fp32"].weights == everything(Tied())
+    for name, dtype in HALVES.items():
+        assert estimates[name].weights == everything(Tied().to(dtype))
+
+
+def trained(model: nn.Module) -> torch.optim.Adam:
+    """One step of Adam; gradients and states are then there."""
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad])
+    model(torch.arange(8)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_is_what_adam_holds(frozen: bool) -> None:
+    model, empty = Tied(), meta()
+    for one in (model, empty):
+        one.layers[0].requires_grad_(not frozen)
+    optimizer = trained(model)
+    sizes = model_sizes(empty)
+    training = sizes.estimates["fp32"].training
+    assert training is not None
+    gradients = held(one.grad for one in model.parameters() if one.grad is not None)
+    states = held(value for state in optimizer.state.values() for value in state.values())
+    assert training.weights == everything(model)
+    assert training.gradients == gradients
+    assert training.optimizer == states
+    assert training.copies == 0
+    assert training.total == everything(model) + gradients + states
+    assert sizes.parameters == sum(one.numel() for one in model.parameters())
+    assert sizes.parameters - sizes.trainable == (272 if frozen else 0)
+
+
+def test_mixed_precision_adds_the_copies_that_autocast_keeps() -> None:
+    model = Tied()
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16), hooks:
+        model(torch.arange(8))
+    weights = [one for one in kept.values() if one.dim() == 2 and 8 not in one.shape]
+    copies = held(one for one in weights if one.dtype == torch.bfloat16)
+    training = model_sizes(meta()).estimates["bf16"].training
+    assert training is not None
+    biases = held(layer.bias for layer in model.layers) // 2  # added, and not kept
+    assert copies == held([model.head.weight, *(layer.weight for layer in model.layers)]) // 2
+    assert training.copies == copies + biases
+
+
+def test_int8_and_int4_are_linear_weights_with_their_scales() -> None:
+    model = Tied()
+    quantised = [layer.weight for layer in model.layers]
+    rest = everything(Tied().half()) - held(quantised) // 2
+    rows = [(weight / 127).round().to(torch.int8) for weight in quantised]
+    eight = held(rows) + held(row.float().amax(1) for row in rows)
+    packed = [row.flatten()[::2] for row in rows]  # two to a byte
+    four = held(packed) + held(row.float().reshape(-1, 64).amax(1) for row in rows)
+    estimates = model_sizes(meta()).estimates
+    assert estimates["int8"].weights == rest + eight
+    assert estimates["int4"].weights == rest + four
+    assert estimates["int8"].training is estimates["int4"].training is None
+
+
+def test_the_largest_layer() -> None:
+    class Blocks(nn.Module):
+        _no_split_modules = ("Sequential",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Linear(2, 2)
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.wide = nn.Linear(4, 5)
+
+    whole = model_sizes(Blocks()).estimates["fp32"]
+    assert (whole.layer_name, whole.largest_layer) == ("block", 4 * 40)
+    Blocks._no_split_modules = ()
+    split = model_sizes(Blocks()).estimates["fp32"]
+    assert (split.layer_name, split.largest_layer) == ("wide", 4 * 25)
+    alone = model_sizes(nn.Linear(2, 2)).estimates["fp32"]
+    assert (alone.layer_name, alone.largest_layer) == ("Linear", 24)
+    assert model_sizes(nn.Identity()).estimates["fp32"].largest_layer == 0
+
+
+def test_an_unknown_dtype_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'bf16'"):
+        model_sizes(nn.Linear(1, 1), ["bf6"])
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_models.py").write_text(
+        "import torch\n"
+        "def make(width=4): return torch.nn.Linear(width, width)\n"
+        "def value(): return 3\n"
+        "def needs_numbers(): return torch.nn.Linear(int(torch.ones(1).item()) + 1, 2)\n"
+        "class Inner:\n    make = torch.nn.Identity\n"
+    )
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("here")
+def test_factory_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    path = list(sys.path)
+    words = ["own_models:make", "--kwargs", '{"width": 10}', "--dtypes", "fp32", "bf16", "--json"]
+    assert main(["estimate-memory", *words]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["parameters"] == 110
+    assert shown["counts_activations"] is False
+    assert list(shown["dtypes"]) == ["fp32", "bf16"]
+    assert shown["dtypes"]["fp32"]["inference"] == 440
+    assert shown["dtypes"]["bf16"]["training"] == {
+        "weights": 440, "copies": 220, "gradients": 440, "optimizer": 888, "total": 1988,
+    }  # fmt: skip
+    assert sys.path == path
+
+
+@pytest.mark.usefixtures("here")
+def test_text_says_what_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate-memory", "own_models:make"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("own_models:make: 20 parameters\nDTYPE  INFERENCE  LARGEST LAYER")
+    assert "Not counted: activations" in out
+    assert main(["estimate-memory", "own_models:needs_numbers", "--device", "cpu"]) == 0
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["own_models:mak"], 2, "did you mean 'make'?"),
+        (["own_modls:make"], 2, "cannot import 'own_modls'"),
+        (["own_models:value"], 2, "makes a int, not a torch.nn.Module"),
+        (["own_models:make", "--kwargs", '{"height": 1}'], 1, "unexpected keyword argument"),
+        (["own_models:make", "--kwargs", "[1]"], 2, "is not a JSON object"),
+        (["own_models:needs_numbers"], 1, "add --device cpu"),
+        (["./nowhere"], 2, "no file or folder './nowhere'"),
+        (["nowhere.json"], 2, "no file or folder 'nowhere.json'"),
+        (["."], 2, "has no config.json"),
+        ([".", "--kwargs", '{"a": 1}'], 2, "--kwargs is for module:factory"),
+        (["own_models:make", "--dtypes", "fp8"], 2, "invalid choice: 'fp8'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    assert main(["estimate-memory", *words]) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def config_of(transformers: Any, folder: Path) -> Any:
+    """A small BERT with a head that is tied to its embeddings."""
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=100, architectures=["BertForMaskedLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return config
+
+
+def test_a_config_of_transformers(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = config_of(transformers, here / "bert")
+    real = transformers.BertForMaskedLM(config)
+    for place in ("bert", "bert/config.json"):
+        assert main(["estimate-memory", place, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["parameters"] == real.num_parameters()
+        assert shown["dtypes"]["fp32"]["inference"] == everything(real)
+    assert shown["dtypes"]["fp16"]["inference"] == everything(real.half())
+    (here / "bert/config.json").write_text('{"model_type": "brt"}')
+    assert main(["estimate-memory", "bert"]) == 1
+    assert "accel estimate-memory: error: transformers makes no model of bert" in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    assert main(["estimate-memory", "nobody/nothing-of-this-name"]) == 1
+    assert "is no file or folder here, and the hub did not give its config" in (
+        capsys.readouterr().err
+    )
+
+
+def test_without_transformers_the_install_line(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["estimate-memory", "."]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
