@@ -1,0 +1,119 @@
+"""``accel migrate``: show, and then write, how scripts move from accelerate to us."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+from accel_callbacks.cli.options import CommandError, CommandParser
+from accel_callbacks.cli.pipes import pipe_may_close
+
+_SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv"}
+
+
+def configure(parser: CommandParser) -> None:
+    """Add the options of ``accel migrate``."""
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="scripts, notebooks (.ipynb), or folders of them"
+    )
+    parser.option("--write", action="store_true", help="change the files, after asking")
+    parser.option("--yes", action="store_true", help="with --write: do not ask")
+    parser.option("--diff", action="store_true", help="print the diff alone, fit for patch")
+
+
+def run(args: Namespace) -> int:
+    """Show what would change; 1 if something is left that does not run here."""
+    from accel_callbacks.cli.migrate_text import advice_lines, diff_lines
+    from accel_callbacks.migrating.files import MovedFile, read_and_move
+
+    if args.yes and not args.write:
+        raise CommandError("--yes goes with --write")
+    moved: list[MovedFile] = []
+    problems: list[str] = []
+    paths = list(_files(args.files))
+    for path in paths:
+        try:
+            moved.append(read_and_move(path))
+        except (OSError, ValueError) as error:
+            problems.append(_told(path, error))
+    with pipe_may_close():  # before anything is asked or written
+        for file in moved:
+            for line in [*diff_lines(file), *(() if args.diff else advice_lines(file))]:
+                print(line)
+    for problem in problems:
+        print(f"accel migrate: {problem}", file=sys.stderr)
+    changed = [file for file in moved if file.migration.changed]
+    if not (args.write and changed):
+        _say_how(args, changed)
+    elif args.yes or _agreed(changed):
+        problems += _write(changed)
+    left = any(file.migration.left for file in moved)
+    return 1 if problems or left or not paths else 0
+
+
+def _say_how(args: Namespace, changed: Sequence[object]) -> None:
+    """Say what to do next, where that is not plain."""
+    if not changed:
+        print("nothing to change", file=sys.stderr)
+    elif not args.diff:
+        print("nothing was written: --write does it", file=sys.stderr)
+
+
+def _write(changed: Sequence[object]) -> list[str]:
+    """Write the files; return what could not be written."""
+    from accel_callbacks.migrating.files import MovedFile
+
+    problems = []
+    for file in changed:
+        assert isinstance(file, MovedFile)
+        try:
+            file.write()
+            print(f"wrote {file.path}", file=sys.stderr)
+        except (OSError, ValueError) as error:
+            problems.append(_told(file.path, error))
+            print(f"accel migrate: {problems[-1]}; it is as it was", file=sys.stderr)
+    return problems
+
+
+def _told(path: str, error: Exception) -> str:
+    """Say in one line what is wrong with a file."""
+    return f"{path}: {error.strerror or error if isinstance(error, OSError) else error}"
+
+
+def _agreed(changed: Sequence[object]) -> bool:
+    """Ask whether to write."""
+    if not sys.stdin.isatty():
+        raise CommandError("nobody is there to ask: add --yes to write, or leave --write out")
+    print(f"change {len(changed)} file{'s' * (len(changed) > 1)}? [y/N] ", end="", file=sys.stderr)
+    sys.stderr.flush()
+    agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not agreed:
+        print("nothing was written", file=sys.stderr)
+    return agreed
+
+
+def _files(places: Sequence[str]) -> Iterator[str]:
+    """Yield the files named, and the scripts and notebooks in the folders named."""
+    seen: set[str] = set()
+    for place in places:
+        for path in _inside(place) if os.path.isdir(place) else [place]:
+            if (real := os.path.realpath(path)) not in seen:
+                seen.add(real)
+                yield path
+
+
+def _inside(folder: str) -> Iterator[str]:
+    """Yield the scripts and notebooks of a folder, but not of hidden or installed ones."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            f
+            for f in folders
+            if f not in _SKIPPED
+            and not f.startswith(".")
+            and not os.path.exists(os.path.join(root, f, "pyvenv.cfg"))
+        )
+        for name in sorted(names):
+            if name.endswith((".py", ".ipynb")) and not name.startswith("."):
+                yield os.path.join(root, name)

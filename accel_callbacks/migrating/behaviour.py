@@ -1,0 +1,197 @@
+"""Finding the calls, arguments and attributes of a script that the rules speak of."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from accel_callbacks.migrating.bindings import below
+from accel_callbacks.migrating.findings import Finding
+from accel_callbacks.migrating.names import TOP
+from accel_callbacks.migrating.rules import (
+    ANY,
+    ARGUMENTS,
+    ATTRIBUTES,
+    FUNCTIONS,
+    METHODS,
+    NAMELESS,
+    POSITIONAL,
+    SCHEDULER,
+    SCHEDULER_LENGTH,
+    STATE_ATTRIBUTES,
+    VARIABLES,
+)
+from accel_callbacks.migrating.source import Source
+
+_USUAL = {"accelerator", "accel"}
+_COMMAND = re.compile(r"\baccelerate (launch|config|env|test|estimate-memory|merge-weights)\b")
+_MODULE = re.compile(r"accelerate(\.\w+)*")
+
+
+@dataclass
+class _Script:
+    """What the names of a script stand for, as far as that can be seen."""
+
+    names: dict[str, str] = field(default_factory=dict)  # local name: name of accelerate
+    modules: set[str] = field(default_factory=set)
+    accelerators: set[str] = field(default_factory=lambda: set(_USUAL))
+    schedulers: set[str] = field(default_factory=set)
+    prepared: set[str] = field(default_factory=set)
+
+    def function(self, node: ast.expr) -> str:
+        """Return the name of accelerate's that an expression is, or nothing."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, "")
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        known = isinstance(root, ast.Name) and root.id in self.modules
+        return node.attr if known and isinstance(node, ast.Attribute) else ""
+
+    def is_accelerator(self, node: ast.expr) -> bool:
+        """Say whether an expression is an Accelerator, by its name or by what was assigned."""
+        return _last(node) in self.accelerators
+
+    def is_state(self, node: ast.expr) -> bool:
+        """Say whether an expression is the AcceleratorState of an Accelerator, or a new one."""
+        if isinstance(node, ast.Call):
+            return self.function(node.func) == "AcceleratorState"
+        known = isinstance(node, ast.Attribute) and self.is_accelerator(node.value)
+        return known and _last(node) == "state"
+
+
+def behaviour_findings(source: Source) -> Iterator[Finding]:
+    """Yield where a script of accelerate will behave differently."""
+    script = look_through(source.nodes)
+    for node in source.nodes:
+        if isinstance(node, ast.Call):
+            yield from _of_call(node, script)
+        elif isinstance(node, ast.Attribute) and script.is_accelerator(node.value):
+            if node.attr in ATTRIBUTES:
+                name = f"accelerator.{node.attr}"
+                yield Finding(node.lineno, name, ATTRIBUTES[node.attr], "left")
+        elif isinstance(node, ast.Attribute) and script.is_state(node.value):
+            if node.attr in STATE_ATTRIBUTES:
+                text = STATE_ATTRIBUTES[node.attr]
+                yield Finding(node.lineno, f"state.{node.attr}", text, "left")
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            yield from _of_product(node, script)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from _of_text(node, node.value, source)
+
+
+def look_through(nodes: Sequence[ast.AST]) -> _Script:
+    """Collect imports first, then what is made of them."""
+    script = _Script()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if _of_interest(alias.name):
+                    script.modules.add(alias.asname or alias.name.partition(".")[0])
+        elif (
+            isinstance(node, ast.ImportFrom) and not node.level and _of_interest(node.module or "")
+        ):
+            for alias in node.names:
+                script.names[alias.asname or alias.name] = alias.name
+                script.modules.add(alias.asname or alias.name)
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            made = {name for target in targets if (name := _last(target))}
+            if script.function(node.value.func) == "Accelerator":
+                script.accelerators |= made
+            if _makes_scheduler(_last(node.value.func)):
+                script.schedulers |= made
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            prepares = node.func.attr in ("prepare", "prepare_scheduler")
+            if prepares and script.is_accelerator(node.func.value):
+                script.prepared |= {_last(argument) for argument in node.args}
+    return script
+
+
+def _of_interest(module: str) -> bool:
+    """Say whether a module is of accelerate, or ours (in a script that has been moved)."""
+    return below(module) is not None or module.partition(".")[0] == TOP
+
+
+def _makes_scheduler(name: str) -> bool:
+    """Say whether a call of this name makes a scheduler of the learning rate."""
+    return name.endswith(("LR", "Scheduler", "ReduceLROnPlateau", "WarmRestarts")) or (
+        name.startswith("get_") and "schedule" in name
+    )
+
+
+def _last(node: ast.AST) -> str:
+    """Return the last part of a dotted name."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _of_call(node: ast.Call, script: _Script) -> Iterator[Finding]:
+    """Look at one call."""
+    name = script.function(node.func)
+    rules, shown = FUNCTIONS, name
+    if isinstance(node.func, ast.Attribute) and script.is_accelerator(node.func.value):
+        name = node.func.attr
+        rules, shown = METHODS, f"accelerator.{name}"
+    elif isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+        owner = _last(node.func.value)
+        if owner in script.prepared and (owner in script.schedulers or "sched" in owner.lower()):
+            yield Finding(node.lineno, f"{owner}.step", SCHEDULER)
+    if name in rules:
+        kind, text = rules[name]
+        yield Finding(node.lineno, shown, text, kind)
+    given = [(keyword.arg or "", keyword.value) for keyword in node.keywords]
+    if name == "Accelerator" and node.args:
+        named = named_arguments(node)
+        given += named
+        if not named:
+            yield Finding(node.lineno, f"{shown}(*...)", NAMELESS, "left")
+    for keyword, argument in given:
+        for value in _values(argument):
+            rule = ARGUMENTS.get((name, keyword, value))
+            if rule is not None:
+                written = f"{shown}({keyword}={'...' if value is ANY else repr(value)})"
+                yield Finding(argument.lineno, written, rule[1], rule[0])
+
+
+def named_arguments(node: ast.Call) -> list[tuple[str, ast.expr]]:
+    """Return the positional arguments of an Accelerator's call by name; none if one is starred."""
+    stars = any(isinstance(argument, ast.Starred) for argument in node.args)
+    if stars or len(node.args) > len(POSITIONAL):
+        return []
+    return list(zip(POSITIONAL, node.args, strict=False))
+
+
+def _values(node: ast.expr) -> list[object]:
+    """Return what the rules may say of an argument: any value, a constant, those of a list."""
+    items = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    return [ANY, *(item.value for item in items if isinstance(item, ast.Constant))]
+
+
+def _of_product(node: ast.BinOp, script: _Script) -> Iterator[Finding]:
+    """Look for something times the number of processes, where there is a scheduler."""
+    sides = (node.left, node.right)
+    counts = [side for side in sides if _last(side) == "num_processes"]
+    known = any(isinstance(s, ast.Attribute) and script.is_accelerator(s.value) for s in counts)
+    if known and (script.schedulers or any("sched" in name.lower() for name in script.prepared)):
+        yield Finding(node.lineno, "* num_processes", SCHEDULER_LENGTH)
+
+
+def _of_text(node: ast.Constant, text: str, source: Source) -> Iterator[Finding]:
+    """Look at texts that name the package, its command or its variables."""
+    if isinstance(source.parents.get(node), ast.Expr):
+        return  # a docstring
+    line = node.lineno
+    if text in VARIABLES:
+        yield Finding(line, text, f"is not read here: {VARIABLES[text]}")
+    elif text.startswith("ACCELERATE_") and text.isupper():
+        yield Finding(line, text, "is not read here: an argument, or an option of accel launch")
+    elif _COMMAND.search(text):
+        yield Finding(line, f"{text[:40]!r}", "the command is accel here", "note")
+    elif _MODULE.fullmatch(text):
+        yield Finding(line, f"{text!r}", "a text that names accelerate: change it by hand", "note")

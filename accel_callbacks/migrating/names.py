@@ -1,0 +1,107 @@
+"""Where the names of Accelerate are here, and what to say of those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import accel_callbacks
+from accel_callbacks import utils
+from accel_callbacks.availability import available_check
+
+OLD = "accelerate"
+TOP = "accel_callbacks"
+UTILS = "accel_callbacks.utils"
+
+# All public names of these modules are looked up by their last part.
+_UTILS_MODULES = (
+    *("dataclasses", "environment", "imports", "launch", "memory", "modeling", "offload"),
+    *("operations", "other", "random", "tqdm", "versions", "constants", "deepspeed", "fsdp_utils"),
+    *("megatron_lm", "bnb", "ao", "rich", "torch_xla", "transformer_engine"),
+)
+MODULES = {
+    *("accelerator", "big_modeling", "checkpointing", "commands", "data_loader", "hooks"),
+    *("inference", "launchers", "local_sgd", "logging", "memory_utils", "optimizer"),
+    *("parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils"),
+    *(f"utils.{name}" for name in _UTILS_MODULES),
+}
+# `accelerate.utils.tqdm` is the function; the module of that name hides behind it.
+_NAMES_FIRST = {"utils.tqdm"}
+_NOT_LIKE_OURS = {"__version__"}
+_BEYOND = ("commands", "test_utils")
+
+_NO_FSDP = "FSDP is not there yet: keep this script with Accelerate"
+_NO_ENGINE = "this engine is not there yet: keep this script with Accelerate"
+_BIG = "loading of big models stays with Accelerate: this import can stand beside ours"
+ADVICE: Mapping[str, str] = {
+    "__version__": "the version of Accelerate says nothing here: remove the check",
+    "*fsdp*": _NO_FSDP,
+    "*FSDP*": _NO_FSDP,
+    "FullyShardedDataParallelPlugin": _NO_FSDP,
+    "*eep?peed*": _NO_ENGINE,
+    "*egatron*": _NO_ENGINE,
+    "GatheredParameters": _NO_ENGINE,
+    "*ParallelismConfig": "tensor and context parallelism are not there yet",
+    "Torch*Parallel*": "tensor and context parallelism are not there yet",
+    "TERecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
+    "MSAMPRecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
+    "FP8RecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
+    "init_empty_weights": _BIG,
+    "init_on_device": _BIG,
+    "*dispatch*": _BIG,
+    "*offload*": _BIG,
+    "*device_map*": _BIG,
+    "prepare_pippy": _BIG,
+    "*bnb*": _BIG,
+    "load_and_quantize_model": _BIG,
+    "BnbQuantizationConfig": _BIG,
+    "save": "accelerator.save(obj, f) writes safetensors: flat dicts of tensors",
+    "load": "safetensors.torch.load_file reads what accelerator.save writes",
+    "load_state_dict": "safetensors.torch.load_file reads what accelerator.save writes",
+    "merge_fsdp_weights": "accel merge-weights",
+    "write_basic_config": "accel config --default",
+    "*_launcher": "accel launch starts scripts",
+    "*Tracker": 'ask by name, log_with="tensorboard"; the classes are in the package loggers, '
+    "with other arguments",
+    "on_main_process": "only the main process calls a tracker here: leave the decorator out",
+    "register_tracker_class": "loggers.register_tracker",
+    "get_available_trackers": "loggers.available_trackers",
+    "filter_trackers": "Accelerator(log_with=...) does it",
+    "convert_model": "models are not changed for fp8 by hand here",
+    "patch_environment": "unittest.mock.patch.dict(os.environ, ...)",
+    "clear_environment": "unittest.mock.patch.dict(os.environ, clear=True)",
+    "*": "left as it is: write it without this name, or keep Accelerate for it",
+}
+
+
+def home_of(path: Sequence[str]) -> str | None:
+    """Return the package that has a name (given as its path below accelerate), or None.
+
+    Example:
+        >>> from accel_callbacks.migrating.names import home_of
+        >>> home_of(["utils", "set_seed"]), home_of(["utils", "listify"]), home_of(["cpu_offload"])
+        ('accel_callbacks', 'accel_callbacks.utils', None)
+    """
+    name = path[-1]
+    if path[0] in _BEYOND or name in _NOT_LIKE_OURS:
+        return None
+    if name in accel_callbacks.__all__:
+        return TOP
+    if name in utils.__all__:
+        return UTILS
+    try:
+        available_check(name)
+    except AttributeError:
+        return None
+    return UTILS
+
+
+def is_module(path: Sequence[str]) -> bool:
+    """Say whether a path below accelerate is a module; the root is one."""
+    dotted = ".".join(path)
+    return not dotted or (dotted in MODULES and dotted not in _NAMES_FIRST)
+
+
+def advice_for(name: str) -> str:
+    """Say what to do about a name that is not here."""
+    return next(text for pattern, text in ADVICE.items() if fnmatchcase(name, pattern))

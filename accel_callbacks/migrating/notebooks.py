@@ -1,0 +1,181 @@
+"""Moving a notebook: its code cells together, as names go from one cell to the next."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accel_callbacks.migrating.findings import Finding, Kind, Migration, UnreadableError
+from accel_callbacks.migrating.scripts import analyse
+from accel_callbacks.migrating.source import Edit, apply_edits, parsed
+
+__all__ = ["migrate_notebook"]
+
+_COMMAND = re.compile(
+    r"\baccelerate(?=[ -](launch|config|env|test|estimate-memory|merge-weights)\b)"
+)
+_NAMED = re.compile(r"\baccelerate\b")
+_INSTALL = re.compile(r"\bpip3? install\b.*\baccelerate\b")
+_PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
+_MAGIC = re.compile(r"^(\s*)([!%?]|[\w., ]+=\s*[!%](?=[\w(]))|\?\s*$")
+
+
+@dataclass
+class _Cell:
+    """One code cell: where it is in the joined text, and what of it is Python."""
+
+    number: int
+    text: str
+    masked: str
+    start: int = 0
+
+
+def migrate_notebook(text: str) -> Migration:
+    """Move the code cells of a Jupyter notebook; outputs and everything else stay.
+
+    Lines for the shell and for IPython stay as they are, but for the command ``accelerate``.
+
+    Args:
+        text: the JSON of the file (nbformat 4).
+
+    Raises:
+        UnreadableError: the text is no such notebook.
+
+    Example:
+        >>> import json
+        >>> from accel_callbacks.migrating import migrate_notebook
+        >>> cell = {"cell_type": "code", "source": ["!ls\\n", "import accelerate"]}
+        >>> moved = migrate_notebook(json.dumps({"nbformat": 4, "cells": [cell]}))
+        >>> json.loads(moved.after)["cells"][0]["source"]
+        ['!ls\\n', 'import accel_callbacks']
+    """
+    book = _read(text)
+    cells: list[_Cell] = []
+    for number, cell in enumerate(book["cells"], 1):
+        if isinstance(cell, dict) and cell.get("cell_type") == "code":
+            cells.append(_cell(number, _source_of(cell, number)))
+    start = 0
+    for one in cells:
+        one.start, start = start, start + len(one.masked) + 1
+    edits, found = analyse("\n".join(one.masked for one in cells))
+    for one in cells:
+        inner = [edit for edit in edits if one.start <= edit.start <= one.start + len(one.text)]
+        moved = [Edit(edit.start - one.start, edit.end - one.start, edit.text) for edit in inner]
+        after = apply_edits(one.text, [*moved, *_command_edits(one)])
+        if after != one.text:
+            _put(book["cells"][one.number - 1], after)
+    findings = [*_unread(cells), *(_placed(finding, cells) for finding in found)]
+    findings.sort(key=lambda finding: (finding.cell, finding))
+    return Migration(text, _written(book, text), findings)
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Read the JSON of a notebook."""
+    try:
+        book = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"is no notebook: {error or 'nested too deeply'}") from error
+    if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
+        raise UnreadableError("is no notebook of nbformat 4: it has no list of cells")
+    return book
+
+
+def _source_of(cell: dict[str, Any], number: int) -> str:
+    """Return the text of a cell, which is a text or a list of lines."""
+    source = cell.get("source", "")
+    lines = source if isinstance(source, list) else [source]
+    if not all(isinstance(line, str) for line in lines):
+        raise UnreadableError(f"is no notebook: cell {number} has no text")
+    return "".join(lines)
+
+
+def _put(cell: dict[str, Any], text: str) -> None:
+    """Set the text of a cell in the form that it had."""
+    as_list = isinstance(cell.get("source"), list)
+    cell["source"] = re.findall(r".*?\n|.+$", text, re.S) if as_list else text
+
+
+def _cell(number: int, text: str) -> _Cell:
+    """Hide what is not Python behind text of the same length."""
+    lines, hidden = text.split("\n"), False
+    if lines[0].startswith("%%") and not lines[0].startswith(_PYTHON_MAGICS):
+        return _Cell(number, text, "\n".join("#" * len(line) for line in lines))
+    masked = []
+    for line in lines:
+        if hidden:  # goes on from the line before
+            masked.append("#" * len(line))
+        else:
+            hidden = _MAGIC.search(line) is not None
+            masked.append(_hidden(line) if hidden else line)
+        hidden = hidden and line.endswith("\\")
+    whole = "\n".join(masked)
+    try:
+        parsed(text)
+        return _Cell(number, text, text)  # a % at the start of a line of plain Python
+    except UnreadableError:
+        pass
+    try:
+        parsed(whole)
+    except UnreadableError:
+        whole = "\n".join("#" * len(line) for line in lines)
+    return _Cell(number, text, whole)
+
+
+def _hidden(line: str) -> str:
+    """Write a line as a statement that does nothing, of the same length and indentation."""
+    indent = len(line) - len(line.lstrip())
+    return line[:indent] + "0" + "#" * (len(line) - indent - 1) if line.strip() else line
+
+
+def _unread(cells: list[_Cell]) -> Iterator[Finding]:
+    """Tell of cells that name accelerate and could not be looked into."""
+    for cell in cells:
+        lines = zip(cell.text.split("\n"), cell.masked.split("\n"), strict=True)
+        for number, (text, masked) in enumerate(lines, 1):
+            if text == masked or text.lstrip().startswith("#"):
+                continue
+            if _INSTALL.search(text):
+                advice = "pip install accel-callbacks"
+                yield Finding(number, "pip install accelerate", advice, "note", cell.number)
+            elif _NAMED.search(text) and not _COMMAND.search(text):
+                kind: Kind = "note" if text.lstrip().startswith("!") else "left"
+                why = "this is no plain Python: change it by hand"
+                yield Finding(number, "accelerate", why, kind, cell.number)
+
+
+def _command_edits(cell: _Cell) -> Iterator[Edit]:
+    """Yield what changes in lines for the shell."""
+    position = 0
+    shell = cell.text.startswith(("%%bash", "%%sh", "%%script", "%%!"))
+    for text, masked in zip(cell.text.split("\n"), cell.masked.split("\n"), strict=True):
+        if text != masked and (shell or "!" in text.partition("accelerate")[0] or "%" in text):
+            for match in _COMMAND.finditer(text):
+                yield Edit(position + match.start(), position + match.end(), "accel")
+        position += len(text) + 1
+
+
+def _placed(finding: Finding, cells: list[_Cell]) -> Finding:
+    """Count the line of a finding within its cell."""
+    first = 1
+    for cell in cells:
+        height = cell.masked.count("\n") + 1
+        if finding.line < first + height:
+            return replace(finding, line=finding.line - first + 1, cell=cell.number)
+        first += height
+    return finding
+
+
+def _written(book: dict[str, Any], before: str) -> str:
+    """Write the JSON as the file was written, as far as that can be found out."""
+    original = json.loads(before)
+    if original == book:
+        return before
+    end = "\n" if before.endswith("\n") else ""
+    for indent in (1, 2, 4, None):
+        for ascii_only in (False, True):
+            if json.dumps(original, indent=indent, ensure_ascii=ascii_only) + end == before:
+                return json.dumps(book, indent=indent, ensure_ascii=ascii_only) + end
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"

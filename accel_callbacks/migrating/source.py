@@ -1,0 +1,93 @@
+"""A Python text with its tree: where each node stands, and edits by position."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from accel_callbacks.migrating.findings import UnreadableError
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+
+
+class Edit(NamedTuple):
+    """Text that takes the place of what stands from `start` to `end`."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Source:
+    """A text that has been parsed; raises UnreadableError for what is no Python."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tree = parsed(text)
+        ends = [match.end() for match in _LINE_END.finditer(text)]
+        self._starts = [0, *ends]
+        self.newline = next(iter(_LINE_END.findall(text)), "\n")
+        self.nodes: list[ast.AST] = [self.tree]
+        self.parents: dict[ast.AST, ast.AST] = {}
+        for node in self.nodes:  # it grows meanwhile
+            children = list(ast.iter_child_nodes(node))
+            self.parents.update(dict.fromkeys(children, node))
+            self.nodes += children
+
+    def _offset(self, line: int, column: int) -> int:
+        """Turn a line and a column, which the parser counts in bytes, into an index."""
+        start = self._starts[line - 1]
+        stop = self._starts[line] if line < len(self._starts) else len(self.text)
+        return start + len(self.text[start:stop].encode()[:column].decode(errors="ignore"))
+
+    def span(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> tuple[int, int]:
+        """Return where a node begins and ends."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = self._offset(node.lineno, node.col_offset)
+        return start, self._offset(node.end_lineno, node.end_col_offset)
+
+    def stands(self, node: ast.expr) -> bool:
+        """Say whether a dotted name really is where the parser says that it is."""
+        return self.text[slice(*self.span(node))] == ast.unparse(node)
+
+    def line_of(self, offset: int) -> tuple[int, int]:
+        """Return begin and end of the line around an index, without its line end."""
+        start = max(begin for begin in self._starts if begin <= offset)
+        match = _LINE_END.search(self.text, offset)
+        return start, match.start() if match else len(self.text)
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes around a node, the nearest first."""
+        while (parent := self.parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+
+def parsed(text: str) -> ast.Module:
+    """Parse a script (or the joined cells of a notebook, which may await at top level)."""
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as invalid escapes of the user's own texts
+            tree = compile(text, "<script>", "exec", flags=flags, dont_inherit=True)
+    except SyntaxError as error:
+        raise UnreadableError(f"line {error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise UnreadableError(str(error) or "nested too deeply") from error
+    assert isinstance(tree, ast.Module)
+    return tree
+
+
+def apply_edits(text: str, edits: Iterable[Edit]) -> str:
+    """Return the text with all edits made; at one place, in the order given."""
+    pieces, done = [], 0
+    for edit in sorted(edits, key=lambda edit: edit[:2]):
+        if edit.start < done:
+            raise AssertionError(f"edits overlap at {edit.start}")
+        pieces += [text[done : edit.start], edit.text]
+        done = edit.end
+    return "".join([*pieces, text[done:]])

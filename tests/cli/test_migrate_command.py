@@ -1,0 +1,175 @@
+"""``accel migrate``: what it prints, asks and writes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from accel_callbacks.cli.main import main
+from accel_callbacks.migrating.files import read_and_move
+
+SCRIPT = b"# -*- coding: latin-1 -*-\n# \xe4\r\nimport accelerate\r\naccelerate.gather"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_bytes(SCRIPT)
+    path.chmod(0o751)
+    return path
+
+
+def migrate(*words: object) -> int:
+    return main(["migrate", *map(str, words)])
+
+
+def test_only_shows(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert migrate(script) == 0
+    out, err = capsys.readouterr()
+    assert "\n-import accelerate\r\n" in out
+    assert "\n+import accel_callbacks\r\n" in out
+    assert "nothing else to do" in out
+    assert "--write" in err
+    assert script.read_bytes() == SCRIPT
+
+
+def test_writes_bytes_mode_and_through_a_link(script: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.py"
+    link.symlink_to(script)
+    assert migrate(link, "--write", "--yes") == 0
+    assert script.read_bytes() == SCRIPT.replace(b"accelerate", b"accel_callbacks")
+    assert script.stat().st_mode & 0o777 == 0o751
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "train.py"]
+    assert migrate(link, "--write", "--yes") == 0  # nothing to do
+
+
+def test_a_byte_order_mark_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_bytes(b"\xef\xbb\xbfimport accelerate")
+    assert migrate(path, "--write", "--yes") == 0
+    assert path.read_bytes() == b"\xef\xbb\xbfimport accel_callbacks"
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch")
+def test_the_diff_is_a_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("classifier", "module_style"):
+        shutil.copy(Path(__file__).parent / "accelerate_scripts" / f"{name}.py", tmp_path)
+    (tmp_path / "end.py").write_text("import accelerate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        migrate("--diff", ".")
+        diff = capsys.readouterr().out
+        subprocess.run(["patch", "-p1", "-s"], input=diff, text=True, check=True, cwd=tmp_path)
+        assert (tmp_path / "end.py").read_text() == "import accel_callbacks"
+        assert migrate("--diff", ".") == 0
+        assert capsys.readouterr().out == ""
+
+
+def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ("a.py", "in/b.ipynb", ".git/c.py", "env/lib/d.py", "in/e.txt", "__pycache__/f.py")
+    for place in places:
+        path = tmp_path / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"cells": []}' if place.endswith("ipynb") else "import accelerate\n")
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    assert migrate(tmp_path, tmp_path / "a.py", "--write", "--yes") == 0
+    assert capsys.readouterr().err == f"wrote {tmp_path / 'a.py'}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("absent.py", None, "no such file"),
+        ("broken.py", b"import (", "line 1"),
+        ("two.py", b"print 'x'\nimport accelerate", "line 1"),
+        ("wrong.py", b"# \xe4", "encoding"),
+        ("late.py", b"\n\n\n# \xe4", "utf-8"),
+        ("odd.py", b"# -*- coding: nonsense -*-\n", "nonsense"),
+        ("book.ipynb", b"{}", "notebook"),
+        ("nul.py", b"x = 1\0", "null bytes"),
+    ],
+)
+def test_what_cannot_be_read(
+    name: str, data: bytes | None, said: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script.parent / name
+    if data is not None:
+        path.write_bytes(data)
+    assert migrate(path, script, "--write", "--yes") == 1
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 2
+    assert b"accel_callbacks" in script.read_bytes()  # the others are moved all the same
+
+
+def test_left_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("from accelerate import cpu_offload\n")
+    assert migrate(path) == 1
+    assert "line 1: cpu_offload: " in capsys.readouterr().out
+
+
+def test_asks_somebody(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(os.devnull) as nobody, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", nobody)
+        assert migrate(script, "--write") == 2
+    assert "--yes" in capsys.readouterr().err
+    assert migrate(script, "--yes") == 2
+    assert script.read_bytes() == SCRIPT
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "changes"), [(b"y\n", 0, True), (b"\n", 0, False), (b"\x03", 130, False)]
+)
+def test_the_answer_counts(typed: bytes, code: int, changes: bool, script: Path) -> None:
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accel_callbacks.cli", "migrate", str(script), "--write"],
+        stdin=child,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),  # its terminal
+    )
+    os.close(child)
+    assert process.stderr is not None
+    said = b""
+    while not said.endswith(b"[y/N] ") and (byte := process.stderr.read(1)):
+        said += byte
+    os.write(parent, typed)
+    assert process.wait(60) == code
+    process.stderr.close()
+    os.close(parent)
+    assert (script.read_bytes() != SCRIPT) == changes
+
+
+def test_a_file_that_changes_meanwhile_is_left(script: Path) -> None:
+    moved = read_and_move(str(script))
+    script.write_bytes(b"new")
+    with pytest.raises(ValueError, match="meanwhile"):
+        moved.write()
+    assert script.read_bytes() == b"new"
+    assert len(list(script.parent.iterdir())) == 1
+
+
+def test_an_output_that_cannot_hold_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("import accelerate  # \u00e4\n", encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "accel_callbacks.cli", "migrate", str(path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "PYTHONIOENCODING=utf-8" in result.stderr
