@@ -1,4 +1,4 @@
-"""``accel ckpt``: look at checkpoints, verify them, and remove old ones, from the shell."""
+"""``accel ckpt``: look at checkpoints, verify, copy and remove them, from the shell."""
 
 from __future__ import annotations
 
@@ -8,28 +8,37 @@ from collections.abc import Callable
 from accel_callbacks.cli.options import CommandParser, positive_int
 
 ACTIONS = {
-    "list": "what is in a folder of checkpoints: step, size, age, status",
+    "ls": "what is in a folder of checkpoints: step, size, age, status",
     "latest": "the path of the newest valid checkpoint of a folder",
     "show": "the tensors of a checkpoint, or of a file or folder of model weights",
     "verify": "check every byte of a checkpoint, or of all in a folder",
     "prune": "remove old checkpoints of one run",
+    "rm": "remove checkpoints, after asking",
+    "cp": "copy a whole checkpoint to another place, verified on the way",
 }
+ALIASES = {"ls": ("list",)}
 PLACES = {
-    "list": "FOLDER",
+    "ls": "FOLDER",
     "latest": "FOLDER",
     "show": "PLACE",
     "verify": "PLACE",
     "prune": "FOLDER",
+    "cp": "CHECKPOINT",
 }
+_JSON = ("ls", "latest", "show", "verify")
 
 
 def configure(parser: CommandParser) -> None:
     """Add one parser for each action."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in ACTIONS.items():
-        action: CommandParser = actions.add_parser(name, help=text, description=text.capitalize())
-        place = PLACES[name]
-        action.add_argument("place", metavar=place, help="a local path or any fsspec URL")
+        action: CommandParser = actions.add_parser(
+            name, help=text, description=text.capitalize(), aliases=ALIASES.get(name, ())
+        )
+        action.set_defaults(action=name)
+        if name in PLACES:
+            place = PLACES[name]
+            action.add_argument("place", metavar=place, help="a local path or any fsspec URL")
         action.option(
             "--storage_option",
             action="append",
@@ -37,7 +46,7 @@ def configure(parser: CommandParser) -> None:
             metavar="KEY=VALUE",
             help="an option of the fsspec driver; the value may be JSON; give it several times",
         )
-        if name != "prune":
+        if name in _JSON:
             action.option("--json", action="store_true", help="print JSON")
         if (add := _OPTIONS.get(name)) is not None:
             add(action)
@@ -67,10 +76,45 @@ def _prune_options(parser: CommandParser) -> None:
     parser.option("--dry_run", action="store_true", help="only say what would be removed")
 
 
+def _rm_options(parser: CommandParser) -> None:
+    """Options of ``accel ckpt rm``."""
+    parser.add_argument(
+        "places", metavar="CHECKPOINT", nargs="+", help="a local path or any fsspec URL"
+    )
+    parser.option("--yes", action="store_true", help="do not ask")
+    parser.option(
+        "--unfinished",
+        action="store_true",
+        help="also what a killed save left, and one whose manifest is broken",
+    )
+    parser.option("--dry_run", action="store_true", help="only say what would be removed")
+
+
+def _cp_options(parser: CommandParser) -> None:
+    """Options of ``accel ckpt cp``."""
+    parser.add_argument(
+        "target", metavar="TARGET", help="the new checkpoint; with a / at its end, the folder of it"
+    )
+    parser.option(
+        "--target_option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the target's driver; default: those of --storage_option, if both "
+        "places are of one kind",
+    )
+    parser.option(
+        "--read_back", action="store_true", help="then read every byte of the copy once more"
+    )
+    parser.option("--progress", action="store_true", help="show a bar at once, also in a log")
+
+
 _OPTIONS: dict[str, Callable[[CommandParser], None]] = {
     "show": _show_options,
     "verify": _verify_options,
     "prune": _prune_options,
+    "rm": _rm_options,
+    "cp": _cp_options,
 }
 
 

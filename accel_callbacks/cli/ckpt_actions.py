@@ -13,6 +13,8 @@ from operator import or_
 from typing import Any
 
 import checkpoint_io
+from accel_callbacks.cli.ckpt_copy import copy
+from accel_callbacks.cli.ckpt_remove import remove
 from accel_callbacks.cli.ckpt_text import age_of, printable, shape_of, size_of, table, to_json
 from accel_callbacks.cli.options import CommandError
 from checkpoint_io.models.weight_files import open_weights
@@ -25,6 +27,8 @@ def run(args: Namespace) -> int:
         warnings.simplefilter("always", checkpoint_io.CheckpointWarning)
         try:
             return _ACTIONS[args.action](args, options)
+        except BrokenPipeError:
+            raise  # of standard output: the reader has gone
         except (checkpoint_io.CheckpointError, OSError, ImportError, ValueError) as error:
             raise CommandError(str(error), exit_code=1) from error
         finally:
@@ -52,7 +56,7 @@ def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.Checkp
     return checkpoint_io.CheckpointFolder(args.place, storage_options=options)
 
 
-# --- list and latest ------------------------------------------------------------------------
+# --- ls and latest --------------------------------------------------------------------------
 
 
 def _list(args: Namespace, options: Mapping[str, Any]) -> int:
@@ -236,9 +240,11 @@ def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
 
 
 _ACTIONS: Mapping[str, Callable[[Namespace, Mapping[str, Any]], int]] = {
-    "list": _list,
+    "ls": _list,
     "latest": _latest,
     "show": _show,
     "verify": _verify,
     "prune": _prune,
+    "rm": remove,
+    "cp": lambda args, options: copy(args, options, storage_options(args.target_option)),
 }

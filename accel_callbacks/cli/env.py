@@ -1,24 +1,29 @@
-"""``accel env``: what to paste in a report, versions and devices."""
+"""``accel env``: what to paste in a report, versions, devices and the config file in effect."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from importlib import metadata
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from accel_callbacks import __version__
-from accel_callbacks.cli.options import CommandParser
+from accel_callbacks.cli.ckpt_text import printable
+from accel_callbacks.cli.options import CommandError, CommandParser
 
 PACKAGES = (
     "numpy",
     "fsspec",
     "safetensors",
+    "PyYAML",
     "tensorboard",
     "wandb",
     "lightning-utilities",
+    "transformers",
+    "accelerate",
 )
 VARIABLES = (
     "WORLD_SIZE",
@@ -28,19 +33,70 @@ VARIABLES = (
     "MASTER_PORT",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "XDG_CACHE_HOME",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "SLURM_JOB_ID",
+    "SLURM_NNODES",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
 )
+_SECRET = re.compile(r"token|secret|passw|credential|api_?key|private", re.I)
 
 
 def configure(parser: CommandParser) -> None:
     """Add the options of ``accel env``."""
     parser.option("--short", action="store_true", help="versions only, without importing torch")
+    parser.option("--config_file", metavar="FILE", help="the config file to show")
 
 
 def run(args: Namespace) -> int:
-    """Print one ``name: value`` line a fact."""
+    """Print one ``name: value`` line a fact, then the config file."""
+    if args.short and args.config_file:
+        raise CommandError("--short shows no config file: leave out --config_file, or --short")
     for name, value in _facts(short=args.short):
-        print(f"- {name}: {value}")
+        print(f"- {name}: {printable(value)}")
+    if not args.short:
+        for line in _config_lines(args.config_file):
+            print(line)
     return 0
+
+
+def _config_lines(named: str | None) -> Iterator[str]:
+    """Show the config file that a launch from here would read."""
+    from accel_callbacks.launching.files import find_config, read_config
+
+    try:
+        path = named or find_config(None, os.environ)
+    except ValueError as error:
+        yield f"- Config file: cannot be found: {printable(str(error))}"
+        return
+    if path is None:
+        yield "- Config file: none"
+        return
+    yield f"- Config file: {printable(str(path))}"
+    try:
+        yield from _indented(read_config(path))
+    except (ValueError, OSError, ImportError) as error:
+        yield f"  cannot be read: {printable(str(error))}"
+
+
+def _indented(values: Mapping[str, Any], depth: int = 1) -> Iterator[str]:
+    """Show nested values, but none that is called a secret."""
+    for name, value in values.items():
+        start = f"{'  ' * depth}- {printable(str(name))}:"
+        if isinstance(value, Mapping) and value:
+            yield start
+            yield from _indented(value, depth + 1)
+        else:
+            yield f"{start} {printable(_told(str(name), str(value)))}"
+
+
+def _told(name: str, value: str) -> str:
+    """Return a value, unless its name says that it is nobody's business."""
+    return "(not shown)" if _SECRET.search(name) else value
 
 
 def _facts(short: bool) -> Iterator[tuple[str, str]]:
@@ -58,11 +114,13 @@ def _facts(short: bool) -> Iterator[tuple[str, str]]:
         yield package, _version(package)
     for name in sorted(os.environ):
         if name.startswith("ACCEL_") or name in VARIABLES:
-            yield name, os.environ[name]
+            yield name, _told(name, os.environ[name])
 
 
 def _version(package: str) -> str:
     """Version of an installed distribution, read without importing it."""
+    from importlib import metadata  # slow, and not for completions
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -78,9 +136,13 @@ def _memory() -> str:
 
 
 def _torch_facts() -> Iterator[tuple[str, str]]:
-    """What only torch itself can tell."""
-    import torch
-    import torch.distributed as dist
+    """What only torch itself can tell; a broken one is told too, as that may be the report."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:
+        yield "torch", f"{_version('torch')}, cannot be imported: {type(error).__name__}: {error}"
+        return
 
     yield "torch", str(torch.__version__)
     yield "torch CUDA", str(torch.version.cuda)

@@ -1,0 +1,153 @@
+"""``accel ckpt cp``: a whole checkpoint to another store, its manifest last.
+
+What has been copied whole stays if the copy breaks off, and is checked and taken over by the next
+one. Until the manifest is there, the target is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import checkpoint_io
+from accel_callbacks.cli.ckpt_pieces import pieces_of
+from accel_callbacks.cli.ckpt_text import printable, size_of
+from accel_callbacks.cli.options import CommandError
+from checkpoint_io.folders.cleaning import extra_files
+from checkpoint_io.layout.manifest import Manifest, same_manifest
+from checkpoint_io.layout.names import MANIFEST, save_id_of, temporary_name
+from checkpoint_io.layout.parse import parse_manifest
+from checkpoint_io.reading.files import check_sizes, manifest_of
+from checkpoint_io.reading.source import Source
+from checkpoint_io.stores.store import Store, open_store
+from checkpoint_io.stores.urls import protocol_of
+
+_PIECE = 8 << 20
+
+
+def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[str, Any]) -> int:
+    """Copy, and say where it is now."""
+    place, target = args.place.rstrip("/"), args.target
+    if target.endswith("/"):
+        here = os.path.abspath(place) if protocol_of(place) == "file" else place  # such as "."
+        target += here.rsplit("/", 1)[-1]
+    if not target_options and protocol_of(place) == protocol_of(target):
+        target_options = options
+    origin, goal = open_store(args.place, options), open_store(target, target_options)
+    data, manifest = _manifest(origin)
+    try:
+        if not _Copy(Source(origin, manifest), goal, data, args.progress or None).run():
+            print(printable(f"{target} is that checkpoint already"), file=sys.stderr)
+    except (CommandError, checkpoint_io.CheckpointConflictError):
+        raise
+    except (checkpoint_io.CheckpointError, OSError, KeyboardInterrupt) as error:
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        again = f"{target} is no checkpoint yet; the same command goes on where this one ended"
+        raise CommandError(f"{why}; {again}", 130 if why == "interrupted" else 1) from error
+    if args.read_back:
+        checkpoint_io.verify(target, storage_options=target_options)
+    print(printable(f"{target} ({len(manifest.files)} files, {size_of(manifest.nbytes)})"))
+    return 0
+
+
+def _manifest(origin: Store) -> tuple[bytes, Manifest]:
+    """Read the manifest, as bytes and as what they say."""
+    manifest_of(origin)  # for what it says of a place without one
+    with origin.open(MANIFEST) as reader:
+        data = bytes(reader.read(0, reader.size))
+    return data, parse_manifest(data, f"{origin.url}/{MANIFEST}")
+
+
+class _Copy:
+    """One copy: what is missing at the goal is brought there, then the manifest."""
+
+    def __init__(self, source: Source, goal: Store, data: bytes, progress: bool | None) -> None:
+        self._source, self._goal, self._data, self._progress = source, goal, data, progress
+        self._manifest = source.manifest
+
+    def run(self) -> bool:
+        """Copy; False if there was nothing to do."""
+        check_sizes(self._source.store, self._manifest)
+        try:
+            return self._locked()
+        except BaseException:
+            self._goal.remove_folder()  # the lock made it; it goes only if it is empty
+            raise
+
+    def _locked(self) -> bool:
+        """Copy while no save of this machine writes to the goal."""
+        with self._goal.lock():
+            token = self._goal.token(MANIFEST)
+            if token and self._is_there():
+                check_sizes(self._goal, self._manifest)
+                return False
+            if token:
+                raise CommandError(
+                    f"{self._goal.url} holds another checkpoint: accel ckpt rm removes it", 1
+                )
+            self._refuse_a_shared_place()
+            self._files()
+            check_sizes(self._goal, self._manifest)
+            self._goal.replace(
+                MANIFEST, self._data, temporary_name(self._manifest.id), expected=token
+            )
+            if not self._is_there():
+                raise checkpoint_io.CheckpointConflictError(
+                    f"another save wrote to {self._goal.url} at the same time: give each its own"
+                )
+        return True
+
+    def _refuse_a_shared_place(self) -> None:
+        """Refuse a folder of other things, such as one of checkpoints: `cp` in a shell goes in."""
+        known = extra_files(self._manifest)
+        names = [name for name in self._goal.sizes() if not save_id_of(name) and name not in known]
+        others = sorted(name for name in names if not name.startswith(".")) + self._goal.folders()
+        if others:
+            told = printable(", ".join(others[:3])) + (", ..." if len(others) > 3 else "")
+            advice = "a / at the end of TARGET copies into it"
+            raise CommandError(f"{self._goal.url} holds other things ({told}): {advice}", 1)
+
+    def _is_there(self) -> bool:
+        """Say whether the goal has this very manifest."""
+        with self._goal.open(MANIFEST) as reader:
+            return same_manifest(self._data, reader)
+
+    def _files(self) -> None:
+        """Copy the files that are not there yet, then those of others."""
+        present = self._goal.sizes()
+        total = self._manifest.nbytes
+        with checkpoint_io.TransferProgress("copying", total, self._progress) as bar:
+            for index, entry in enumerate(self._manifest.files):
+                if entry.name in present and self._is_whole(index):
+                    bar.add(entry.size)
+                    continue
+                self._goal.remove(entry.name)
+                pieces = pieces_of(self._source, index)
+                with self._goal.create(entry.name, entry.size) as write:
+                    for piece in pieces:
+                        write(piece)
+                        bar.add(len(piece))
+        for name in extra_files(self._manifest):
+            self._extra(name)
+
+    def _is_whole(self, index: int) -> bool:
+        """Say whether a file of an earlier try is the one that was saved, byte by byte."""
+        there = Source(self._goal, self._manifest)
+        with suppress(checkpoint_io.CorruptCheckpointError):
+            check_sizes(self._goal, self._manifest, [index])
+            for _ in pieces_of(there, index):
+                pass
+            return True
+        return False
+
+    def _extra(self, name: str) -> None:
+        """Copy a file of others that belongs to the checkpoint; it has no checksums."""
+        with suppress(FileNotFoundError), self._source.store.open(name) as reader:
+            self._goal.remove(name)
+            with self._goal.create(name, reader.size) as write:
+                for begin in range(0, reader.size, _PIECE):
+                    write(reader.read(begin, min(begin + _PIECE, reader.size)))
