@@ -1,8 +1,9 @@
-"""For tests and doctests: collections of garbage stay quick, however much is loaded."""
+"""For tests and doctests: collections of garbage stay quick, and examples begin afresh."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _seen.add(item.path)
         gc.collect()
         gc.freeze()
+    if isinstance(item, pytest.DoctestItem):
+        _leave_the_group()
+
+
+def _leave_the_group() -> None:
+    """Each example begins as a program does, whatever the one before has made."""
+    state = sys.modules.get("accel_callbacks.state")
+    if state is not None:
+        state.destroy_topology()

@@ -138,6 +138,7 @@ def test_a_hook_that_only_a_trainer_fires_is_refused_with_that_reason(hook):
         Accelerator(cpu=True, callbacks=[callback])
 
 
+@pytest.mark.slow  # the import alone
 def test_a_callback_for_the_trainer_of_transformers_is_refused():
     transformers = pytest.importorskip("transformers")
 

@@ -82,7 +82,7 @@ def test_a_pass_over_the_view_is_an_epoch_without_its_first_batches(make):
 
 @quiet
 @every_kind
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("epoch", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_usual_recipe_of_a_resume_gives_the_exact_rest_and_then_the_next_epoch(
     make, epoch, tmp_path
 ):

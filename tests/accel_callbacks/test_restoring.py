@@ -291,6 +291,7 @@ CHILD = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
 def test_a_load_takes_no_second_copy_of_the_state(tmp_path):
     def run(action: str) -> str:

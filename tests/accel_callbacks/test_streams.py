@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from tqdm import TMonitor
 
 from accel_callbacks import Accelerator, ResumeError, prepare_data_loader
 from accel_callbacks.data.configuration import DataLoaderConfiguration
@@ -358,7 +359,7 @@ def test_a_state_that_the_dataset_does_not_take_is_told_and_reads_up_to_the_plac
 
 
 @quiet
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_skipping_batches_of_a_stream_begins_at_that_batch(workers):
     def make():
         return prepare(DataLoader(Placed(7), 2, num_workers=workers))
@@ -564,7 +565,8 @@ def hub_threads():
     yield
     gc.collect()
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        if not isinstance(thread, TMonitor):  # the progress bar's, which never ends
+            thread.join(10)
 
 
 def hub_stream(count=10, shards=3):
@@ -574,7 +576,7 @@ def hub_stream(count=10, shards=3):
 
 
 @pytest.mark.usefixtures("hub_threads")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stream_of_the_hub_goes_on_where_it_was(workers):
     def make():
         return prepare(DataLoader(hub_stream().shuffle(seed=3), 2, num_workers=workers))

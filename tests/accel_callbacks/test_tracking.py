@@ -179,8 +179,11 @@ accel.log({"a": 1})
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("", "success"), ("raise ValueError('x')", "failed"), ("sys.exit(0)", "success")],
-    ids=["falls off the end", "raises", "exits"],
+    [
+        pytest.param("", "success", id="falls off the end", marks=pytest.mark.slow),
+        pytest.param("raise ValueError('x')", "failed", id="raises"),
+        pytest.param("sys.exit(0)", "success", id="exits"),
+    ],
 )
 def test_a_plain_script_that_ends_closes_its_trackers_with_what_happened(tmp_path, end, status):
     code = SCRIPT.replace("{end}", end)

@@ -160,6 +160,7 @@ def test_shards_of_two_ranks(pool: Any, tmp_path: Path) -> None:
     assert ranks_of(manifest, "model/one") == [0]
 
 
+@pytest.mark.slow
 def test_shards_of_four_ranks(pool_of_4: Any, tmp_path: Path) -> None:
     assert pool_of_4.run(save_sharded, str(tmp_path)) == [[0, 1, 2, 3]] * 4
     manifest = check_whole(tmp_path)

@@ -27,7 +27,12 @@ class Pool:
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
-        address = str(folder / "pool.sock")
+        self.folder = folder
+        self._start()
+
+    def _start(self) -> None:
+        size = self.size
+        address = str(self.folder / f"{os.urandom(4).hex()}.sock")
         environment = {
             **os.environ,
             "WORLD_SIZE": str(size),
@@ -54,7 +59,10 @@ class Pool:
             connection.send((function.__code__.co_filename, function.__name__, args))
         results = []
         for rank, connection in enumerate(self.connections):
-            assert connection.poll(60), f"rank {rank} hangs in {function.__name__}"
+            if not connection.poll(60):
+                self.kill()
+                self._start()  # or each test after this one would wait for it too
+                raise AssertionError(f"rank {rank} hangs in {function.__name__}")
             results.append(connection.recv())
         return results
 

@@ -90,6 +90,7 @@ def test_token_exact_averaging_over_the_window_and_two_processes(pool, sizes):
         assert weights == close(one_big_batch(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[[6, 6, 6, 6]], [[1, 2, 3, 4], [5, 6, 2, 1]]])
 def test_token_exact_averaging_over_four_processes(pool_of_4, sizes):
     for weights in pool_of_4.run(split_by_hand, sizes, 3):

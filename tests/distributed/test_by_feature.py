@@ -218,7 +218,8 @@ def test_the_example_of_own_callbacks(alone, tmp_path):
     assert "of 20: the loss is below 0.3" in printed
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_it_works_as_launched(tmp_path, processes):
     printed = printed_by(start(STARTERS[processes], LAUNCHED, tmp_path / "run"))
     automatic_batch_size(printed, processes)

@@ -204,10 +204,8 @@ def fail_on_some_of_four(ranks: list[int]) -> tuple:
     return ending(lambda: train(Accelerator(cpu=True, timeout=LONG, callbacks=[fails])))
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [pytest.param([0], marks=pytest.mark.slow), pytest.param([2], marks=pytest.mark.slow), [1, 3]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [[0], [2], [1, 3]])
 def test_all_of_four_processes_learn_of_the_error(pool_of_4, ranks):
     outcomes = pool_of_4.run(fail_on_some_of_four, ranks)
     for rank, (kind, text, _) in enumerate(outcomes):

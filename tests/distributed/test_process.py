@@ -437,7 +437,8 @@ def two_processes(code: str, **environment: str) -> list[str]:
     return [process.communicate(timeout=100)[0] for process in running]
 
 
-def test_processes_meet_where_they_are_told_and_over_the_backend_asked_for(tmp_path):
+@pytest.mark.parametrize("place", ["tcp", pytest.param("file", marks=pytest.mark.slow)])
+def test_processes_meet_where_they_are_told_and_over_the_backend_asked_for(tmp_path, place):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -452,9 +453,9 @@ def test_processes_meet_where_they_are_told_and_over_the_backend_asked_for(tmp_p
         "state.destroy_process_group()\n"
         "print(state.initialized)\n"
     )
-    for method in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}/meet"):
-        printed = two_processes(code.replace("METHOD", repr(method)))
-        assert printed == ["0:00:40\ncpu:gloo 3 bf16\nFalse\n"] * 2, method
+    method = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meet"}[place]
+    printed = two_processes(code.replace("METHOD", repr(method)))
+    assert printed == ["0:00:40\ncpu:gloo 3 bf16\nFalse\n"] * 2
 
 
 @pytest.mark.slow

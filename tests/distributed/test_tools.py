@@ -496,9 +496,7 @@ def sweeps(way: str) -> list:
     return [alive, more, ours(os.environ) == environment, dist.is_initialized()]
 
 
-SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("free_memory", "del")]
-
-
-@pytest.mark.parametrize("way", [*SLOW_WAYS, "end_training"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["free_memory", "del", "end_training"])
 def test_a_sweep_of_ten_runs_leaves_nothing_on_two_processes(pool, way):
     assert pool.run(sweeps, way) == [[[], [], True, way != "end_training"]] * 2
