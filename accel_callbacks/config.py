@@ -11,6 +11,7 @@ from accel_callbacks.errors import nearest
 __all__ = ["AcceleratorConfig", "resolve_config"]
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
+BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,9 @@ class AcceleratorConfig:
 
 
 def _boolean(text: str) -> bool:
-    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if text.lower() not in known:
+    if text.lower() not in BOOLEANS:
         raise ValueError(f"{text!r} is neither true nor false")
-    return known[text.lower()]
+    return BOOLEANS[text.lower()]
 
 
 # The launcher hands its options to the processes it starts under these names.

@@ -23,7 +23,7 @@ FORBIDDEN_ARROWS = {
     "loggers": {"accel_callbacks", "checkpoint_io", "examples", "tests"},
 }
 MAY_UNPICKLE_TENSORS = {"checkpoint_io/models/torch_files.py"}
-MAY_WRITE_ENVIRON = {"accel_callbacks/cli/launch.py", "accel_callbacks/launching/kernel.py"}
+MAY_WRITE_ENVIRON = {"accel_callbacks/launching/environment.py"}
 MAX_LINES = 320
 HEAVY = [
     "wandb",

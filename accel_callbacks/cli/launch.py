@@ -7,8 +7,7 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +16,7 @@ from accel_callbacks.cli.launch_options import configure, given_extras, read_pro
 from accel_callbacks.cli.launch_plan import DirectPlan, Plan, TpuPlan, build_plan
 from accel_callbacks.cli.launch_report import exit_code
 from accel_callbacks.cli.options import CommandError
+from accel_callbacks.launching.environment import changed_environment
 from accel_callbacks.launching.machine import DRIVERS, usable_cores
 from accel_callbacks.launching.options import SettingsError
 from accel_callbacks.launching.orphans import guarded
@@ -77,7 +77,7 @@ def _start(plan: Plan, whole_process: bool) -> int:
     if isinstance(plan, DirectPlan):
         _check_port(plan.env)
         return _replace_this_process(plan) if whole_process else _run_below(plan)
-    with guarded() as marks, _environment({**plan.env, **marks}):
+    with guarded() as marks, changed_environment({**plan.env, **marks}):
         if isinstance(plan, TpuPlan):
             return _run_on_tpu(plan)
         from accel_callbacks.cli.launch_agent import run_agent
@@ -117,19 +117,6 @@ def _run_on_tpu(plan: TpuPlan) -> int:
 
     launch_on_tpu(plan.program.name, plan.program.arguments, plan.function, plan.one)
     return 0
-
-
-@contextmanager
-def _environment(extra: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the children, and put everything back, torch's own writes included."""
-    before = dict(os.environ)
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def _check_port(env: Mapping[str, str]) -> None:

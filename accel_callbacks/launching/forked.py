@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel_callbacks.launching.environment import changed_environment
 from accel_callbacks.launching.in_fork import InFork
-from accel_callbacks.launching.kernel import changed_environment, left_as_it_was
+from accel_callbacks.launching.kernel import left_as_it_was
 from accel_callbacks.launching.last_words import LastWords
 from accel_callbacks.launching.parcel import Parcel
 

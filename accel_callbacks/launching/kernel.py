@@ -8,10 +8,10 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-__all__ = ["changed_environment", "left_as_it_was"]
+__all__ = ["left_as_it_was"]
 
 _STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _LAUNCHER_LOGS = (
@@ -19,30 +19,6 @@ _LAUNCHER_LOGS = (
     "torch.distributed.launcher",
     "torch.multiprocessing",
 )
-
-
-@contextmanager
-def changed_environment(extra: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the processes that are forked inside; afterwards all is as it was.
-
-    Example:
-        >>> import os
-        >>> from accel_callbacks.launching.kernel import changed_environment
-        >>> with changed_environment({"ACCEL_EXAMPLE": "1"}):
-        ...     os.environ["ACCEL_EXAMPLE"]
-        '1'
-        >>> "ACCEL_EXAMPLE" in os.environ
-        False
-    """
-    before = dict(os.environ)
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        changed = {name: value for name, value in before.items() if os.environ.get(name) != value}
-        os.environ.update(changed)
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
+from accel_callbacks.config import BOOLEANS
 from accel_callbacks.errors import nearest
 
 __all__ = ["Option", "SettingsError", "described", "option", "options_of", "shown"]
 
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _LARGEST = 2**63 - 1
 
 
@@ -130,9 +130,9 @@ class Option:
         if self.kind == "list":
             return tuple(part.strip() for part in text.split(",") if part.strip())
         if self.kind == "bool":
-            if text.lower() not in _WORDS:
+            if text.lower() not in BOOLEANS:
                 raise ValueError(f"must be true or false, not {shown(text)}")
-            return _WORDS[text.lower()]
+            return BOOLEANS[text.lower()]
         if self.kind in ("int", "float"):
             try:
                 number = int(text) if self.kind == "int" else float(text)
@@ -182,7 +182,7 @@ def _plain(number: float) -> str:
 
 def _read_bool(one: Option, value: Any) -> bool:
     if not isinstance(value, bool):
-        hint = ", without quotes" if isinstance(value, str) and value.lower() in _WORDS else ""
+        hint = ", without quotes" if isinstance(value, str) and value.lower() in BOOLEANS else ""
         raise ValueError(f"must be true or false{hint}, not {shown(value)}")
     return value
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from accel_callbacks.config import PRECISIONS
 from accel_callbacks.errors import nearest
 from accel_callbacks.launching.blocks import (
     DeepSpeedConfig,
@@ -120,7 +121,7 @@ class Training:
     mixed_precision: str = option(
         "no",
         "type to compute in",
-        choices=("no", "fp16", "bf16", "fp8"),
+        choices=PRECISIONS,
         variable="ACCEL_MIXED_PRECISION",
         child=True,
     )

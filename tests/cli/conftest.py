@@ -69,3 +69,14 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], str]:
+    """Write a script into the test's folder; returns its name."""
+
+    def write_script(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write_script

@@ -65,15 +65,6 @@ time.sleep(120)
 """
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], str]:
-    def write_script(name: str, text: str) -> str:
-        (tmp_path / name).write_text(text)
-        return name
-
-    return write_script
-
-
 def test_two_processes_meet(accel: Run, write: Callable[[str, str], str], tmp_path: Path) -> None:
     script = write("reduce.py", ALL_REDUCE)
     words = ["--cpu", "--num-processes", "2", "--mixed_precision", "bf16", script]

@@ -64,15 +64,6 @@ time.sleep(120)
 """
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], str]:
-    def write_script(name: str, text: str) -> str:
-        (tmp_path / name).write_text(text)
-        return name
-
-    return write_script
-
-
 def runner(*words: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """One process as the launcher starts it, without the launcher."""
     command = [sys.executable, "-u", children.__file__, *words]

@@ -14,6 +14,7 @@ from accel_callbacks.cli.launch_machines import Here
 from accel_callbacks.cli.launch_options import configure, given_extras, read_program
 from accel_callbacks.cli.launch_plan import AgentPlan, DirectPlan, Plan, TpuPlan, build_plan
 from accel_callbacks.cli.options import CommandError, CommandParser
+from accel_callbacks.launching.environment import changed_environment
 from accel_callbacks.launching.resolving import resolve_settings
 from accel_callbacks.launching.settings import all_options
 
@@ -292,7 +293,7 @@ def test_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
 
     def meddle() -> None:
-        with launch._environment({"ACCEL_TEST_KEPT": "during"}):
+        with changed_environment({"ACCEL_TEST_KEPT": "during"}):
             assert os.environ["ACCEL_TEST_KEPT"] == "during"
             os.environ["ACCEL_TEST_ADDED"] = "by torch"
             del os.environ["PATH"]
