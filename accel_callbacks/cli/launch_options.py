@@ -10,13 +10,12 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from accel_callbacks.cli.launch_plan import Program
 from accel_callbacks.cli.options import CommandError, CommandParser, natural_int
-from accel_callbacks.launching import children
 from accel_callbacks.launching.settings import all_options
 
 _TITLES = {
@@ -43,26 +42,6 @@ TORCHRUN_ONLY: Mapping[str, dict[str, Any]] = {
     "duplicate_stdout_filters": {"metavar": "A,B", "help": "lines to copy to a file of their own"},
     "duplicate_stderr_filters": {"metavar": "A,B", "help": "the same of standard error"},
 }
-
-
-@dataclass(frozen=True)
-class Program:
-    """What the processes run: a ``script``, a ``module`` or a ``program`` that is not Python."""
-
-    kind: str
-    name: str
-    arguments: tuple[str, ...]
-
-    def command(self) -> list[str]:
-        """What runs it by itself."""
-        python = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"]}
-        return [*python.get(self.kind, []), self.name, *self.arguments]
-
-    def reporting_command(self) -> list[str]:
-        """What runs it such that an error is shown with its rank."""
-        if self.kind == "program":
-            return self.command()
-        return [sys.executable, "-u", children.__file__, self.kind, self.name, *self.arguments]
 
 
 def configure(parser: CommandParser) -> None:

@@ -15,8 +15,8 @@ from accel_callbacks.cli.launch_machines import (
     meet,
     placed_by_hand,
 )
-from accel_callbacks.cli.launch_options import Program
 from accel_callbacks.cli.options import CommandError
+from accel_callbacks.launching import children
 from accel_callbacks.launching.resolving import Resolved
 from accel_callbacks.launching.settings import LaunchSettings, all_options
 from accel_callbacks.launching.slurm import SlurmPlace, slurm_place
@@ -32,6 +32,26 @@ _VISIBLE = {
 _MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "local_addr")
 # What only torch's launcher can do; without it, and with one process, nothing has to watch.
 _WATCHED = ("log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the processes run: a ``script``, a ``module`` or a ``program`` that is not Python."""
+
+    kind: str
+    name: str
+    arguments: tuple[str, ...]
+
+    def command(self) -> list[str]:
+        """What runs it by itself."""
+        python = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"]}
+        return [*python.get(self.kind, []), self.name, *self.arguments]
+
+    def reporting_command(self) -> list[str]:
+        """What runs it such that an error is shown with its rank."""
+        if self.kind == "program":
+            return self.command()
+        return [sys.executable, "-u", children.__file__, self.kind, self.name, *self.arguments]
 
 
 @dataclass(frozen=True)
