@@ -41,7 +41,7 @@ def writable_folder(url: str) -> Iterator[str]:
     if path is None:
         yield url
         return
-    from checkpoint_io.stores.local import make_folders
+    from checkpoint_io.storage.local import make_folders
 
     path = os.path.abspath(path)
     make_folders(path)

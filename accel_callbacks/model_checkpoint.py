@@ -162,7 +162,7 @@ def _load_and_send(
 ) -> None:
     """Load on rank 0, then give every loaded tensor to the others."""
     from checkpoint_io.models.model_targets import ModelTargets
-    from checkpoint_io.sharding import is_dtensor
+    from checkpoint_io.sharding.dtensor import is_dtensor
 
     where = "load_checkpoint_in_model"
     with shared_failure(where):

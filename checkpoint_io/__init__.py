@@ -10,7 +10,7 @@ Example:
     ['bias', 'weight']
 """
 
-from checkpoint_io.async_saving.background import BackgroundSaver
+from checkpoint_io.async_save.background import BackgroundSaver
 from checkpoint_io.async_saving.handle import SaveHandle
 from checkpoint_io.errors import (
     CheckpointConflictError,
@@ -23,18 +23,18 @@ from checkpoint_io.errors import (
     TornLoadError,
     UnsupportedStateError,
 )
-from checkpoint_io.folders.discovery import CheckpointInfo, FolderEntry
-from checkpoint_io.folders.folder import CheckpointFolder
-from checkpoint_io.folders.policies import KeepPolicy, any_of, keep_best, keep_every, keep_last
+from checkpoint_io.folder.discovery import CheckpointInfo, FolderEntry
+from checkpoint_io.folder.folder import CheckpointFolder
+from checkpoint_io.folder.retention import KeepPolicy, any_of, keep_best, keep_every, keep_last
+from checkpoint_io.format.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from checkpoint_io.group import ProcessGroupLike, SingleProcess, TorchGroup
-from checkpoint_io.layout.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from checkpoint_io.models.hf import save_model
-from checkpoint_io.models.weights import LoadReport, load_model, load_model_state
+from checkpoint_io.loader.lazy import CheckpointReader, TensorView, open_checkpoint
+from checkpoint_io.loader.verify import verify
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.reading.reader import Checkpoint, load, read_manifest
-from checkpoint_io.reading.verifying import verify
-from checkpoint_io.reading.views import CheckpointReader, TensorView, open_checkpoint
-from checkpoint_io.writing.job import SaveJob, prepare_save
+from checkpoint_io.saver.save import SaveJob, prepare_save
+from checkpoint_io.weights.load import LoadReport, load_model, load_model_state
+from checkpoint_io.weights.save import save_model
 from checkpoint_io.writing.saving import save
 
 __all__ = [

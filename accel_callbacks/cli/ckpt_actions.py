@@ -17,7 +17,7 @@ from accel_callbacks.cli.ckpt_copy import copy
 from accel_callbacks.cli.ckpt_remove import remove
 from accel_callbacks.cli.ckpt_text import age_of, printable, shape_of, size_of, table, to_json
 from accel_callbacks.cli.options import CommandError
-from checkpoint_io.models.weight_files import open_weights
+from checkpoint_io.weights.find import open_weights
 
 
 def run(args: Namespace) -> int:

@@ -17,13 +17,13 @@ import checkpoint_io
 from accel_callbacks.cli.ckpt_pieces import pieces_of
 from accel_callbacks.cli.ckpt_text import printable, size_of
 from accel_callbacks.cli.options import CommandError
-from checkpoint_io.folders.cleaning import extra_files
-from checkpoint_io.layout.manifest import Manifest, same_manifest
-from checkpoint_io.layout.names import MANIFEST, save_id_of, temporary_name
-from checkpoint_io.layout.parse import parse_manifest
-from checkpoint_io.reading.files import check_sizes, manifest_of
-from checkpoint_io.reading.source import Source
-from checkpoint_io.stores.store import Store, open_store
+from checkpoint_io.folder.removal import extra_files
+from checkpoint_io.format.manifest import Manifest, same_manifest
+from checkpoint_io.format.names import MANIFEST, save_id_of, temporary_name
+from checkpoint_io.format.parse import parse_manifest
+from checkpoint_io.loader.files import check_sizes, manifest_of
+from checkpoint_io.loader.source import Source
+from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.stores.urls import protocol_of
 
 _PIECE = 8 << 20

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from checkpoint_io.loader.source import Source
+from checkpoint_io.loader.transfer import Want
 from checkpoint_io.reading.sinks import Bytes
-from checkpoint_io.reading.source import Source
-from checkpoint_io.reading.transfer import Want
 
 WINDOW = 32 << 20
 

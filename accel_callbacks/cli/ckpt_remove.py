@@ -11,11 +11,11 @@ from typing import Any
 import checkpoint_io
 from accel_callbacks.cli.ckpt_text import printable, size_of
 from accel_callbacks.cli.options import CommandError
-from checkpoint_io.folders.cleaning import remove_all, remove_checkpoint
-from checkpoint_io.layout.manifest import Manifest
-from checkpoint_io.layout.names import MANIFEST, save_id_of
-from checkpoint_io.reading.files import manifest_of
-from checkpoint_io.stores.store import Store, open_store
+from checkpoint_io.folder.removal import remove_all, remove_checkpoint
+from checkpoint_io.format.manifest import Manifest
+from checkpoint_io.format.names import MANIFEST, save_id_of
+from checkpoint_io.loader.files import manifest_of
+from checkpoint_io.storage.open import Store, open_store
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.rng import set_seed
 from accel_callbacks.selftest.check import Expectations, Lab, Skipped
 from accel_callbacks.selftest.small import flat_weights, samples, small_model
-from checkpoint_io.layout.names import MANIFEST, new_save_id
-from checkpoint_io.stores.store import open_store
+from checkpoint_io.format.names import MANIFEST, new_save_id
+from checkpoint_io.storage.open import open_store
 
 __all__ = ["resume_is_exact"]
 

@@ -6,10 +6,10 @@ import os
 import threading
 from collections.abc import Callable
 
-from checkpoint_io.async_saving import exiting
+from checkpoint_io.async_save import exit as exiting
+from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.group import ProcessGroupLike
-from checkpoint_io.layout.manifest import Manifest
-from checkpoint_io.writing.job import SaveJob
+from checkpoint_io.saver.save import SaveJob
 
 __all__ = ["SaveHandle"]
 

@@ -7,11 +7,11 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from checkpoint_io.folders.discovery import CheckpointInfo, FolderEntry, Scanner, age_order
-from checkpoint_io.folders.fallback import warn
-from checkpoint_io.folders.policies import Choose, check_mode, ranked
+from checkpoint_io.folder.discovery import CheckpointInfo, FolderEntry, Scanner, age_order
+from checkpoint_io.folder.fallback import warn
+from checkpoint_io.folder.retention import Choose, check_mode, ranked
 from checkpoint_io.folders.retention import Pruning
-from checkpoint_io.stores.store import child_name, open_store
+from checkpoint_io.storage.open import child_name, open_store
 
 Paths = Collection[str | os.PathLike[str]]
 

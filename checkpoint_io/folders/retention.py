@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Collection, Sequence
 
 from checkpoint_io.errors import CheckpointConflictError, CheckpointWarning
-from checkpoint_io.folders.cleaning import remove_checkpoint, remove_left_overs, remove_unfinished
-from checkpoint_io.folders.discovery import FolderEntry, id_of
-from checkpoint_io.stores.store import Store
+from checkpoint_io.folder.discovery import FolderEntry, id_of
+from checkpoint_io.folder.removal import remove_checkpoint, remove_left_overs, remove_unfinished
+from checkpoint_io.storage.open import Store
 
 
 class Pruning:

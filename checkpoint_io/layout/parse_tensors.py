@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from checkpoint_io.boxes import overlapping
+from checkpoint_io.format.manifest import Chunk, FileEntry, TensorEntry
 from checkpoint_io.layout.checks import (
     HEX16S,
     LIMIT,
@@ -17,7 +17,7 @@ from checkpoint_io.layout.checks import (
     typed,
 )
 from checkpoint_io.layout.dtypes import ITEMSIZE
-from checkpoint_io.layout.manifest import Chunk, FileEntry, TensorEntry
+from checkpoint_io.sharding.boxes import overlapping
 
 _MAX_CHUNKS = 65536
 

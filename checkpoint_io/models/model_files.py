@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint_io.folders.cleaning import remove_all
-from checkpoint_io.layout import jsonio
-from checkpoint_io.layout.names import new_save_id
-from checkpoint_io.layout.tensorfile import host_pieces, layout
-from checkpoint_io.models.weight_files import INDEX, SINGLE
+from checkpoint_io.folder.removal import remove_all
+from checkpoint_io.format import json as jsonio
+from checkpoint_io.format.names import new_save_id
+from checkpoint_io.format.safetensors import host_pieces, layout
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.stores.store import Store
-from checkpoint_io.writing.collect import pack
+from checkpoint_io.saver.collect import pack
+from checkpoint_io.storage.open import Store
+from checkpoint_io.weights.find import INDEX, SINGLE
 
 _SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
 _STEP = 16 * 1024 * 1024

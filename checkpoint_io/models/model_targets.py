@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from checkpoint_io.errors import StateMismatchError
-from checkpoint_io.sharding import is_dtensor
+from checkpoint_io.sharding.dtensor import is_dtensor
 
 WantedDtype = torch.dtype | Callable[[str], "torch.dtype | None"] | None
 Home = tuple[dict[str, Any], str]

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from checkpoint_io.errors import CorruptCheckpointError
-from checkpoint_io.layout import jsonio
-from checkpoint_io.models.landing import Landing
+from checkpoint_io.format import json as jsonio
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.stores.store import RangeReader, Store
+from checkpoint_io.storage.open import RangeReader, Store
+from checkpoint_io.weights.source import Landing
 
 Wanted = Sequence[tuple[str, torch.Tensor]]
 

@@ -9,7 +9,7 @@ import torch
 
 from checkpoint_io.errors import CheckpointError
 from checkpoint_io.group import ProcessGroupLike
-from checkpoint_io.sharding import in_mesh, is_dtensor
+from checkpoint_io.sharding.dtensor import in_mesh, is_dtensor
 
 
 class Gathering:

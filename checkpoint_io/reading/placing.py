@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoint_io.boxes import Axes, axes_of, overlapping, parts_with, within
 from checkpoint_io.errors import (
     CheckpointError,
     CorruptCheckpointError,
     StateMismatchError,
     UnsupportedStateError,
 )
+from checkpoint_io.format.manifest import Chunk, TensorEntry
 from checkpoint_io.layout.dtypes import DTYPES, ITEMSIZE
-from checkpoint_io.layout.manifest import Chunk, TensorEntry
+from checkpoint_io.loader.transfer import Want
 from checkpoint_io.reading.sinks import Flat, flat_bytes, is_plain_memory, sinks_for
-from checkpoint_io.reading.transfer import Want
-from checkpoint_io.sharding import check_placements, is_dtensor, local_of
+from checkpoint_io.sharding.boxes import Axes, axes_of, overlapping, parts_with, within
+from checkpoint_io.sharding.dtensor import check_placements, is_dtensor, local_of
 
 # a subclass may keep its elements elsewhere
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -123,7 +123,7 @@ def _placements(entry: TensorEntry, target: torch.Tensor, axes: Axes | None) -> 
 
 def _placements_of_dtensor(entry: TensorEntry, target: torch.Tensor) -> list[Placement]:
     """Match the chunks with the part of a DTensor that this process holds."""
-    from checkpoint_io.planning import plan_reads
+    from checkpoint_io.sharding.planner import plan_reads
 
     local = local_of(target)
     chunks = [(chunk.offsets, chunk.shape) for chunk in entry.chunks]

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from checkpoint_io.layout.manifest import Manifest
-from checkpoint_io.reading.files import manifest_of, while_replaced
-from checkpoint_io.reading.loading import Request, read_checkpoint
-from checkpoint_io.reading.selection import Only, Rename
-from checkpoint_io.reading.views import CheckpointReader, open_checkpoint
-from checkpoint_io.stores.store import open_store
+from checkpoint_io.format.manifest import Manifest
+from checkpoint_io.loader.files import manifest_of, while_replaced
+from checkpoint_io.loader.lazy import CheckpointReader, open_checkpoint
+from checkpoint_io.loader.load import Request, read_checkpoint
+from checkpoint_io.loader.selection import Only, Rename
+from checkpoint_io.storage.open import open_store
 
 __all__ = ["Checkpoint", "CheckpointReader", "load", "open_checkpoint", "read_manifest"]
 

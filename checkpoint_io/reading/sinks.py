@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from checkpoint_io.boxes import Axes, Axis, Shape, blocks, meet, merge, volume
+from checkpoint_io.sharding.boxes import Axes, Axis, Shape, blocks, meet, merge, volume
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from checkpoint_io.boxes import Axes, Axis
-from checkpoint_io.layout.tensorfile import empty
+from checkpoint_io.format.safetensors import empty
+from checkpoint_io.loader.source import Source
 from checkpoint_io.reading.placing import dtype_of, nbytes_of, wants_for
-from checkpoint_io.reading.source import Source
+from checkpoint_io.sharding.boxes import Axes, Axis
 
 __all__ = ["TensorView"]
 

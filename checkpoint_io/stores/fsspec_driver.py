@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from threading import Lock
 from typing import Any, TypeVar
 
-from checkpoint_io.stores.retrying import RetryPolicy, retry
+from checkpoint_io.storage.retry import RetryPolicy, retry
 from checkpoint_io.stores.urls import OBJECT_STORES
 
 T = TypeVar("T")

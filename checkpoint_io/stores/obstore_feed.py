@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint_io.stores.s3_parts import PartBudget, process_budget
+from checkpoint_io.storage.s3.parts import PartBudget, process_budget
 
 
 class Feed:

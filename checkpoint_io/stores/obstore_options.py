@@ -7,8 +7,8 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-from checkpoint_io.stores.retrying import RetryPolicy
-from checkpoint_io.stores.s3_client import S3Client
+from checkpoint_io.storage.retry import RetryPolicy
+from checkpoint_io.storage.s3.client import S3Client
 
 # what concerns s3fs alone, or goes through the client that s3fs makes
 _OWN = frozenset(

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from checkpoint_io.stores.s3_client import S3Client
-from checkpoint_io.stores.s3_download import Fetch
-from checkpoint_io.stores.s3_parts import Checksum
+from checkpoint_io.storage.s3.client import S3Client
+from checkpoint_io.storage.s3.download import Fetch
+from checkpoint_io.storage.s3.parts import Checksum
 from checkpoint_io.stores.s3_upload import upload
 from checkpoint_io.stores.spans import Deliver, Span, Write
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from checkpoint_io.errors import CheckpointError, CheckpointWarning
-from checkpoint_io.stores.s3_client import STEP, S3Client
-from checkpoint_io.stores.s3_multipart import CorruptUploadError, MultipartUpload
-from checkpoint_io.stores.s3_parts import Checksum, part_size, process_budget, verify_arrival
+from checkpoint_io.storage.s3.client import STEP, S3Client
+from checkpoint_io.storage.s3.parts import Checksum, part_size, process_budget, verify_arrival
+from checkpoint_io.storage.s3.upload import CorruptUploadError, MultipartUpload
 from checkpoint_io.stores.spans import Write
 
 

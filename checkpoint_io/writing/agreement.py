@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from checkpoint_io.group import ProcessGroupLike
-from checkpoint_io.planning import Assignment, plan_writes
-from checkpoint_io.writing.holdings import Holdings
+from checkpoint_io.sharding.local_tensors import Holdings
+from checkpoint_io.sharding.planner import Assignment, plan_writes
 
 _REMEMBERED = 8
 

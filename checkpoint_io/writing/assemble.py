@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from checkpoint_io.layout.manifest import ALGORITHM, FORMAT, PART_SIZE, VERSION
-from checkpoint_io.layout.names import objects_name
-from checkpoint_io.layout.tree import encode_plain
+from checkpoint_io.format.manifest import ALGORITHM, FORMAT, PART_SIZE, VERSION
+from checkpoint_io.format.names import objects_name
+from checkpoint_io.format.tree import encode_plain
 
 
 def assemble(

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.group import ProcessGroupLike
-from checkpoint_io.layout.manifest import Manifest
-from checkpoint_io.writing.commit import following
-from checkpoint_io.writing.holdings import Replicated
-from checkpoint_io.writing.job import prepare_save
+from checkpoint_io.saver.commit import following
+from checkpoint_io.saver.save import prepare_save
+from checkpoint_io.sharding.local_tensors import Replicated
 
 __all__ = ["save"]
 

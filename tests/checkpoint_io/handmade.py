@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import xxhash
 
+from checkpoint_io.format.manifest import seal
 from checkpoint_io.layout.dtypes import NAMES
-from checkpoint_io.layout.manifest import seal
-from checkpoint_io.stores.local import LocalStore
+from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.stores.spans import REMOTE_SPAN
 
 PART = 4096

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint_io.boxes import (
+from checkpoint_io.sharding.boxes import (
     Axes,
     Axis,
     axes_of,

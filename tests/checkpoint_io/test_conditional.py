@@ -18,8 +18,8 @@ from checkpoint_io.errors import (
     CheckpointWarning,
     UnsettledWriteError,
 )
-from checkpoint_io.stores.retrying import RetryPolicy
-from checkpoint_io.stores.store import Store, open_store
+from checkpoint_io.storage.open import Store, open_store
+from checkpoint_io.storage.retry import RetryPolicy
 from tests.checkpoint_io.scripted_s3 import (
     Answer,
     Request,
@@ -112,7 +112,7 @@ def test_of_many_writers_one_wins(obeying: S3Server, exists: bool) -> None:
 RACE = """
 import json, sys
 from checkpoint_io.errors import CheckpointConflictError
-from checkpoint_io.stores.store import open_store
+from checkpoint_io.storage.open import open_store
 url, options, number = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 store = open_store(url, options)
 store.probe()
@@ -157,7 +157,7 @@ def test_of_two_processes_one_wins_each_time(obeying: S3Server) -> None:
 
 
 def test_store_that_ignores_conditions_is_found_out(ignoring: S3Server) -> None:
-    from checkpoint_io.stores import conditional
+    from checkpoint_io.storage.s3 import conditional
 
     conditional._known.cache_clear()
     store = place(ignoring)
@@ -176,7 +176,7 @@ def test_store_that_ignores_conditions_is_found_out(ignoring: S3Server) -> None:
 
 def test_without_conditions_the_last_look_finds_the_other_writer(ignoring: S3Server) -> None:
     """Another job's put lands between ours and the look that follows."""
-    from checkpoint_io.stores import conditional
+    from checkpoint_io.storage.s3 import conditional
 
     store = place(ignoring)
     other = place(ignoring)
@@ -253,7 +253,7 @@ def script(scripts: ScriptedS3) -> ScriptedS3:
 
 
 def keep(script: ScriptedS3, *harm: Answer | None) -> tuple[Store, Keeper]:
-    from checkpoint_io.stores import conditional
+    from checkpoint_io.storage.s3 import conditional
 
     conditional._known.cache_clear()  # the port may be that of an earlier server
     script.respond = keeper = Keeper(*harm)

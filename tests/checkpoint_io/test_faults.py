@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoint_io.stores.local
+import checkpoint_io.storage.local
 from checkpoint_io import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -22,7 +22,7 @@ from checkpoint_io import (
     save,
     verify,
 )
-from checkpoint_io.layout.names import save_id_of
+from checkpoint_io.format.names import save_id_of
 
 
 def test_every_flipped_bit_is_found_and_named(
@@ -114,7 +114,7 @@ def test_failure_at_any_file_leaves_the_old_one(
         if count == call:
             raise error
 
-    monkeypatch.setattr(checkpoint_io.stores.local, "sync_file", failing)
+    monkeypatch.setattr(checkpoint_io.storage.local, "sync_file", failing)
     kind = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(kind, match="No space" if isinstance(error, OSError) else None):
         save(tmp_path, {**state, "step": 8})
@@ -166,8 +166,8 @@ def test_real_disk_full_leaves_the_old_one(tmp_path: Path, state: Any) -> None:
 def test_planted_link_is_not_followed_on_save(
     tmp_path: Path, state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import checkpoint_io.writing.job as job
-    from checkpoint_io.layout.names import tensors_name
+    import checkpoint_io.saver.save as job
+    from checkpoint_io.format.names import tensors_name
 
     victim = tmp_path / "victim"
     victim.write_text("precious")

@@ -22,7 +22,7 @@ from checkpoint_io import (
     read_manifest,
     save,
 )
-from checkpoint_io.folders.fallback import Fallback
+from checkpoint_io.folder.fallback import Fallback
 
 
 def fill(folder: CheckpointFolder, *steps: int, run_id: str = "r1") -> None:
@@ -191,7 +191,7 @@ def test_survey_says_what_each_folder_is(tmp_path: Path) -> None:
 @pytest.fixture
 def manifests_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders whose manifests were parsed, in turn."""
-    import checkpoint_io.folders.discovery as discovery
+    import checkpoint_io.folder.discovery as discovery
 
     read: list[str] = []
     real = discovery.manifest_of
@@ -225,7 +225,7 @@ def test_a_manifest_is_read_once(tmp_path: Path, manifests_read: list[str], plac
 def test_what_is_remembered_of_manifests_is_bounded(
     tmp_path: Path, manifests_read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpoint_io.folders.discovery._CACHED_TENSORS", 2)
+    monkeypatch.setattr("checkpoint_io.folder.discovery._CACHED_TENSORS", 2)
     folder = CheckpointFolder(tmp_path)
     fill(folder, 1, 2, 3)
     folder.list()

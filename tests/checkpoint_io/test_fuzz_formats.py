@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoint_io import CorruptCheckpointError, Manifest, ManifestVersionError, save
-from checkpoint_io.layout.manifest import seal
-from checkpoint_io.layout.parse import parse_manifest
-from checkpoint_io.layout.tensorfile import parse_header
+from checkpoint_io.format.manifest import seal
+from checkpoint_io.format.parse import parse_manifest
+from checkpoint_io.format.safetensors import parse_header
 
 RUNS = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 LIMIT = 64 * 2**20

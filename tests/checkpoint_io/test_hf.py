@@ -70,7 +70,7 @@ def test_saving_again_leaves_nothing_stale(tmp_path: Path) -> None:
 
 
 def test_failure_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import checkpoint_io.stores.local
+    import checkpoint_io.storage.local
 
     weights = {f"w{i}": torch.zeros(100) for i in range(3)}
     save_model(weights, tmp_path, max_shard_size=400)
@@ -81,7 +81,7 @@ def test_failure_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.Monkey
         if error := next(calls):
             raise error
 
-    monkeypatch.setattr(checkpoint_io.stores.local, "sync_file", failing)
+    monkeypatch.setattr(checkpoint_io.storage.local, "sync_file", failing)
     with pytest.raises(OSError, match="No space"):
         save_model({key: value + 1 for key, value in weights.items()}, tmp_path, max_shard_size=400)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

@@ -19,7 +19,7 @@ from checkpoint_io import (
     save,
     verify,
 )
-from checkpoint_io.layout.manifest import seal
+from checkpoint_io.format.manifest import seal
 
 Document = dict[str, Any]
 

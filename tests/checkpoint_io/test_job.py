@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoint_io.writing.job as job_module
+import checkpoint_io.saver.save as job_module
 from checkpoint_io import (
     CheckpointConflictError,
     CheckpointError,
@@ -25,8 +25,8 @@ from checkpoint_io import (
     save,
     verify,
 )
+from checkpoint_io.format.names import MANIFEST, objects_name, temporary_name, tensors_name
 from checkpoint_io.layout.dtypes import DTYPES, NAMES
-from checkpoint_io.layout.names import MANIFEST, objects_name, temporary_name, tensors_name
 
 
 def prepared(url: Any, state: dict[str, Any], **options: Any) -> SaveJob:
@@ -309,7 +309,7 @@ def test_interrupt_while_writing_takes_everything_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several files at once; the interrupt reaches one of the threads that write."""
-    import checkpoint_io.writing.writer as writer
+    import checkpoint_io.saver.writer as writer
 
     real = writer.host_pieces
 

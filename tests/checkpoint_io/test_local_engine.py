@@ -20,10 +20,11 @@ from checkpoint_io import (
     CheckpointError,
     CorruptCheckpointError,
 )
-from checkpoint_io.stores import local, local_read, ring
-from checkpoint_io.stores.buffers import BUFFER_BYTES, BufferPool, aligned
+from checkpoint_io.storage import local, local_read
+from checkpoint_io.storage import local_write as ring
+from checkpoint_io.storage.buffers import BUFFER_BYTES, BufferPool, aligned
+from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.stores.direct import DirectOutput
-from checkpoint_io.stores.local import LocalStore
 from checkpoint_io.stores.spans import Span
 
 PIECE = 64 * 1024  # a small ring, so that every boundary is met without much data
@@ -231,7 +232,7 @@ def test_buffers_are_kept_during_a_save_and_freed_after_it(tmp_path: Path) -> No
 
 MEMORY = """
 import sys
-from checkpoint_io.stores.local import LocalStore
+from checkpoint_io.storage.local import LocalStore
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()
@@ -260,7 +261,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 LIMITED = """
 import errno, resource, signal, sys, threading
-from checkpoint_io.stores.local import LocalStore
+from checkpoint_io.storage.local import LocalStore
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (40 * 2**20 + 100,) * 2)

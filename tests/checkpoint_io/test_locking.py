@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from checkpoint_io import CheckpointConflictError
-from checkpoint_io.stores.local import LocalStore
+from checkpoint_io.storage.local import LocalStore
 
 HOLDER = """
 import sys
-from checkpoint_io.stores.local import LocalStore
+from checkpoint_io.storage.local import LocalStore
 with LocalStore(sys.argv[1]).lock():
     print("locked", flush=True)
     sys.stdin.readline()
@@ -26,7 +26,7 @@ sys.stdin.readline()
 
 FORKER = """
 import os, sys, time
-from checkpoint_io.stores.local import LocalStore
+from checkpoint_io.storage.local import LocalStore
 with LocalStore(sys.argv[1]).lock():
     if os.fork() == 0:
         os.close(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint_io import StateMismatchError, TensorView, load, save
-from checkpoint_io.reading.selection import Matched, match_names, nearest
+from checkpoint_io.loader.selection import Matched, match_names, nearest
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoint_io import CheckpointError
-from checkpoint_io.planning import ReadBox, plan_reads, plan_writes
+from checkpoint_io.sharding.planner import ReadBox, plan_reads, plan_writes
 from checkpoint_io.writing.agreement import PlanMemory, Share
 
 
@@ -148,7 +148,7 @@ def read_into_meshes() -> list[str]:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     from accel_callbacks.state import resolve_topology
-    from checkpoint_io.sharding import local_of
+    from checkpoint_io.sharding.dtensor import local_of
 
     resolve_topology(cpu=True, timeout=timedelta(seconds=30))
     whole = torch.arange(7 * 5.0).reshape(7, 5)

@@ -32,10 +32,10 @@ from checkpoint_io import (
     save_model,
     verify,
 )
+from checkpoint_io.storage.open import FsspecStore, open_store
+from checkpoint_io.storage.retry import RetryPolicy
 from checkpoint_io.stores.fsspec_driver import Driver
-from checkpoint_io.stores.retrying import RetryPolicy
 from checkpoint_io.stores.spans import Span
-from checkpoint_io.stores.store import FsspecStore, open_store
 from tests.servers import sftp_server
 
 
@@ -302,7 +302,7 @@ def test_bucket_that_does_not_exist(s3_options: dict[str, Any]) -> None:
 DRIVERS = {"gs": "gcsfs", "abfs": "adlfs", "s3": "s3fs", "sftp": "paramiko"}
 WITHOUT = """
 import sys
-from checkpoint_io.stores.store import open_store
+from checkpoint_io.storage.open import open_store
 for argument in sys.argv[1:]:
     protocol, module = argument.split("=")
     sys.modules[module] = None

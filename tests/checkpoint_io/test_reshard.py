@@ -18,7 +18,7 @@ from checkpoint_io import (
     read_manifest,
     save,
 )
-from checkpoint_io.stores.local import LocalStore
+from checkpoint_io.storage.local import LocalStore
 
 pytestmark = pytest.mark.distributed
 

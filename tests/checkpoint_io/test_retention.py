@@ -26,7 +26,7 @@ from checkpoint_io import (
     load,
     save,
 )
-from checkpoint_io.stores.store import open_store
+from checkpoint_io.storage.open import open_store
 
 
 def fill(folder: CheckpointFolder, *steps: int, run_id: str = "r1", **metadata: Any) -> None:

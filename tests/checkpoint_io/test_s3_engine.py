@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from checkpoint_io.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
-from checkpoint_io.layout.names import tensors_name
-from checkpoint_io.stores.retrying import RetryPolicy
-from checkpoint_io.stores.s3_parts import PartBudget, part_size, process_budget
+from checkpoint_io.format.names import tensors_name
+from checkpoint_io.storage.open import Store, open_store
+from checkpoint_io.storage.retry import RetryPolicy
+from checkpoint_io.storage.s3.parts import PartBudget, part_size, process_budget
 from checkpoint_io.stores.spans import Span
-from checkpoint_io.stores.store import Store, open_store
 from tests.checkpoint_io.scripted_s3 import (
     Answer,
     Request,
@@ -170,7 +170,7 @@ def test_requests_at_once_are_bounded(script: ScriptedS3, monkeypatch: pytest.Mo
 
     script.respond = respond
     monkeypatch.setattr(
-        "checkpoint_io.stores.s3_multipart.process_budget", lambda: PartBudget(8 * SHORT)
+        "checkpoint_io.storage.s3.upload.process_budget", lambda: PartBudget(8 * SHORT)
     )
     put(scripted(script), "x", bytes(40 * SHORT), step=SHORT)
     assert script.count("part") == 40
@@ -376,7 +376,7 @@ def test_failed_abort_is_told(script: ScriptedS3) -> None:
 @pytest.mark.parametrize("tag", ['"whole"', '"d41d8cd98f00b204e9800998ecf8427e-1"', None])
 def test_lost_answer_to_the_completion(script: ScriptedS3, tag: str | None) -> None:
     """The object is there: with the expected tag, one that says nothing, or another's."""
-    from checkpoint_io.stores.s3_parts import tag_of_parts
+    from checkpoint_io.storage.s3.parts import tag_of_parts
 
     part_tag = '"d41d8cd98f00b204e9800998ecf8427e"'
     found = tag or f'"{tag_of_parts([part_tag])}"'
@@ -581,7 +581,7 @@ def test_after_a_fork(server: S3Server, transfer: str) -> None:
 
 LATE = """
 import sys, threading
-from checkpoint_io.stores.store import open_store
+from checkpoint_io.storage.open import open_store
 options = {"key": "test", "secret": "test-secret", "endpoint_url": sys.argv[2],
            "client_kwargs": {"region_name": "eu-west-1"}}
 main = threading.main_thread()

@@ -25,7 +25,7 @@ from checkpoint_io import (
     save,
     verify,
 )
-from checkpoint_io.stores.store import open_store
+from checkpoint_io.storage.open import open_store
 
 pytestmark = pytest.mark.distributed
 
@@ -534,7 +534,7 @@ def test_rank_that_dies_while_saving(tmp_path: Path) -> None:
 
 def test_local_boxes_tile_what_torch_makes() -> None:
     """Every split of every size, without processes: the parts of all ranks are the whole, once."""
-    from checkpoint_io.sharding import _part
+    from checkpoint_io.sharding.dtensor import _part
 
     for rows, dp, tp in product(range(12), (1, 2, 3), (1, 2, 4)):
         whole = list(range(rows))

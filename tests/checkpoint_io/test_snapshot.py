@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from checkpoint_io.async_saving.snapshot import HostBuffers
+from checkpoint_io.async_save.staging import HostBuffers
 
 DTYPES = [
     torch.float64,

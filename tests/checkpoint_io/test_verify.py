@@ -24,7 +24,7 @@ from checkpoint_io import (
     save,
     verify,
 )
-from checkpoint_io.layout.manifest import seal
+from checkpoint_io.format.manifest import seal
 from checkpoint_io.reading.placing import wants_for
 from tests.checkpoint_io.handmade import PART, CountingStore, handmade, rows, tensor_file, whole
 
@@ -170,7 +170,7 @@ def test_the_header_that_is_written_needs_no_parsing(
     def refuse(*arguments: Any) -> None:
         raise AssertionError("the slow way was taken")
 
-    monkeypatch.setattr("checkpoint_io.reading.verifying.parse_header", refuse)
+    monkeypatch.setattr("checkpoint_io.loader.verify.parse_header", refuse)
     state = {"ä/~": torch.ones(3), "e": torch.empty(0, 2), "h": torch.ones(2).half()}
     save(tmp_path, {**state, "s": torch.tensor(1)}, metadata={"run_id": 'r"1'})
     verify(tmp_path, full=False)

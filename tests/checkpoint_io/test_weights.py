@@ -267,12 +267,12 @@ def test_one_of_several_models(tmp_path: Path) -> None:
 def test_tensors_of_many_sizes_arrive_bitwise(
     tmp_path: Path, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import checkpoint_io.models.landing
-    import checkpoint_io.models.safetensors_source as source
+    import checkpoint_io.weights.safetensors as source
+    import checkpoint_io.weights.source
 
     monkeypatch.setattr(source, "_SPAN", 1000)  # so that small tensors cross its borders
     monkeypatch.setattr(source, "_GAP", 100)
-    monkeypatch.setattr(checkpoint_io.models.landing, "STAGING", 500)
+    monkeypatch.setattr(checkpoint_io.weights.source, "STAGING", 500)
     monkeypatch.setattr(source, "STAGING", 500)
     generator = torch.Generator().manual_seed(0)
     sizes = [(), (0,), (1,), (3, 0), (250,), (251,), (17, 31), (999, 2), (5, 4, 3)]
@@ -293,7 +293,7 @@ def test_tensors_of_many_sizes_arrive_bitwise(
 
 
 def test_a_read_that_breaks_off_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpoint_io.stores.local import LocalStore
+    from checkpoint_io.storage.local import LocalStore
 
     save_model(trained().state_dict(), tmp_path, max_shard_size=200)
     fetch = LocalStore.fetch

@@ -18,7 +18,7 @@ import torch
 from accel_callbacks.cli import ckpt_pieces
 from accel_callbacks.cli.main import main
 from checkpoint_io import CheckpointFolder, load, save, verify
-from checkpoint_io.layout.names import MANIFEST
+from checkpoint_io.format.names import MANIFEST
 
 
 @pytest.fixture

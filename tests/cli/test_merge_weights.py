@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import checkpoint_io
 from accel_callbacks.cli.main import main
 from checkpoint_io.models.inert_pickle import Record, read_inert
-from checkpoint_io.models.merging import merge_weights
+from checkpoint_io.weights.merge import merge_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -168,7 +168,7 @@ def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
     del state
     code = (
         "import resource, sys, torch\n"
-        "from checkpoint_io.models.merging import merge_weights\n"
+        "from checkpoint_io.weights.merge import merge_weights\n"
         "top = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = top()\n"
         "merge_weights(sys.argv[1], sys.argv[2])\n"

@@ -189,7 +189,7 @@ import os, signal, sys
 from datetime import timedelta
 import torch
 from accel_callbacks import Accelerator
-from checkpoint_io.reading.transfer import Transfer
+from checkpoint_io.loader.transfer import Transfer
 
 failing, folder = int(sys.argv[1]), sys.argv[2]
 accel = Accelerator(cpu=True, timeout=timedelta(seconds=300))

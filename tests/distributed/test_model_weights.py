@@ -134,7 +134,7 @@ def test_ranks_with_different_tensors_are_an_error_on_all(pool: Any, tmp_path: P
 
 
 def save_to_a_broken_place(path: str) -> None:
-    from checkpoint_io.stores.local import LocalStore
+    from checkpoint_io.storage.local import LocalStore
 
     real = LocalStore.create
 

@@ -10,7 +10,7 @@ import torch
 
 from accel_callbacks.cli.main import main
 from checkpoint_io import save, verify
-from checkpoint_io.stores.store import open_store
+from checkpoint_io.storage.open import open_store
 from tests.servers import S3Server
 
 

@@ -1,0 +1,108 @@
+"""Copies of tensors in host memory that is allocated once and used again."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from checkpoint_io.errors import CheckpointWarning
+
+_ALIGNMENT = 64  # bytes; a cache line, and more than any element asks for
+
+Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+class HostBuffers:
+    """One block of host memory that holds a copy of each tensor of a save.
+
+    The block stays from save to save and is replaced where shapes or types change. It is pinned
+    where a tensor is on a CUDA device, so that all copies are under way at the same time.
+
+    Example:
+        >>> import torch
+        >>> from checkpoint_io.async_save.staging import HostBuffers
+        >>> buffers, weight = HostBuffers(), torch.ones(2)
+        >>> copies = buffers.fill([weight])
+        >>> _ = weight.zero_()
+        >>> copies[0], buffers.nbytes
+        (tensor([1., 1.]), 64)
+    """
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._pinned = False
+        self._copies: list[torch.Tensor] = []
+        self._unpin: weakref.finalize[Any, Any] | None = None
+        self.nbytes = 0
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return host copies of the tensors; they hold until the next call."""
+        layout = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        if (layout, pinned) != (self._layout, self._pinned):
+            self.free()  # first: there is room for one copy of the state, not for two
+            self._allocate(layout, pinned)
+        with torch.no_grad():
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor.detach(), non_blocking=pinned and tensor.device.type == "cuda")
+        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        return list(self._copies)
+
+    def free(self) -> None:
+        """Give the memory back (once nobody holds a copy any more)."""
+        if self._unpin is not None:
+            self._unpin()
+        self._layout, self._pinned, self._unpin = None, False, None
+        self._copies = []
+        self.nbytes = 0
+
+    def _allocate(self, layout: Layout, pinned: bool) -> None:
+        """Lay the copies out one after the other in a single block."""
+        begins, end = [], 0
+        for shape, dtype in layout:
+            begins.append(end)
+            length = math.prod(shape) * dtype.itemsize
+            end += -(-length // _ALIGNMENT) * _ALIGNMENT
+        block = torch.empty(end, dtype=torch.uint8, device="cpu")
+        if pinned and end and _pin(block):
+            # this object's end comes before that of the block, which it holds
+            self._unpin = weakref.finalize(self, _unpin, block.data_ptr(), os.getpid())
+            self._unpin.atexit = False
+        self._copies = [
+            block[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for begin, (shape, dtype) in zip(begins, layout, strict=True)
+        ]
+        self._layout, self._pinned, self.nbytes = layout, pinned, end
+
+
+def _pin(block: torch.Tensor) -> bool:
+    """Pin exactly this block: torch's own pinned memory is rounded up to a power of two."""
+    cuda: Any = torch.cuda
+    code = int(
+        cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 1)
+    )  # 1: for all devices
+    if code:
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the next kernel would report this error as its own
+        warnings.warn(
+            f"{block.numel():,} bytes of host memory could not be pinned (CUDA error {code}), so "
+            "copies from the device are slower: raise `ulimit -l`, or give the job more memory",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    return code == 0
+
+
+def _unpin(address: int, process: int) -> None:
+    """Make a block ordinary memory again; a forked child has no CUDA, and leaves it alone."""
+    if process == os.getpid():
+        cuda: Any = torch.cuda
+        cuda.cudart().cudaHostUnregister(address)

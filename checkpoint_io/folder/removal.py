@@ -1,0 +1,150 @@
+"""Removing files of ours: a whole checkpoint, or what killed saves of one run left behind."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+
+from checkpoint_io.errors import CheckpointWarning, CorruptCheckpointError
+from checkpoint_io.format import json as jsonio
+from checkpoint_io.format.manifest import Manifest
+from checkpoint_io.format.names import MANIFEST, kind_of, save_id_of, stale_probes
+from checkpoint_io.format.safetensors import MAX_HEADER
+from checkpoint_io.storage.open import RangeReader, Store, child_name
+
+EXTRA_FILES = "extra_files"
+
+
+def remove_all(store: Store, names: Sequence[str]) -> None:
+    """Remove files in the order given; a failure leaves litter, not damage, so it only warns."""
+    if not names:
+        return
+    try:
+        store.remove_many(names)
+    except Exception:  # each driver has errors of its own; one bad file must not keep the others
+        for name in names:
+            _remove_or_warn(store, name)
+
+
+def _remove_or_warn(store: Store, name: str) -> None:
+    """Remove one file, or say why it is still there."""
+    try:
+        store.remove(name)
+    except Exception as error:
+        text = f"could not remove {store.url}/{name}: {type(error).__name__}: {error}"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+
+
+def remove_checkpoint(store: Store, manifest: Manifest) -> None:
+    """Remove the commit first, so that what is half removed is no checkpoint; then the rest."""
+    present = store.sizes()
+    ours = _ours(present)
+    extras = [name for name in extra_files(manifest) if name in present]
+    store.remove(MANIFEST)
+    remove_all(store, [*extras, *stale_probes(present), *_owner_last(ours)])
+    _give_back_uploads(store, {manifest.id, *_saves(ours)})
+    store.remove_folder()
+
+
+def extra_files(manifest: Manifest) -> list[str]:
+    """Return the files of others that `metadata["extra_files"]` says belong to the checkpoint."""
+    listed = manifest.metadata.get(EXTRA_FILES)
+    return [name for name in listed if _is_extra(name)] if isinstance(listed, list) else []
+
+
+def _is_extra(name: object) -> bool:
+    """Say whether this is the plain name of a file that is not one of our own."""
+    try:
+        return isinstance(name, str) and child_name(name) != MANIFEST and not save_id_of(name)
+    except ValueError:
+        return False
+
+
+def remove_left_overs(store: Store, current: Manifest, run_id: str) -> None:
+    """Remove files of a run's saves that were killed before they replaced this checkpoint."""
+    kept = {entry.name for entry in current.files}
+    litter = [name for name in _ours(store.sizes()) if name not in kept]
+    remove_saves(store, litter, run_id)
+
+
+def remove_unfinished(store: Store, run_id: str) -> None:
+    """Remove the files of a run's saves in a folder that has no checkpoint."""
+    present = store.sizes()
+    remove_saves(store, _ours(present), run_id)
+    remove_all(store, stale_probes(present))
+    if not store.sizes() and not store.folders():
+        store.remove_folder()
+
+
+def remove_saves(store: Store, names: Sequence[str], run_id: str) -> None:
+    """Remove, of some files, those of saves that this run began, and give back their uploads."""
+    owners = {save: _owner(store, names, save) for save in _saves(names)}
+    # a local file cut off before its header says nothing, and nobody writes it: we hold the lock
+    claims = (run_id, None) if store.can_rename else (run_id,)
+    doomed = {save for save, owner in owners.items() if owner in claims}
+    remove_all(store, _owner_last([name for name in names if save_id_of(name) in doomed]))
+    _give_back_uploads(store, doomed)
+
+
+def _give_back_uploads(store: Store, saves: Iterable[str]) -> None:
+    """Abort what killed uploads of some saves still hold."""
+    for save in saves:
+        try:
+            store.abort_uploads(save)
+        except Exception as error:
+            text = f"could not look for killed uploads in {store.url}: {error}"
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+
+
+def _ours(names: Collection[str]) -> list[str]:
+    """Return the names that are of this format."""
+    return [name for name in names if save_id_of(name)]
+
+
+def _owner_last(names: Sequence[str]) -> list[str]:
+    """Put last the files that say whose they are, so that a removal cut short can be finished."""
+    return sorted(names, key=lambda name: kind_of(name) == "objects")
+
+
+def _saves(names: Sequence[str]) -> set[str]:
+    """Return the ids of the saves that wrote these files."""
+    return {save for name in names if (save := save_id_of(name))}
+
+
+def _owner(store: Store, names: Sequence[str], save: str) -> str | None:
+    """Find out which run began a save: "" if its files name none, None if they are all cut off."""
+    found = None
+    for name in names:
+        if (
+            save_id_of(name) == save
+            and kind_of(name)
+            and (owner := _label(store, name)) is not None
+        ):
+            if owner:
+                return owner
+            found = owner
+    return found
+
+
+def _label(store: Store, name: str) -> str | None:
+    """Read from a file which run wrote it: "" if it names none, None if it is cut off."""
+    try:
+        with store.open(name) as reader:
+            document = jsonio.loads(_head(reader, name), name)
+    except (CorruptCheckpointError, FileNotFoundError):
+        return None
+    if not isinstance(document, dict):
+        return None
+    labels = document.get("__metadata__", document)
+    owner = labels.get("run_id") if isinstance(labels, dict) else None
+    return owner if isinstance(owner, str) else ""
+
+
+def _head(reader: RangeReader, name: str) -> bytes:
+    """Return the JSON that starts a tensor file, or all of an objects file."""
+    if kind_of(name) == "objects":
+        return bytes(reader.read(0, min(reader.size, jsonio.MAX_JSON_BYTES)))
+    length = int.from_bytes(bytes(reader.read(0, min(8, reader.size))), "little")
+    if length > min(MAX_HEADER, reader.size - 8):
+        return b""
+    return bytes(reader.read(8, 8 + length))

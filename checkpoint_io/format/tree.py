@@ -1,0 +1,271 @@
+"""State trees to JSON and back: a closed set of types, tensors taken out and referred to."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint_io.errors import CorruptCheckpointError, UnsupportedStateError
+from checkpoint_io.format import json as jsonio
+from checkpoint_io.layout.dtypes import NAMES
+from checkpoint_io.sharding.dtensor import check_placements, is_dtensor
+
+# Deep enough for any state dict, shallow enough for every JSON parser and for cycles to be found.
+MAX_DEPTH = 100
+
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+Path = tuple[Any, ...]
+StoreTensor = Callable[[Path, torch.Tensor], str]
+
+
+def encode_plain(value: Any, root: str) -> Any:
+    """Encode a tree that must not hold tensors (metadata)."""
+
+    def refuse(path: Path, tensor: torch.Tensor) -> str:
+        raise UnsupportedStateError(
+            f"{show(root, path)} is a tensor or an array; {root} takes plain values: "
+            "use .item() or .tolist()"
+        )
+
+    return TreeEncoder(root, refuse).encode(value)
+
+
+def show(root: str, path: Path) -> str:
+    """Write a path the way a user would index it."""
+    return root + "".join(f"[{key!r}]" for key in path)
+
+
+class TreeEncoder:
+    """Turns one state tree into strict JSON; each tensor goes to `store`, which returns its key.
+
+    With `sharded`, a DTensor is a tensor too, else it is refused.
+    """
+
+    def __init__(self, root: str, store: StoreTensor, *, sharded: bool = False) -> None:
+        self._root = root
+        self._sharded = sharded
+        self._store = store
+
+    def encode(self, value: Any, path: Path = ()) -> Any:
+        """Return the JSON form of a value at a path."""
+        if len(path) > MAX_DEPTH:
+            raise UnsupportedStateError(
+                f"{show(self._root, path[:4])}... is nested deeper than {MAX_DEPTH} levels "
+                "(or contains itself): flatten it"
+            )
+        encoder = _ENCODERS.get(type(value))
+        return encoder(self, value, path) if encoder else self._encode_other(value, path)
+
+    def _encode_other(self, value: Any, path: Path) -> Any:
+        """Encode what is not of one of the common types."""
+        if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
+            return self.encode(number, path)
+        if isinstance(value, Mapping):
+            return self._dict(value, path)
+        if self._sharded and isinstance(value, torch.Tensor) and is_dtensor(value):
+            return self._dtensor(value, path)
+        raise self._unsupported(value, path)
+
+    def _same(self, value: Any, path: Path) -> Any:
+        """Pass what JSON has."""
+        return value
+
+    def _unsupported(self, value: Any, path: Path) -> UnsupportedStateError:
+        """Say what cannot be saved, where it is and what to do."""
+        kind = type(value)
+        advice = (
+            "gather it first, for example with .full_tensor() or .to_dense()"
+            if isinstance(value, torch.Tensor)
+            else "save its state_dict() or its plain values instead (no object is pickled), "
+            "or leave it out"
+        )
+        return UnsupportedStateError(
+            f"{show(self._root, path)} is a {kind.__module__}.{kind.__qualname__}, "
+            f"which a checkpoint cannot hold: {advice}"
+        )
+
+    def _int(self, value: int, path: Path) -> Any:
+        """Pass an int that every JSON parser of this language accepts."""
+        if value.bit_length() > 10_000:
+            raise UnsupportedStateError(
+                f"{show(self._root, path)} is an integer of {value.bit_length()} bits: "
+                "store it as bytes"
+            )
+        return value
+
+    def _float(self, value: float, path: Path) -> Any:
+        """Tag the floats that JSON does not have."""
+        return value if math.isfinite(value) else {"$float": str(value)}
+
+    def _items(self, value: Any, path: Path) -> list[Any]:
+        """Encode the elements of a sequence."""
+        return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+
+    def _tuple(self, value: Any, path: Path) -> Any:
+        """Encode a tuple under its tag."""
+        return {"$tuple": self._items(value, path)}
+
+    def _set(self, value: Any, path: Path) -> Any:
+        """Encode a set under its tag, in an order that does not depend on hashing."""
+        items = self._items(value, path)
+        return {f"${type(value).__name__}": sorted(items, key=lambda i: jsonio.dumps(i, "a set"))}
+
+    def _dict(self, value: Mapping[Any, Any], path: Path) -> Any:
+        """Encode a mapping as an object, or as pairs if its keys are not plain strings."""
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        return {
+            "$dict": [
+                [self._key(key, path), self.encode(item, (*path, key))]
+                for key, item in value.items()
+            ]
+        }
+
+    def _key(self, key: Any, path: Path) -> Any:
+        """Encode a key; a tensor hashes by identity, so it cannot be one."""
+        if isinstance(key, torch.Tensor):
+            raise UnsupportedStateError(
+                f"{show(self._root, path)} has a tensor as a key: use a string or an int"
+            )
+        return self.encode(key, (*path, key))
+
+    def _bytes(self, value: bytes | bytearray, path: Path) -> Any:
+        """Encode bytes in base64."""
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+
+    def _dtype(self, value: torch.dtype, path: Path) -> Any:
+        """Encode a torch dtype by its name."""
+        return {"$dtype": str(value).removeprefix("torch.")}
+
+    def _tensor(self, value: torch.Tensor, path: Path) -> Any:
+        """Hand a tensor over and refer to it."""
+        tensor = value.detach()
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise self._unsupported(value, path)
+        if tensor.dtype not in NAMES:
+            raise UnsupportedStateError(
+                f"{show(self._root, path)} has dtype {tensor.dtype}, which safetensors cannot "
+                "hold: convert it (complex128: torch.view_as_real)"
+            )
+        return {"$tensor": self._store(path, tensor)}
+
+    def _dtensor(self, value: Any, path: Path) -> Any:
+        """Hand a DTensor over, if its parts are parts of it."""
+        check_placements(value, show(self._root, path))
+        return self._tensor(value, path)
+
+    def _ndarray(self, value: np.ndarray[Any, Any], path: Path) -> Any:
+        """Store a numeric array as a tensor."""
+        array = np.asarray(value, order="C", dtype=value.dtype.newbyteorder("="))
+        try:
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        except TypeError:
+            tensor = None
+        if tensor is None or tensor.dtype not in NAMES:
+            raise UnsupportedStateError(
+                f"{show(self._root, path)} is a numpy array of {value.dtype}, which a checkpoint "
+                "cannot hold: convert it to numbers, or to a list"
+            )
+        return {"$ndarray": self._store(path, tensor)}
+
+
+# By type, outside of the class: an encoder that refers to itself would keep its tensors alive.
+_ENCODERS: dict[type, Callable[[TreeEncoder, Any, Path], Any]] = {
+    **dict.fromkeys((type(None), bool, str), TreeEncoder._same),
+    int: TreeEncoder._int,
+    float: TreeEncoder._float,
+    list: TreeEncoder._items,
+    **dict.fromkeys((tuple, torch.Size), TreeEncoder._tuple),
+    **dict.fromkeys((dict, collections.OrderedDict, collections.defaultdict), TreeEncoder._dict),
+    **dict.fromkeys((set, frozenset), TreeEncoder._set),
+    **dict.fromkeys((bytes, bytearray), TreeEncoder._bytes),
+    torch.dtype: TreeEncoder._dtype,
+    np.ndarray: TreeEncoder._ndarray,
+    **dict.fromkeys((torch.Tensor, torch.nn.Parameter), TreeEncoder._tensor),
+}
+
+
+def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None, where: str) -> Any:
+    """Rebuild a tree; `tensors` holds those it may refer to, `where` goes into errors."""
+    try:
+        return _Decoder(tensors or {}, where).decode(value)
+    except RecursionError:
+        raise CorruptCheckpointError(f"{where}: the state is nested too deeply") from None
+
+
+class _Decoder:
+    """The inverse of `TreeEncoder`, suspicious of its input."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+        self._tensors = tensors
+        self._where = where
+
+    def decode(self, value: Any) -> Any:
+        """Return what a JSON value stands for."""
+        if type(value) is dict and len(value) == 1:  # most leaves, and the quickest way to them
+            key = value.get("$tensor")
+            if type(key) is str and key in self._tensors:
+                return self._tensors[key]
+        if isinstance(value, list):
+            return self._items(value)
+        if not isinstance(value, dict):
+            return value
+        tag = next((key for key in value if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.decode(item) for key, item in value.items()}
+        if len(value) != 1 or tag not in _DECODERS:
+            raise CorruptCheckpointError(f"{self._where}: unknown tag {tag!r:.80}")
+        try:
+            return _DECODERS[tag](self, value[tag])
+        except (TypeError, ValueError, KeyError, binascii.Error) as error:
+            raise CorruptCheckpointError(
+                f"{self._where}: bad value under {tag} ({error!r:.200})"
+            ) from None
+
+    def _items(self, items: Any) -> list[Any]:
+        """Decode a JSON array."""
+        if not isinstance(items, list):
+            raise TypeError("not a list")
+        return [self.decode(item) for item in items]
+
+    def _pairs(self, pairs: Any) -> dict[Any, Any]:
+        """Decode a list of key and value pairs."""
+        result = {}
+        for pair in pairs:
+            key, item = pair
+            result[self.decode(key)] = self.decode(item)
+        if len(result) != len(pairs):
+            raise ValueError("a key comes twice")
+        return result
+
+    def _tensor(self, key: Any) -> torch.Tensor:
+        """Look a tensor up."""
+        return self._tensors[key]
+
+    def _dtype(self, name: Any) -> torch.dtype:
+        """Look a dtype up by name, among dtypes only."""
+        found = getattr(torch, name, None) if isinstance(name, str) else None
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"no dtype {name!r:.80} in this torch")
+        return found
+
+
+_DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
+    "$tensor": _Decoder._tensor,
+    "$ndarray": lambda decoder, key: decoder._tensor(key).numpy(),
+    "$tuple": lambda decoder, items: tuple(decoder._items(items)),
+    "$set": lambda decoder, items: set(decoder._items(items)),
+    "$frozenset": lambda decoder, items: frozenset(decoder._items(items)),
+    "$dict": _Decoder._pairs,
+    "$float": lambda decoder, name: _FLOATS[name],
+    "$bytes": lambda decoder, text: base64.b64decode(text, validate=True),
+    "$dtype": _Decoder._dtype,
+}

@@ -1,0 +1,207 @@
+"""What a load reads and where to: matched and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint_io.errors import StateMismatchError
+from checkpoint_io.loader.lazy import CheckpointReader
+from checkpoint_io.loader.selection import (
+    Only,
+    Rename,
+    idle_patterns,
+    match_names,
+    renamer,
+    selector,
+    settled,
+)
+from checkpoint_io.loader.verify import check_files
+from checkpoint_io.pausing import collector_paused
+from checkpoint_io.reading.leaves import as_leaf, beside, replace_views, views_in
+from checkpoint_io.reading.placing import dtype_of
+from checkpoint_io.reading.tensor_view import TensorView
+from checkpoint_io.saver.collect import shared_key
+from checkpoint_io.sharding.dtensor import is_dtensor
+
+VERIFY = ("parts", "full", "sizes")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller of `load` asked for."""
+
+    into: Mapping[Any, Any] | None = None
+    only: Only | None = None
+    rename: Rename | None = None
+    strict: bool = True
+    verify: str = "parts"
+    cast: bool = False
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY:
+            raise ValueError(f"verify= is one of {', '.join(VERIFY)}, not {self.verify!r}")
+        if self.into is not None and not isinstance(self.into, Mapping):
+            raise TypeError(
+                f"into= is a dict like the saved state, not a {type(self.into).__name__}"
+            )
+        if self.rename is not None and self.into is None:
+            raise ValueError("rename= says how saved names are called in into=, which is missing")
+        object.__setattr__(self, "only", settled(self.only))  # a generator gives its items once
+
+
+@dataclass
+class Loaded:
+    """The two states with tensors in place of views, and what did not match."""
+
+    state: dict[str, Any]
+    local_state: dict[str, Any] | None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass
+class _Plan:
+    """Which saved tensors go into the caller's, and which into new ones."""
+
+    given: dict[str, Any] = field(default_factory=dict)  # by saved key: what the caller passed
+    fresh: dict[str, None] = field(default_factory=dict)  # an ordered set of saved keys
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def read_checkpoint(reader: CheckpointReader, request: Request) -> Loaded:
+    """Read what was asked for; everything that can be checked before is checked before."""
+    if request.into is None and request.only is None:
+        return _read_all(reader, request)
+    with collector_paused():
+        plan = _plan_new(reader, request) if request.into is None else _plan_into(reader, request)
+    source = reader.source
+    targets = {key: _as_tensor(key, value) for key, value in plan.given.items()}
+    source.check_targets(targets.items(), request.cast)
+    check_files(
+        source,
+        reader.files_of([*targets, *plan.fresh]),
+        headers=request.verify != "sizes",
+        full=request.verify == "full",
+        progress=request.progress,
+    )
+    # what is tied to one of these is this one, unless the caller's is spread or converted
+    by_stored = {
+        source.stored(key): target
+        for key, target in targets.items()
+        if not is_dtensor(target) and target.dtype == dtype_of(source.entry(key), key)
+    }
+    with collector_paused():
+        new = {source.stored(key): None for key in plan.fresh}
+        fresh = source.new_tensors(key for key in new if key not in by_stored)
+    source.fill(
+        list(targets.items()),
+        fresh=fresh.items(),
+        check=request.verify != "sizes",
+        progress=request.progress,
+    )
+    tensors = {**by_stored, **fresh}
+
+    def value(view: TensorView) -> Any:
+        if view.key in plan.given:
+            return plan.given[view.key]
+        return as_leaf(view, tensors[view.stored_key]) if view.key in plan.fresh else view
+
+    with collector_paused():
+        state = replace_views(reader.state, value)
+        local_state = replace_views(reader.local_state, value)
+    return Loaded(state, local_state, tuple(plan.missing), tuple(plan.unexpected))
+
+
+def _read_all(reader: CheckpointReader, request: Request) -> Loaded:
+    """Read everything into new tensors: the same as below, without a detour over views."""
+    source, keys = reader.source, reader.keys()
+    headers, full = request.verify != "sizes", request.verify == "full"
+    check_files(
+        source, reader.files_of(keys), headers=headers, full=full, progress=request.progress
+    )
+    with collector_paused():
+        tensors = source.new_tensors(keys)
+    source.fill([], fresh=tensors.items(), check=headers, progress=request.progress)
+    with collector_paused():
+        stored = reader.manifest.aliases.get
+        known = {key: tensors[stored(key, key)] for key in keys}
+    return Loaded(*reader.decoded(known))
+
+
+def _plan_new(reader: CheckpointReader, request: Request) -> _Plan:
+    """Take all selected tensors as new ones."""
+    views = [*views_in(reader.state), *views_in(reader.local_state)]
+    keys = [view.key for view in views]
+    missing = idle_patterns(request.only, keys, reader.path, request.strict)
+    selected = selector(request.only)
+    return _Plan(fresh={key: None for key in keys if selected(key)}, missing=missing)
+
+
+def _plan_into(reader: CheckpointReader, request: Request) -> _Plan:
+    """Match the caller's tensors with the saved ones by name."""
+    assert request.into is not None
+    wanted, replaced = _wanted(request.into, reader.state)
+    translate, selected = renamer(request.rename), selector(request.only)
+    roots = {shared_key((key,)) for key in request.into}
+    keys = list(dict.fromkeys(view.key for view in views_in(reader.state)))
+    # below the caller's top-level keys every saved tensor should have a place
+    scope = [k for k in keys if k not in replaced and translate(k).split("/", 1)[0] in roots]
+    matched = match_names(wanted, scope, request.only, request.rename)
+    if request.strict:
+        matched.require(reader.path)
+    inside = set(scope)
+    others = [key for key in keys if key not in inside]
+    own = [view.key for view in views_in(reader.local_state)]
+    others += own
+    idle = idle_patterns(request.only, [*keys, *own], reader.path, request.strict)
+    return _Plan(
+        given={saved: wanted[name] for name, saved in matched.pairs},
+        fresh={key: None for key in others if selected(key)},
+        missing=matched.missing + idle,
+        unexpected=matched.unexpected,
+    )
+
+
+def _wanted(into: Mapping[Any, Any], saved: Any) -> tuple[dict[str, Any], set[str]]:
+    """Name the caller's tensors, and the saved tensors in whose place the caller has none."""
+    wanted: dict[str, Any] = {}
+    replaced: set[str] = set()
+    for path, leaf, there in beside(into, saved):
+        if not isinstance(leaf, (torch.Tensor, np.ndarray)):
+            replaced.update(view.key for view in views_in(there))
+            continue
+        # the tree knows the key; a name is built only for what is not at its saved place
+        name = there.key if isinstance(there, TensorView) else shared_key(path)
+        wanted[_free(name, wanted)] = leaf
+    return wanted, replaced
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    """Return a name that no other target has, as it is made on saving."""
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}~~{number}"
+    return candidate
+
+
+def _as_tensor(key: str, value: Any) -> torch.Tensor:
+    """Return the caller's tensor, or a numpy array as one that shares its memory."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        if value.flags.writeable:
+            return torch.from_numpy(value)
+    except TypeError:
+        pass
+    raise StateMismatchError(
+        f"tensor {key}: the numpy array to load into is read-only or of a type that a checkpoint "
+        f"cannot hold ({value.dtype}); nothing was changed"
+    )

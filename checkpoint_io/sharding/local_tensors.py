@@ -1,0 +1,134 @@
+"""What one rank holds of the shared state, as plain values that the other ranks can compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from checkpoint_io.layout.dtypes import NAMES
+from checkpoint_io.sharding.dtensor import is_dtensor, local_boxes, local_of
+
+# Smaller ones are not worth a line in every rank's plan.
+SPREAD_FROM = 64 * 1024
+
+Replicated = bool | Callable[[str], bool]
+
+
+class WriteBox(NamedTuple):
+    """A box of a tensor that this rank writes."""
+
+    key: str
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.tensor.nbytes
+
+    def dim(self) -> int:
+        """How many dimensions the tensor has."""
+        return len(self.shape)
+
+    @property
+    def whole(self) -> bool:
+        """Say whether this is all of the tensor."""
+        return self.tensor.shape == self.shape
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], ...]:
+        """Return where the box is and its extent; nothing if it is all of the tensor."""
+        return () if self.whole else (self.offsets, tuple(self.tensor.shape))
+
+
+class Entry(NamedTuple):
+    """What a rank holds under one key: `boxes` are None for a plain tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] | None
+
+
+class Holdings:
+    """The tensors of the shared state on this rank, and what is said of them to the others."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        tied: Mapping[str, str],
+        rank: int,
+        replicated: Replicated,
+    ) -> None:
+        self._tensors = tensors
+        self._tied = tied
+        self._rank = rank
+        self._boxes = {
+            key: local_boxes(tensor, f"tensor {key!r}")
+            for key, tensor in tensors.items()
+            if is_dtensor(tensor)
+        }
+        self._spread = {
+            key
+            for key, tensor in tensors.items()
+            if key not in self._boxes
+            and tensor.nbytes >= SPREAD_FROM
+            and (replicated if isinstance(replicated, bool) else replicated(key))
+        }
+
+    @property
+    def sharded(self) -> bool:
+        """Say whether there is any DTensor."""
+        return bool(self._boxes)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what the others must know: sharded tensors, and those that any rank may write."""
+        entries: dict[str, Any] = {}
+        for key, tensor in self._tensors.items():
+            if key in self._boxes or key in self._spread:
+                boxes = [(b.offsets, b.shape) for b in self._boxes.get(key, ())]
+                held = boxes if key in self._boxes else None
+                entries[key] = (NAMES[tensor.dtype], tuple(tensor.shape), held)
+        known = self._rank == 0
+        tied = {k: first for k, first in self._tied.items() if known or k in self._boxes}
+        return {"entries": entries, "tied": tied}
+
+    def own(self, tied: Mapping[str, str]) -> list[WriteBox]:
+        """Return what rank 0 writes without asking anybody."""
+        if self._rank:
+            return []
+        return [
+            WriteBox(key, (0,) * tensor.dim(), tensor, tuple(tensor.shape))
+            for key, tensor in self._tensors.items()
+            if key not in tied and key not in self._boxes and key not in self._spread
+        ]
+
+    def box(self, key: str, offsets: tuple[int, ...]) -> WriteBox:
+        """Return one of the boxes held here."""
+        tensor = self._tensors[key]
+        shape = tuple(tensor.shape)
+        if key not in self._boxes:
+            return WriteBox(key, offsets, tensor, shape)
+        if not math.prod(shape):
+            nothing = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+            return WriteBox(key, offsets, nothing, shape)
+        found = next(box for box in self._boxes[key] if box.offsets == offsets)
+        view = local_of(tensor)
+        for dim, (start, length) in enumerate(zip(found.local_offsets, found.shape, strict=True)):
+            view = view.narrow(dim, start, length)
+        return WriteBox(key, offsets, view, shape)
+
+    def in_order(self, boxes: list[WriteBox]) -> list[WriteBox]:
+        """Put boxes in the order in which the state names their tensors."""
+        order = {key: number for number, key in enumerate(self._tensors)}
+        return sorted(boxes, key=lambda box: order[box.key])
+
+
+def entry_of(plain: Any) -> Entry:
+    """Rebuild an entry, whatever the group made of its tuples on the way."""
+    dtype, shape, boxes = plain
+    held = None if boxes is None else [(tuple(offsets), tuple(extent)) for offsets, extent in boxes]
+    return Entry(dtype, tuple(shape), held)

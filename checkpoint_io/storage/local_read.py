@@ -1,0 +1,155 @@
+"""Reading files of a local folder by byte ranges, one or several at a time."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from checkpoint_io.errors import CorruptCheckpointError
+from checkpoint_io.storage.buffers import aligned
+from checkpoint_io.stores.spans import Deliver, Span
+from checkpoint_io.workers import Worker, started, wait_for
+
+# O_NONBLOCK: opening a planted FIFO must not hang
+_READ = (
+    os.O_RDONLY
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+THREADS = 4
+_ALONE = 8 * 2**20  # so little is read before a second thread is up
+
+
+class Scratch:
+    """Memory for what is read, reused and grown as needed."""
+
+    def __init__(self) -> None:
+        self._memory: memoryview[int] = memoryview(b"")
+
+    def view(self, length: int) -> memoryview[int]:
+        """Return that many bytes; what was there before is lost."""
+        if len(self._memory) < length:
+            self._memory = aligned(length)
+        return self._memory[:length]
+
+
+class LocalReader:
+    """Ranged reads of one open file."""
+
+    def __init__(self, file: io.FileIO, path: str, size: int, scratch: Scratch) -> None:
+        self._file = file
+        self._path = path
+        self._scratch = scratch
+        self.size = size
+
+    def read(self, begin: int, end: int) -> memoryview[int]:
+        """Read exactly these bytes; the view is valid until the next call."""
+        view = self._scratch.view(end - begin)
+        self._file.seek(begin)
+        filled = 0
+        while filled < len(view):
+            count = self._file.readinto(view[filled:])
+            if not count:
+                raise CorruptCheckpointError(
+                    f"{self._path}: truncated, ends at byte {begin + filled} of {end}"
+                )
+            filled += count
+        return view
+
+
+@contextmanager
+def open_regular(path: str, scratch: Scratch | None = None) -> Iterator[LocalReader]:
+    """Open a regular file for reading; a link or a device is refused."""
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptCheckpointError(
+                f"{path} is a symbolic link, which is not followed; put the file itself there"
+            ) from None
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CorruptCheckpointError(f"{path} is not a regular file")
+    with io.FileIO(descriptor, "r") as file:
+        yield LocalReader(file, path, status.st_size, scratch or Scratch())
+
+
+class LocalFetch:
+    """One call of `fetch`: some threads, this one among them, take span after span."""
+
+    def __init__(self, folder: str, spans: Sequence[Span], deliver: Deliver) -> None:
+        self._folder = folder
+        self._spans = spans
+        self._deliver = deliver
+        self._turns = itertools.count()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Read and deliver everything; no thread is left when this returns or raises."""
+        total = sum(span.end - span.begin for span in self._spans)
+        extra = min(THREADS, len(self._spans)) - 1 if total > _ALONE else 0
+        workers: list[Worker] = []
+        try:
+            for _ in range(extra):
+                if worker := started(self._work):
+                    workers.append(worker)
+            self._work()
+            wait_for(workers)
+        except BaseException as error:  # an interrupt; the others still use the caller's memory
+            self._error = self._error or error
+            wait_for(workers)
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        """Take spans until none is left or somebody failed."""
+        try:
+            with _OneFile(self._folder) as files:
+                for index in self._turns:
+                    if index >= len(self._spans) or self._error is not None:
+                        return
+                    self._deliver(index, files.read(self._spans[index]))
+        except BaseException as error:
+            self._error = self._error or error
+
+
+class _OneFile:
+    """Reads spans and keeps the file of the last one open: few descriptors, however many files."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._scratch = Scratch()
+        self._open = ExitStack()
+        self._name: str | None = None
+
+    def __enter__(self) -> _OneFile:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._open.close()
+
+    def read(self, span: Span) -> memoryview[int]:
+        """Return the bytes of a span, valid until the next call."""
+        path = os.path.join(self._folder, span.name)
+        if span.name != self._name:
+            self._open.close()
+            self._name = None
+            try:
+                self._reader = self._open.enter_context(open_regular(path, self._scratch))
+            except FileNotFoundError:
+                raise CorruptCheckpointError(
+                    f"{path} is missing, though the manifest names it"
+                ) from None
+            self._name = span.name
+        if span.end > self._reader.size:
+            raise CorruptCheckpointError(f"{path}: truncated, ends before byte {span.end}")
+        return self._reader.read(span.begin, span.end)

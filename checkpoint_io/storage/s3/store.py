@@ -1,0 +1,161 @@
+"""A folder of checkpoint files under a prefix of an S3 bucket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from checkpoint_io.errors import CheckpointError
+from checkpoint_io.format.names import MANIFEST, save_id_of
+from checkpoint_io.storage.base import probe_by_writing
+from checkpoint_io.storage.retry import RetryPolicy
+from checkpoint_io.storage.s3 import conditional
+from checkpoint_io.storage.s3.client import S3Client, configured, sends_checksums
+from checkpoint_io.storage.s3.download import S3Reader, head
+from checkpoint_io.storage.s3.listing import delete, give_up, listing, unfinished
+from checkpoint_io.storage.s3.parts import Checksum, best_checksum
+from checkpoint_io.stores.s3_transfer import ClientTransfer, Transfer
+from checkpoint_io.stores.spans import REMOTE_SPAN, Deliver, Span, Write
+from checkpoint_io.stores.urls import child_name, is_child_name
+
+
+class S3Store:
+    """A prefix of a bucket; its objects appear whole, and the manifest by a conditional put."""
+
+    can_rename = False  # S3 copies and deletes instead, which is no commit
+    span_bytes = REMOTE_SPAN
+
+    def __init__(
+        self,
+        client: S3Client,
+        prefix: str,
+        url: str,
+        transfer: Transfer,
+        checksum: Checksum | None,
+    ) -> None:
+        self._client = client
+        self._prefix = f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
+        self._transfer = transfer
+        self._checksum = checksum
+        self.url = url
+
+    def _key(self, name: str) -> str:
+        """Return the key of a file of this folder."""
+        return self._prefix + name
+
+    def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:
+        """Upload a new object; nothing is published, or left, if the block raises."""
+        return self._transfer.upload(self._key(name), size)
+
+    def token(self, name: str) -> str:
+        """Return the entity tag of an object."""
+        return self._client.run(conditional.token(self._client, self._key(name)))
+
+    def replace(self, name: str, data: bytes, temporary: str, expected: str | None = None) -> None:
+        """Put an object by one request, conditional where `expected` is given."""
+        key = self._key(name)
+        self._client.run(conditional.replace(self._client, key, data, expected, self._checksum))
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Do nothing: S3 has no locks, the commit is conditional instead."""
+        return nullcontext()
+
+    def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
+        """Read spans, several at once, each object in one version only."""
+        if spans:
+            self._transfer.fetch(spans, self._key, deliver)
+
+    def rename(self, old: str, new: str) -> None:
+        """Refuse: not atomic here."""
+        raise CheckpointError(f"{self.url}: S3 has no atomic rename")
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[S3Reader]:
+        """Open an object for ranged reads of the version that is there now."""
+        size, tag = self._client.run(head(self._client, self._key(name)))
+        yield S3Reader(self._client, self._key(name), size, tag)
+
+    def sizes(self) -> dict[str, int]:
+        """List the objects directly below this prefix."""
+        return self._client.run(listing(self._client, self._prefix))[0]
+
+    def folders(self) -> list[str]:
+        """List the folders directly below this prefix, those that may be a folder's name."""
+        return sorted(
+            filter(is_child_name, self._client.run(listing(self._client, self._prefix))[1])
+        )
+
+    def remove(self, name: str) -> None:
+        """Delete one object."""
+        self._client.run(delete(self._client, [self._key(name)]))
+
+    def remove_many(self, names: Sequence[str]) -> None:
+        """Delete objects, a manifest at the front first, the others with few requests."""
+        keys = [self._key(name) for name in names]
+        if names and names[0] == MANIFEST:
+            self._client.run(delete(self._client, keys[:1]))
+            keys = keys[1:]
+        if keys:
+            self._client.run(delete(self._client, keys))
+
+    def abort_uploads(self, save_id: str) -> None:
+        """Abort the multipart uploads of files of one save in this folder."""
+        self._client.run(self._abort_uploads(save_id))
+
+    async def _abort_uploads(self, save_id: str) -> None:
+        """Find the uploads of a save and abort them."""
+        async for key, upload_id in unfinished(self._client, self._prefix):
+            if save_id_of(key[len(self._prefix) :]) == save_id:
+                await give_up(self._client, key, upload_id)
+
+    def probe(self) -> None:
+        """Write, read back, list and remove a small object, and learn what the store can do."""
+        probe_by_writing(self)
+        self.sizes()
+        key = self._key(MANIFEST)
+        self._client.run(conditional.conditions(self._client, key, self._checksum))
+
+    def remove_folder(self) -> None:
+        """Do nothing: a prefix without objects is no more."""
+
+    def child(self, name: str) -> S3Store:
+        """Return the folder below this one."""
+        prefix, url = self._key(child_name(name)), f"{self.url}/{name}"
+        return S3Store(self._client, prefix, url, self._transfer, self._checksum)
+
+
+def open_s3(
+    url: str, options: Mapping[str, Any], policy: RetryPolicy, transfer: str
+) -> S3Store | None:
+    """Open a prefix through s3fs; None if another driver has taken over the protocol."""
+    from fsspec.core import url_to_fs
+
+    driver_options, policy = configured(options, policy)
+    filesystem, path = url_to_fs(url, **driver_options)
+    if not hasattr(filesystem, "get_s3") or not hasattr(filesystem, "split_path"):
+        return None
+    bucket, prefix = filesystem.split_path(path)[:2]
+    if not bucket:
+        raise ValueError(f"{url} names no bucket")
+    endpoint = (
+        filesystem.endpoint_url
+        or filesystem.client_kwargs.get("endpoint_url")
+        or os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or "AWS"
+    )
+
+    def make() -> Any:
+        """Make the filesystem of this process; fsspec keeps one for each."""
+        return url_to_fs(url, **driver_options)[0]
+
+    client = S3Client(bucket, str(endpoint), policy, make)
+    checksum = best_checksum() if sends_checksums(options) else None
+    mover: Transfer = ClientTransfer(client, checksum)
+    if transfer == "obstore":
+        from checkpoint_io.storage.s3.obstore import ObstoreTransfer
+
+        mover = ObstoreTransfer(client, driver_options, policy, mover)
+    return S3Store(client, prefix, url.rstrip("/"), mover, checksum)

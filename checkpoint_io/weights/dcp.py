@@ -1,0 +1,309 @@
+"""The weights in a folder of `torch.distributed.checkpoint`.
+
+Its metadata is a pickle: it is read without being executed. Its tensors are read by torch's
+restricted unpickler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
+from checkpoint_io.format.safetensors import MAX_HEADER
+from checkpoint_io.models.inert_pickle import Name, Record, read_inert
+from checkpoint_io.models.weight_source import Wanted, WeightFile, WeightInfo
+from checkpoint_io.progress import TransferProgress
+from checkpoint_io.sharding.boxes import overlapping
+from checkpoint_io.sharding.dtensor import is_dtensor, local_of
+from checkpoint_io.sharding.planner import plan_reads
+from checkpoint_io.storage.open import RangeReader, Store, child_name
+from checkpoint_io.weights.torch_pickle import read_restricted
+
+DCP_METADATA = ".metadata"
+
+_DEEPEST = 64  # dimensions that torch allows, and more levels than a state has
+_MODELS = ("model", "models", "state_dict", "model_state_dict", "module", "app")
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a tensor: where it lies in the tensor, and in which bytes of which file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    end: int
+
+
+class DcpSource:
+    """The tensors under one part of what `torch.distributed.checkpoint.save` wrote.
+
+    Args:
+        store: the folder, with its `.metadata`.
+        part: keys that lead to the weights, with dots between ("app.model"); default: follow
+            "model" and the like, and what is alone.
+
+    Raises:
+        CheckpointNotFoundError: there is no such part.
+        CorruptCheckpointError: the metadata is damaged, or a piece of a tensor is missing.
+    """
+
+    def __init__(self, store: Store, part: str | None = None) -> None:
+        self._store = store
+        self.where = store.url
+        self.tied: dict[str, str] = {}
+        metadata = _read_metadata(store)
+        tensors = _mapping(metadata, "state_dict_metadata", self.where)
+        planned = metadata.fields.get("planner_data")
+        paths = {key: _path_of(key, planned, self.where) for key in tensors}
+        chosen = _choose(paths, part, self.where)
+        storage = _storage(metadata, self.where)
+        chunks = [e.fields.get("chunks") for e in tensors.values() if isinstance(e, Record)]
+        if sum(len(one) for one in chunks if isinstance(one, list)) > len(storage):
+            raise CorruptCheckpointError(f"{self.where}/{DCP_METADATA} names more than is stored")
+        self._pieces: dict[str, list[_Piece]] = {}
+        self.infos: dict[str, WeightInfo] = {}
+        self.skipped: list[str] = []
+        for name, key in chosen.items():
+            entry = tensors[key]
+            if isinstance(entry, Record) and entry.kind.endswith(".TensorStorageMetadata"):
+                self.infos[name] = _info(entry, key, self.where)
+                self._pieces[name] = _pieces(entry, key, storage, self.infos[name], self.where)
+            else:
+                self.skipped.append(name)
+        if not self.infos:
+            raise CheckpointNotFoundError(f"{self.where}: there is no tensor under {part!r}")
+        _check_files(chain.from_iterable(self._pieces.values()), store)
+
+    def read(self, wanted: Wanted, progress: TransferProgress) -> None:
+        """Put the pieces of each tensor together in its target; of a DTensor the local part."""
+        for name, target in wanted:
+            local = local_of(target) if is_dtensor(target) else target.detach()
+            pieces = self._pieces[name]
+            boxes = [(piece.offsets, piece.sizes) for piece in pieces]
+            for box in plan_reads(self.infos[name].shape, boxes, target):
+                stored = self._read_piece(name, pieces[box.chunk])
+                place = _slices(box.target_offsets, box.lengths)
+                local[place].copy_(stored[_slices(box.chunk_offsets, box.lengths)])
+            progress.add(self.infos[name].nbytes)
+
+    def _read_piece(self, name: str, piece: _Piece) -> torch.Tensor:
+        """Read one piece, which must be what the metadata says."""
+        file = WeightFile(self._store, piece.file, piece.file)
+        with file.open() as reader:
+            value = read_restricted(_Part(reader, piece.begin, piece.end), file.where)
+        expected = self.infos[name].dtype, piece.sizes
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.layout != torch.strided
+            or (value.dtype, tuple(value.shape)) != expected
+        ):
+            raise CorruptCheckpointError(
+                f"{file.where}: at byte {piece.begin} there is not the part of {name} that the "
+                "metadata promises; copy the folder again"
+            )
+        return value
+
+
+class _Part:
+    """A range of an open file, as a file."""
+
+    def __init__(self, reader: RangeReader, begin: int, end: int) -> None:
+        self._reader, self._begin, self.size = reader, begin, end - begin
+
+    def read(self, begin: int, end: int) -> memoryview[int]:
+        """Return these bytes."""
+        return self._reader.read(self._begin + begin, self._begin + end)
+
+
+# --- the metadata ---------------------------------------------------------------------------
+
+
+def _read_metadata(store: Store) -> Record:
+    """Read `.metadata`."""
+    file = WeightFile(store, DCP_METADATA, DCP_METADATA)
+    with file.open() as reader:
+        if reader.size > MAX_HEADER:
+            raise CorruptCheckpointError(
+                f"{file.where}: {reader.size} bytes is more than such a file has"
+            )
+        document = bytes(reader.read(0, reader.size))
+    found = read_inert(document, file.where)
+    if not isinstance(found, Record) or not found.kind.endswith(".Metadata"):
+        raise CorruptCheckpointError(
+            f"{file.where} is not the metadata of torch.distributed.checkpoint"
+        )
+    return found
+
+
+def _mapping(metadata: Record, name: str, where: str) -> dict[Any, Any]:
+    """Return one of the tables of the metadata."""
+    table = metadata.fields.get(name)
+    if not isinstance(table, dict):
+        raise CorruptCheckpointError(f"{where}/{DCP_METADATA} has no table {name}")
+    return table
+
+
+def _path_of(key: Any, planned: Any, where: str) -> Path:
+    """The keys under which an entry stood in the state; flat names count as one."""
+    path = planned.get(key) if isinstance(planned, dict) else None
+    if not isinstance(path, tuple) or not path:
+        path = (key,)
+    if isinstance(key, str) and len(path) <= _DEEPEST:
+        words = tuple(str(word) for word in path if isinstance(word, (str, int)))
+        if sum(map(len, words)) < len(key) + len(path) and ".".join(words) == key:
+            return words
+    raise CorruptCheckpointError(
+        f"{where}/{DCP_METADATA}: an entry is not where its name says; copy the folder again"
+    )
+
+
+def _choose(paths: Mapping[str, Path], part: str | None, where: str) -> dict[str, str]:
+    """Return the names of the weights, with the keys under which they are stored."""
+    prefix: Path = tuple(part.split(".")) if part else ()
+    found = {key: path for key, path in paths.items() if path[: len(prefix)] == prefix}
+    while part is None:
+        first = {path[len(prefix)] for path in found.values() if len(path) > len(prefix) + 1}
+        flat = any(len(path) == len(prefix) + 1 for path in found.values())
+        step = next((name for name in _MODELS if name in first), None)
+        if step is None and len(first) == 1 and not flat and prefix in ((), ("models",)):
+            (step,) = first
+        if step is None:
+            break
+        prefix = (*prefix, step)
+        found = {key: path for key, path in found.items() if path[: len(prefix)] == prefix}
+    names = {".".join(path[len(prefix) :]): key for key, path in found.items()}
+    if not names or "" in names:
+        top = sorted({path[0] for path in paths.values()})
+        raise CheckpointNotFoundError(
+            f"{where}: its state has no part {part!r}; it has {', '.join(top[:8])}"
+        )
+    return names
+
+
+def _storage(metadata: Record, where: str) -> dict[tuple[str, tuple[int, ...]], Record]:
+    """Return where each piece is, by its key and its place in the tensor."""
+    table = _mapping(metadata, "storage_data", where)
+    found: dict[tuple[str, tuple[int, ...]], Record] = {}
+    for index, place in table.items():
+        if isinstance(index, Record) and isinstance(place, Record):
+            key, offset = index.fields.get("fqn"), index.fields.get("offset")
+            if isinstance(key, str):
+                with _described(key, where):
+                    found[key, () if offset is None else _numbers(offset)] = place
+    return found
+
+
+def _check_files(pieces: Iterable[_Piece], store: Store) -> None:
+    """Refuse, before any memory is taken, pieces that their files cannot hold."""
+    present, claimed = store.sizes(), Counter[str]()
+    for piece in pieces:
+        where, size = f"{store.url}/{piece.file}", present.get(piece.file)
+        claimed[piece.file] += piece.end - piece.begin
+        if size is None:
+            raise CorruptCheckpointError(
+                f"{where} is missing, though {DCP_METADATA} names it: copy all files again"
+            )
+        if piece.end > size or claimed[piece.file] > size:
+            raise CorruptCheckpointError(
+                f"{where} is cut off, or not of this folder: {DCP_METADATA} says that it holds "
+                f"{max(piece.end, claimed[piece.file])} bytes, and it has {size}; copy it again"
+            )
+
+
+@contextmanager
+def _described(key: str, where: str) -> Iterator[None]:
+    """Say of which tensor an entry is not understood."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"{where}/{DCP_METADATA}: its entry of {key!r:.80} is not understood "
+            f"({type(error).__name__}: {error!s:.100}); copy the folder again"
+        ) from error
+
+
+def _info(entry: Record, key: str, where: str) -> WeightInfo:
+    """Return dtype and shape of a tensor."""
+    with _described(key, where):
+        properties = entry.fields["properties"]
+        stored = properties.state
+        name = stored["dtype"] if isinstance(stored, dict) else stored[0]
+        dtype = getattr(torch, name.text.removeprefix("torch.")) if isinstance(name, Name) else None
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("its dtype is unknown")
+        return WeightInfo(dtype, _numbers(entry.fields["size"]))
+
+
+def _pieces(
+    entry: Record,
+    key: str,
+    storage: Mapping[tuple[str, tuple[int, ...]], Record],
+    info: WeightInfo,
+    where: str,
+) -> list[_Piece]:
+    """Return the pieces of a tensor, which must fill it and not overlap."""
+    with _described(key, where):
+        found = []
+        if math.prod(max(n, 1) for n in info.shape) * info.dtype.itemsize >= 2**63:
+            raise ValueError("no tensor is that large")
+        chunks = entry.fields["chunks"]
+        if not isinstance(chunks, list):
+            raise ValueError("its pieces are no list")
+        for chunk in chunks:
+            offsets, sizes = _numbers(chunk.fields["offsets"]), _numbers(chunk.fields["sizes"])
+            if 0 in sizes:
+                continue  # torch stores nothing for it, or nothing worth reading
+            place = storage.get((key, offsets)) or storage[key, ()]
+            if place.fields.get("transform_descriptors"):
+                raise ValueError("it is compressed by an extension, which is not supported")
+            begin, length = int(place.fields["offset"]), int(place.fields["length"])
+            if length < math.prod(sizes) * info.dtype.itemsize or begin < 0:
+                raise ValueError("a piece is longer than its bytes")
+            if not isinstance(file := place.fields["relative_path"], str):
+                raise ValueError("its file has no name")
+            found.append(_Piece(offsets, sizes, child_name(file), begin, begin + length))
+        _check_boxes(found, info.shape)
+        return found
+
+
+def _check_boxes(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> None:
+    """Refuse pieces that leave a hole, overlap, or stick out."""
+    total = 0
+    for piece in pieces:
+        if len(piece.offsets) != len(shape) or len(piece.sizes) != len(shape):
+            raise ValueError("a piece has another number of dimensions")
+        ends = [o + s for o, s in zip(piece.offsets, piece.sizes, strict=True)]
+        if any(e > n for e, n in zip(ends, shape, strict=True)):
+            raise ValueError("a piece sticks out of its tensor")
+        total += math.prod(piece.sizes)
+    if overlapping([(piece.offsets, piece.sizes) for piece in pieces]):
+        raise ValueError("pieces overlap")
+    if total != math.prod(shape):
+        raise ValueError("pieces are missing")
+
+
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    """Index a box."""
+    return tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """Read a torch.Size."""
+    if isinstance(value, Record):
+        (value,) = value.args
+    if not isinstance(value, (tuple, list)) or len(value) > _DEEPEST:
+        raise ValueError("it has a size that is no short list of numbers")
+    if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 2**63 for n in value):
+        raise ValueError("it has a size that is no list of natural numbers")
+    return tuple(value)

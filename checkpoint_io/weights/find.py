@@ -1,0 +1,143 @@
+"""Finding the weights at a place: a checkpoint of ours or torch's, weight files, or an index."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
+from checkpoint_io.format.names import MANIFEST, save_id_of
+from checkpoint_io.format.safetensors import MAX_HEADER
+from checkpoint_io.models.hub_cache import blobs_of
+from checkpoint_io.models.weight_source import WeightFile, WeightSource
+from checkpoint_io.storage.local import LocalStore
+from checkpoint_io.storage.open import Store, open_store
+from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
+from checkpoint_io.weights.safetensors import SafetensorsSource
+from checkpoint_io.weights.torch_pickle import TorchSource
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+
+_SAFETENSORS = re.compile(r"[^/\\\0]+\.safetensors", re.ASCII)
+_TORCH = re.compile(r"[^/\\\0]+\.(?:bin|pt|pth|ckpt)", re.ASCII)
+_INDEX = re.compile(r"[^/\\\0]+\.json", re.ASCII)
+_SHARD = re.compile(r".+-[0-9]+-of-0*(?:[2-9]|[1-9][0-9]+)\.[a-z]+", re.ASCII)
+
+
+def open_weights(
+    url: str | os.PathLike[str], model_index: int, storage_options: Mapping[str, Any] | None
+) -> WeightSource:
+    """Open the weights at a place: a file, an index or a folder.
+
+    Raises:
+        CheckpointNotFoundError: there are none.
+        CorruptCheckpointError: they are damaged, or lead out of their folder.
+    """
+    text = os.fspath(url)
+    folder, name = _split(text)
+    if name is None:
+        return _open_folder(open_store(text, storage_options), model_index, storage_options)
+    store, present = _look(open_store(folder, storage_options))
+    if name not in present:
+        present[name] = _named_file(store, text, name)
+    return _open_file(store, present, name)
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """Split off the file that a path or URL names; None if it names a folder."""
+    trimmed = text.rstrip("/" + os.sep)
+    at = max(trimmed.rfind(slash) for slash in ("/", os.sep))
+    folder, name = trimmed[: at + 1] or ".", trimmed[at + 1 :]
+    is_file = any(kind.fullmatch(name) for kind in (_SAFETENSORS, _TORCH, _INDEX))
+    return (folder, name) if is_file and not os.path.isdir(text) else (text, None)
+
+
+def _look(store: Store) -> tuple[Store, dict[str, WeightFile]]:
+    """List a folder's files, those that are links of the hub's cache included."""
+    present = {name: WeightFile(store, name, name) for name in store.sizes()}
+    if isinstance(store, LocalStore):
+        for name, (folder, blob) in blobs_of(store.url).items():
+            present[name] = WeightFile(LocalStore(folder), blob, name)
+    return store, present
+
+
+def _named_file(store: Store, text: str, name: str) -> WeightFile:
+    """Return the file that the caller named; a link that was named by hand is followed."""
+    if isinstance(store, LocalStore) and os.path.islink(os.path.join(store.url, name)):
+        folder, target = os.path.split(os.path.realpath(os.path.join(store.url, name)))
+        return WeightFile(LocalStore(folder), target, name)
+    raise CheckpointNotFoundError(f"no file {text}: check the path")
+
+
+def _open_folder(
+    store: Store, model_index: int, storage_options: Mapping[str, Any] | None
+) -> WeightSource:
+    """Open what a folder holds, looking for the safest format first."""
+    _, present = _look(store)
+    for name in (SINGLE, INDEX):
+        if name in present:
+            return _open_file(store, present, name)
+    if MANIFEST in present:
+        from checkpoint_io.weights.native import CheckpointSource
+
+        return CheckpointSource(store.url, model_index, storage_options)
+    if DCP_METADATA in present:
+        return DcpSource(store)
+    for name in (TORCH_SINGLE, TORCH_INDEX):
+        if name in present:
+            return _open_file(store, present, name)
+    for kind in (r".+\.index\.json", r".+\.safetensors", r".+\.(?:bin|pt|pth)"):
+        # one shard that a killed save or copy left is not the model
+        names = [
+            n
+            for n in present
+            if re.fullmatch(kind, n) and not save_id_of(n) and not _SHARD.fullmatch(n)
+        ]
+        if len(names) == 1:
+            return _open_file(store, present, names[0])
+    listed = ", ".join(sorted(present)[:5]) or "no files"
+    raise CheckpointNotFoundError(
+        f"no {SINGLE} and no {INDEX} in {store.url}, and nothing else that holds weights for "
+        f"certain (it has {listed}): check the path, or name the file"
+    )
+
+
+def _open_file(store: Store, present: Mapping[str, WeightFile], name: str) -> WeightSource:
+    """Open one file, or the files that an index names."""
+    where = f"{store.url}/{name}"
+    if _SAFETENSORS.fullmatch(name):
+        return SafetensorsSource(where, [present[name]])
+    if _TORCH.fullmatch(name):
+        return TorchSource(where, [present[name]])
+    weight_map = _weight_map(present[name])
+    labels = sorted(set(weight_map.values()))
+    files = [present.get(label) or WeightFile(store, label, label) for label in labels]
+    if all(map(_SAFETENSORS.fullmatch, labels)):
+        return SafetensorsSource(where, files, weight_map)
+    return TorchSource(where, files, weight_map)
+
+
+def _weight_map(file: WeightFile) -> dict[str, str]:
+    """Read an index; its file names must be plain ones, all of one kind."""
+    document = file.read_json(MAX_HEADER)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptCheckpointError(
+            f"{file.where}: it has no weight_map, so it is no index of weights"
+        )
+    kinds = [_TORCH] if file.label.endswith(".bin.index.json") else [_SAFETENSORS, _TORCH]
+    if file.label.endswith(".safetensors.index.json"):
+        kinds = [_SAFETENSORS]  # a safe format must not lead into one that is less so
+    for kind in kinds:
+        if all(isinstance(n, str) and kind.fullmatch(n) for n in weight_map.values()):
+            return weight_map
+    names = sorted(set(map(repr, weight_map.values())))
+    raise CorruptCheckpointError(
+        f"{file.where}: its weight_map is not usable: it names {', '.join(names[:3]):.300}, and "
+        "only plain names of files beside it, of its own format, are followed"
+    )

@@ -1,0 +1,265 @@
+"""Loading model weights, by whomever they were written, into a model or as a dict of tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from checkpoint_io.errors import CheckpointError, StateMismatchError, TornLoadError
+from checkpoint_io.format.safetensors import as_bytes
+from checkpoint_io.loader.selection import (
+    Matched,
+    Only,
+    Rename,
+    idle_patterns,
+    match_names,
+    settled,
+)
+from checkpoint_io.models.model_targets import ModelTargets, WantedDtype
+from checkpoint_io.models.weight_source import WeightInfo, WeightSource
+from checkpoint_io.progress import TransferProgress
+from checkpoint_io.weights.find import open_weights
+
+__all__ = ["LoadReport", "load_model", "load_model_state"]
+
+_SHOWN = 8
+
+
+class LoadReport(NamedTuple):
+    """What `load_model(..., strict=False)` could not match.
+
+    Attributes:
+        missing: names of the model that nothing was stored for; they keep their values.
+        unexpected: stored names that the model does not have.
+
+    Example:
+        >>> from checkpoint_io import LoadReport
+        >>> missing, unexpected = LoadReport(["head.weight"], [])
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+def load_model_state(
+    url: str | os.PathLike[str],
+    *,
+    model_index: int = 0,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Load model weights as a state dict, from any of the places that `load_model` reads.
+
+    Args:
+        url: a file of weights, an index, or a folder: see `load_model`.
+        model_index: which model of a checkpoint that holds several.
+        progress: a progress bar; None shows one for a long load on a terminal.
+        storage_options: passed to the fsspec driver.
+
+    Returns:
+        Names to new CPU tensors; tied names that `save_model` noted share one tensor.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights.
+        CorruptCheckpointError: a file is missing, damaged, or named outside the folder. (Only
+            checkpoints of this package have checksums: use `save` where flipped bits must be
+            found.)
+
+    Example:
+        >>> import torch
+        >>> from checkpoint_io import load_model_state, save_model
+        >>> _ = save_model({"w": torch.ones(2)}, "memory://doc-hf/load")
+        >>> load_model_state("memory://doc-hf/load")
+        {'w': tensor([1., 1.])}
+    """
+    source = open_weights(url, model_index, storage_options)
+    state = {
+        key: torch.empty(i.shape, dtype=i.dtype, device="cpu") for key, i in source.infos.items()
+    }
+    size = sum(info.nbytes for info in source.infos.values())
+    with TransferProgress("loading", size, progress) as bar:
+        source.read(list(state.items()), bar)
+    return {**{key: state[kept] for key, kept in source.tied.items()}, **state}
+
+
+def load_model(
+    model: torch.nn.Module,
+    url: str | os.PathLike[str],
+    *,
+    only: Only | None = None,
+    rename: Rename | None = None,
+    strict: bool = True,
+    dtype: WantedDtype = None,
+    device: torch.device | str | None = None,
+    model_index: int = 0,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """Load weights into a model's own parameters and buffers.
+
+    All names, shapes and dtypes are checked before the first one changes. No second copy of the
+    weights is made. Tied parameters stay tied; different values stored for them are an error.
+    Sharded parameters (DTensors) take their own part, so every rank calls this. A module's own
+    hooks around `load_state_dict` do not run.
+
+    Args:
+        model: the module, also one wrapped by DDP or `torch.compile`.
+        url: a path or any fsspec URL of one of these:
+            a `.safetensors` file; a `.bin`, `.pt` or `.pth` file of `torch.save`, which must hold
+            a dict of tensors and is read with `weights_only=True`; an `.index.json`; a folder
+            with `model.safetensors`, or an index and its shards, or `pytorch_model.bin`; a
+            checkpoint of this package (of it, `models/<model_index>`, or else `model`); a folder
+            of `torch.distributed.checkpoint` (of it, the model), whose pickles are not executed.
+        only: which stored names to take: glob patterns or a function; default all.
+        rename: prefixes of stored names to their replacements, or a function.
+        strict: missing and unexpected names, and patterns that match nothing, are errors.
+        dtype: the floating-point dtype that what is loaded is to have, also as a function of the
+            name; default: the parameters' own. Values are converted between floating dtypes;
+            any other difference is an error.
+        device: where what is loaded is to be; default: where the parameters are (those on the
+            meta device get memory on the CPU).
+        model_index: which model of a checkpoint that holds several.
+        progress: a progress bar; None shows one for a long load on a terminal.
+        storage_options: passed to the fsspec driver.
+
+    Returns:
+        The names that did not match; empty lists unless `strict=False`.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights.
+        CorruptCheckpointError: they are damaged, lead out of their folder, or are a pickle that
+            needs more than tensors; nothing was changed.
+        StateMismatchError: names, shapes or dtypes do not fit; nothing was changed.
+        TornLoadError: reading broke off after the model had been written to.
+
+    Example:
+        >>> import torch
+        >>> from checkpoint_io import load_model, save_model
+        >>> trained, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> _ = save_model(trained.state_dict(), "memory://doc-weights/m")
+        >>> load_model(fresh, "memory://doc-weights/m")
+        LoadReport(missing=[], unexpected=[])
+        >>> torch.equal(fresh.weight, trained.weight)
+        True
+    """
+    source = open_weights(url, model_index, storage_options)
+    targets = ModelTargets(model)
+    available, only = [*source.infos, *source.tied], settled(only)
+    idle = idle_patterns(only, available, source.where, strict)
+    matched = _without_tied(match_names(targets.tensors, available, only, rename), targets)
+    if strict:
+        matched.require(source.where)
+    chosen = _once_each(matched.pairs, source, targets)
+    _check(chosen, source, targets)
+    _check_ties(matched.pairs, source, targets)
+    place = None if device is None else torch.device(device)
+    with torch.no_grad(), _torn_if_it_fails(source.where, targets):
+        targets.prepare([name for name, _ in chosen], dtype, place)
+        targets.changed = True
+        _read(source, [(stored, targets.tensors[name]) for name, stored in chosen], progress)
+    return LoadReport([*matched.missing, *idle], matched.unexpected)
+
+
+def _without_tied(matched: Matched, targets: ModelTargets) -> Matched:
+    """A name is not missing if its tensor is loaded under another one of its names."""
+    loaded = {other for name, _ in matched.pairs for other in targets.names_of(name)}
+    missing = [name for name in matched.missing if name not in loaded]
+    return Matched(matched.pairs, missing, matched.unexpected)
+
+
+def _once_each(
+    pairs: Sequence[tuple[str, str]], source: WeightSource, targets: ModelTargets
+) -> list[tuple[str, str]]:
+    """Pair each tensor of the model, under its first name, with what is stored."""
+    chosen: dict[int, tuple[str, str]] = {}
+    for name, saved in pairs:
+        stored = source.tied.get(saved, saved)
+        chosen.setdefault(id(targets.tensors[name]), (name, stored))
+    return list(chosen.values())
+
+
+def _check(chosen: Sequence[tuple[str, str]], source: WeightSource, targets: ModelTargets) -> None:
+    """Refuse shapes that differ, and dtypes that only a lossy guess could bring together."""
+    problems = []
+    for name, stored in chosen:
+        info, tensor = source.infos[stored], targets.tensors[name]
+        if not targets.is_own(name):
+            problems.append(f"{name} is a copy that the model's state_dict() makes")
+        elif info.shape != tuple(tensor.shape):
+            problems.append(f"{name} is {list(tensor.shape)}, stored is {list(info.shape)}")
+        elif not _convertible(info, tensor):
+            problems.append(f"{name} is {tensor.dtype}, stored is {info.dtype}")
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise StateMismatchError(
+            f"{source.where} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}; nothing "
+            "was changed. Leave these out with only=, build the model as it was saved, or pass "
+            "what load_model_state() returns to its own load_state_dict()"
+        )
+
+
+def _check_ties(
+    pairs: Sequence[tuple[str, str]], source: WeightSource, targets: ModelTargets
+) -> None:
+    """Refuse values for the names of one tensor that are stored more than once and differ."""
+    stored: dict[int, dict[str, str]] = {}
+    for name, saved in pairs:
+        found = stored.setdefault(id(targets.tensors[name]), {})
+        found.setdefault(source.tied.get(saved, saved), name)
+    for found in stored.values():
+        if len(found) > 1 and not _alike(list(found), source):
+            raise StateMismatchError(
+                f"{' and '.join(found.values())} are one tensor in the model (tied), and "
+                f"{source.where} has different ones; nothing was changed: untie them, or load "
+                "only one of them"
+            )
+
+
+def _alike(keys: Sequence[str], source: WeightSource) -> bool:
+    """Say whether stored tensors are the same, bit by bit."""
+    infos = [source.infos[key] for key in keys]
+    if any(info != infos[0] for info in infos):
+        return False
+    values = [torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in infos]
+    with TransferProgress("comparing", sum(info.nbytes for info in infos), False) as bar:
+        source.read(list(zip(keys, values, strict=True)), bar)
+    return all(torch.equal(as_bytes(values[0]), as_bytes(value)) for value in values[1:])
+
+
+def _convertible(info: WeightInfo, tensor: torch.Tensor) -> bool:
+    """Say whether stored values may become those of a tensor."""
+    both_floating = info.dtype.is_floating_point and tensor.dtype.is_floating_point
+    return info.dtype == tensor.dtype or both_floating
+
+
+@contextmanager
+def _torn_if_it_fails(where: str, targets: ModelTargets) -> Iterator[None]:
+    """Say of a failure that it leaves a mixture, once the model has been changed."""
+    try:
+        yield
+    except TornLoadError:
+        raise
+    except (CheckpointError, OSError, RuntimeError) as error:
+        if not targets.changed:
+            raise
+        raise TornLoadError(
+            f"loading {where} broke off, and the model may hold a mixture: load weights "
+            f"again before using it ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read(
+    source: WeightSource, wanted: Sequence[tuple[str, torch.Tensor]], progress: bool | None
+) -> None:
+    """Fill the model's tensors."""
+    size = sum(source.infos[stored].nbytes for stored, _ in wanted)
+    with TransferProgress("loading", size, progress) as bar:
+        source.read(wanted, bar)
+    for _, tensor in wanted:
+        if not tensor.is_inference():
+            # bytes were put behind autograd's back
+            torch.autograd.graph.increment_version(tensor)

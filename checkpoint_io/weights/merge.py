@@ -1,0 +1,176 @@
+"""Any stored weights into safetensors files, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from checkpoint_io.errors import (
+    CheckpointConflictError,
+    CheckpointNotFoundError,
+    UnsupportedStateError,
+)
+from checkpoint_io.folder.folder import CheckpointFolder
+from checkpoint_io.format.names import MANIFEST
+from checkpoint_io.layout.dtypes import NAMES
+from checkpoint_io.layout.sizes import parse_size
+from checkpoint_io.models.model_files import plan_files, write_files
+from checkpoint_io.models.weight_source import WeightInfo, WeightSource
+from checkpoint_io.progress import TransferProgress
+from checkpoint_io.saver.collect import identity
+from checkpoint_io.storage.local import LocalStore
+from checkpoint_io.storage.open import Store, open_store
+from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
+from checkpoint_io.weights.find import INDEX, SINGLE, open_weights
+from checkpoint_io.weights.torch_pickle import TorchSource
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written.
+
+    Args:
+        files: their names, the index last.
+        tensors: how many are stored.
+        tied: other names of them.
+        nbytes: of the tensors.
+        skipped: names of what was no tensor.
+    """
+
+    files: list[str]
+    tensors: int
+    tied: int
+    nbytes: int
+    skipped: list[str] = field(default_factory=list)
+
+
+def merge_weights(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    model_index: int = 0,
+    part: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+) -> Merged:
+    """Write weights, however they are stored, in the layout of `save_model`.
+
+    Args:
+        source: what `load_model` reads.
+        destination: another folder: a local path or any fsspec URL.
+        dtype: what floating-point tensors are converted to; default: they stay as they are.
+        max_shard_size: largest file, in bytes or as text ("5GB" = 5e9 bytes).
+        overwrite: replace a model that is there.
+        model_index: which model of a checkpoint of this package.
+        part: which part of the state of a `torch.distributed.checkpoint` folder.
+        storage_options: passed to the fsspec drivers of both.
+        progress: a progress bar; None shows one for a long save on a terminal.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights; the error names what is near.
+        CheckpointConflictError: the destination has a model, or is the source.
+        CorruptCheckpointError: the source is damaged; nothing was replaced.
+        UnsupportedStateError: a tensor has a dtype that safetensors lacks.
+    """
+    limit = parse_size(max_shard_size)
+    found = _open(os.fspath(source), part, model_index, storage_options)
+    store = open_store(destination, storage_options)
+    _check_destination(found, store, overwrite)
+    tied = {**_shared(found), **found.tied}
+    infos = {
+        key: _converted(key, info, dtype) for key, info in found.infos.items() if key not in tied
+    }
+    items = [(key, torch.empty(i.shape, dtype=i.dtype, device="meta")) for key, i in infos.items()]
+    with TransferProgress("reading", 0, False) as quiet:
+
+        def whole(name: str) -> torch.Tensor:
+            info = infos[name]
+            target = torch.empty(info.shape, dtype=info.dtype, device="cpu")
+            found.read([(name, target)], quiet)
+            return target
+
+        files = write_files(
+            store, plan_files(items, tied, {"format": "pt"}, limit), whole, progress
+        )
+    total = sum(tensor.nbytes for _, tensor in items)
+    return Merged(files, len(items), len(tied), total, getattr(found, "skipped", []))
+
+
+def _open(
+    url: str, part: str | None, model_index: int, options: Mapping[str, Any] | None
+) -> WeightSource:
+    """Open the source; what has no weights itself may have them one folder further."""
+    try:
+        if part is None:
+            return open_weights(url, model_index, options)
+        store = open_store(url, options)
+        if DCP_METADATA not in store.sizes():
+            raise CheckpointNotFoundError(
+                f"{url} has no {DCP_METADATA} of torch.distributed.checkpoint, so no part {part!r}"
+            )
+        return DcpSource(store, part)
+    except CheckpointNotFoundError as error:
+        near = _near(url, options)
+        raise CheckpointNotFoundError(f"{error}{near}") from error
+
+
+def _near(url: str, options: Mapping[str, Any] | None) -> str:
+    """Name a folder of the folder that holds weights."""
+    try:
+        newest = CheckpointFolder(url, storage_options=options).latest()
+        if newest is not None:
+            return f"; it is a folder of checkpoints, of which {newest.path} is the newest"
+        store = open_store(url, options)
+        signs = {SINGLE, INDEX, DCP_METADATA, MANIFEST}
+        names = [name for name in store.folders() if signs & store.child(name).sizes().keys()]
+    except Exception:  # only a hint is lost
+        return ""
+    return f"; there are weights in its {', '.join(names[:3])}" if names else ""
+
+
+def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> None:
+    """Refuse to write where something is, unless told to; never into the source."""
+    places = {source.where.rstrip("/"), source.where.rpartition("/")[0]}
+    here = store.url.rstrip("/")
+    if isinstance(store, LocalStore):
+        places, here = set(map(os.path.realpath, places)), os.path.realpath(here)
+    if here in places:
+        raise CheckpointConflictError(f"{store.url} is where the weights come from: name another")
+    present = store.sizes()
+    if MANIFEST in present or DCP_METADATA in present:
+        raise CheckpointConflictError(f"{store.url} holds a checkpoint: name another folder")
+    model = [n for n in present if n in (SINGLE, INDEX) or n.endswith(".safetensors")]
+    if model and not overwrite:
+        raise CheckpointConflictError(
+            f"{store.url} has {sorted(model)[0]} already: name another folder, or add --overwrite"
+        )
+
+
+def _shared(source: WeightSource) -> dict[str, str]:
+    """The names in files of torch.save that share one tensor, which are stored once."""
+    if not isinstance(source, TorchSource):
+        return {}
+    first: dict[tuple[Any, ...], str] = {}
+    shared: dict[str, str] = {}
+    for name in source.infos:
+        mark = identity(source.tensor(name))
+        if mark is not None and first.setdefault(mark, name) != name:
+            shared[name] = first[mark]
+    return shared
+
+
+def _converted(key: str, info: WeightInfo, dtype: torch.dtype | None) -> WeightInfo:
+    """The dtype that a tensor is written in."""
+    wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+    if wanted not in NAMES:
+        raise UnsupportedStateError(
+            f"{key} is {info.dtype}, which safetensors files cannot hold: convert it first"
+        )
+    return WeightInfo(wanted, info.shape)
