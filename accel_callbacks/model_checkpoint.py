@@ -161,8 +161,8 @@ def _load_and_send(
     strict: bool,
 ) -> None:
     """Load on rank 0, then give every loaded tensor to the others."""
-    from checkpoint_io.models.model_targets import ModelTargets
     from checkpoint_io.sharding.dtensor import is_dtensor
+    from checkpoint_io.weights.load import ModelTargets
 
     where = "load_checkpoint_in_model"
     with shared_failure(where):

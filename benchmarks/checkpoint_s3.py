@@ -204,8 +204,8 @@ def downloads(place: Server, data: np.ndarray) -> dict[str, Method]:
     """Ways to read the data back into memory."""
     import fsspec
 
+    from checkpoint_io.storage.base import Span
     from checkpoint_io.storage.open import open_store
-    from checkpoint_io.stores.spans import Span
 
     size, name = len(data), f"down-{len(data)}"
     target = np.empty(size, dtype=np.uint8)

@@ -10,8 +10,7 @@ Example:
     ['bias', 'weight']
 """
 
-from checkpoint_io.async_save.background import BackgroundSaver
-from checkpoint_io.async_saving.handle import SaveHandle
+from checkpoint_io.async_save.background import BackgroundSaver, SaveHandle
 from checkpoint_io.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -29,13 +28,12 @@ from checkpoint_io.folder.retention import KeepPolicy, any_of, keep_best, keep_e
 from checkpoint_io.format.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from checkpoint_io.group import ProcessGroupLike, SingleProcess, TorchGroup
 from checkpoint_io.loader.lazy import CheckpointReader, TensorView, open_checkpoint
+from checkpoint_io.loader.load import Checkpoint, load, read_manifest
 from checkpoint_io.loader.verify import verify
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.reading.reader import Checkpoint, load, read_manifest
-from checkpoint_io.saver.save import SaveJob, prepare_save
+from checkpoint_io.saver.save import SaveJob, prepare_save, save
 from checkpoint_io.weights.load import LoadReport, load_model, load_model_state
 from checkpoint_io.weights.save import save_model
-from checkpoint_io.writing.saving import save
 
 __all__ = [
     "BackgroundSaver",

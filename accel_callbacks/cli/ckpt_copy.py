@@ -23,8 +23,8 @@ from checkpoint_io.format.names import MANIFEST, save_id_of, temporary_name
 from checkpoint_io.format.parse import parse_manifest
 from checkpoint_io.loader.files import check_sizes, manifest_of
 from checkpoint_io.loader.source import Source
+from checkpoint_io.storage.base import protocol_of
 from checkpoint_io.storage.open import Store, open_store
-from checkpoint_io.stores.urls import protocol_of
 
 _PIECE = 8 << 20
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkpoint_io.loader.source import Source
-from checkpoint_io.loader.transfer import Want
-from checkpoint_io.reading.sinks import Bytes
+from checkpoint_io.loader.transfer import Bytes, Want
 
 WINDOW = 32 << 20
 

@@ -14,7 +14,7 @@ import torch
 
 from checkpoint_io.errors import CorruptCheckpointError, UnsupportedStateError
 from checkpoint_io.format import json as jsonio
-from checkpoint_io.layout.dtypes import NAMES
+from checkpoint_io.format.safetensors import NAMES
 from checkpoint_io.sharding.dtensor import check_placements, is_dtensor
 
 # Deep enough for any state dict, shallow enough for every JSON parser and for cycles to be found.

@@ -14,8 +14,8 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.format.parse import parse_manifest
-from checkpoint_io.pausing import collector_paused
 from checkpoint_io.storage.open import Store
+from checkpoint_io.threads import collector_paused
 
 T = TypeVar("T")
 

@@ -1,23 +1,180 @@
-"""The read engine: wanted parts in few spans, each part verified in its buffer, then handed on."""
+"""The read engine: spans, verified, into sinks."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 import xxhash
 
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.loader.files import naming
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.reading.sinks import Bytes, Sink
+from checkpoint_io.sharding.boxes import Axes, Axis, Shape, blocks, meet, merge, volume
+from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.open import Store
-from checkpoint_io.stores.spans import Span
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_STAGE_BYTES = 16 << 20
+# numpy has no bfloat16 and the like: elements are moved as integers of their size
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_KNOWN = frozenset((torch.float32, torch.float64, torch.float16, torch.int64, torch.int32))
+_NUMPY: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 GAP_BYTES = 64 << 10
+
+
+class Sink(Protocol):
+    """Takes verified bytes of one chunk (or of a file's head), on any thread, in any order."""
+
+    def take(self, offset: int, data: Bytes) -> None:
+        """Take the bytes that start `offset` bytes after the start of the chunk."""
+
+
+class Flat:
+    """Contiguous memory that holds the chunk's bytes from `start` on."""
+
+    __slots__ = ("_memory", "_start")
+
+    def __init__(self, memory: Bytes, start: int = 0) -> None:
+        self._memory = memory
+        self._start = start
+
+    def take(self, offset: int, data: Bytes) -> None:
+        """Copy what belongs here."""
+        memory, at = self._memory, offset - self._start
+        if at == 0 and data.size == memory.size:
+            memory[:] = data
+            return
+        stop = min(at + data.size, memory.size)
+        if at < 0:
+            data, at = data[-at:], 0
+        if stop > at:
+            memory[at:stop] = data[: stop - at]
+
+
+class Boxed:
+    """Strided CPU memory for a box of a chunk."""
+
+    def __init__(self, shape: Shape, axes: Axes, target: torch.Tensor) -> None:
+        self._shape, self._axes = shape, axes
+        self._itemsize = target.element_size()
+        raw = target.view(_RAW[self._itemsize]) if target.dim() else _raw_scalar(target)
+        merged_shape, merged = merge(shape, axes)
+        try:
+            raw = raw.view(tuple(axis.length for axis in merged))
+            self._shape, self._axes = merged_shape, merged
+        except RuntimeError:  # the target's strides do not allow it
+            pass
+        self._array = raw.numpy()
+
+    def take(self, offset: int, data: Bytes) -> None:
+        """Copy the elements of the box that lie in these bytes."""
+        self.count(offset, data)
+
+    def count(self, offset: int, data: Bytes) -> int:
+        """Do the same, and return how many elements there were."""
+        items = data.view(_NUMPY[self._itemsize])
+        first, at, copied = offset // self._itemsize, 0, 0
+        for offsets, lengths in blocks(self._shape, first, first + items.size):
+            size = math.prod(lengths)
+            common = meet(self._axes, offsets, lengths)
+            if common is not None:
+                piece = items[at : at + size].reshape(lengths)[common[0]]
+                self._array[common[1]] = piece
+                copied += piece.size
+            at += size
+        return copied
+
+
+def _raw_scalar(target: torch.Tensor) -> torch.Tensor:
+    """View a tensor without dimensions as one integer."""
+    return target.reshape(1).view(_RAW[target.element_size()])
+
+
+class Staged:
+    """A target that is not plain CPU memory of the saved dtype: a host buffer, then one copy."""
+
+    def __init__(self, shape: Shape, axes: Axes, dtype: torch.dtype, target: torch.Tensor) -> None:
+        self._shape, self._axes, self._dtype, self._target = shape, axes, dtype, target
+        self._missing = volume(axes)
+        self._guard = threading.Lock()
+        self._buffer: torch.Tensor | None = None
+        self._box: Boxed | None = None
+
+    def take(self, offset: int, data: Bytes) -> None:
+        """Fill the buffer; the last bytes move it to the target and free it."""
+        with self._guard:
+            if self._box is None:
+                extent = [axis.length for axis in self._axes]
+                pinned = self._target.is_cuda
+                self._buffer = torch.empty(
+                    extent, dtype=self._dtype, device="cpu", pin_memory=pinned
+                )
+                self._box = Boxed(self._shape, self._axes, self._buffer)
+            box = self._box
+        copied = box.count(offset, data)
+        with self._guard:
+            self._missing -= copied
+            if self._missing:
+                return
+            buffer, self._buffer, self._box = self._buffer, None, None
+        assert buffer is not None
+        self._target.copy_(buffer)
+
+
+def sinks_for(
+    shape: Shape, axes: Axes, dtype: torch.dtype, target: torch.Tensor
+) -> Iterator[tuple[Axes, Sink]]:
+    """Yield what fills `target` with a box of a chunk: sinks, and the part of the box of each."""
+    if not is_plain_memory(target) or target.dtype != dtype:
+        limit = max(1, _STAGE_BYTES // dtype.itemsize)
+        for piece, place in _pieces(axes, limit):
+            yield piece, Staged(shape, piece, dtype, target[place])
+        return
+    merged = merge(shape, axes)[1]
+    if len(merged) == 1 and merged[0].step == 1 and target.is_contiguous():
+        yield axes, Flat(flat_bytes(target), merged[0].start * dtype.itemsize)
+        return
+    yield axes, Boxed(shape, axes, target)
+
+
+def is_plain_memory(target: torch.Tensor) -> bool:
+    """Say whether numpy can write into the tensor."""
+    return target.is_cpu and not target.is_conj() and not target.is_neg()
+
+
+def flat_bytes(target: torch.Tensor) -> Bytes:
+    """View a contiguous CPU tensor as its bytes."""
+    if target.requires_grad:
+        target = target.detach()
+    if target.dtype not in _KNOWN:
+        target = target.view(-1).view(torch.uint8)
+    array: Bytes = target.numpy()
+    return (array if array.ndim == 1 else array.reshape(-1)).view(np.uint8)
+
+
+def _pieces(axes: Axes, limit: int) -> Iterator[tuple[Axes, tuple[slice, ...]]]:
+    """Cut a box into boxes of at most `limit` elements, with their places in it."""
+    total = volume(axes)
+    dim = next((n for n, axis in enumerate(axes) if axis.length > 1), None)
+    if total <= limit or dim is None:
+        yield axes, tuple(slice(0, axis.length) for axis in axes)
+        return
+    axis = axes[dim]
+    rows = max(1, limit // (total // axis.length))
+    for first in range(0, axis.length, rows):
+        count = min(rows, axis.length - first)
+        part = Axis(axis.start + first * axis.step, count, axis.step)
+        for piece, place in _pieces((*axes[:dim], part, *axes[dim + 1 :]), limit):
+            inner = place[dim]
+            moved = slice(first + inner.start, first + inner.stop)
+            yield piece, (*place[:dim], moved, *place[dim + 1 :])
 
 
 class Want(NamedTuple):

@@ -16,10 +16,9 @@ from checkpoint_io.format.manifest import FileEntry, Manifest
 from checkpoint_io.format.safetensors import MAX_HEADER, parse_header
 from checkpoint_io.loader.files import check_sizes, naming, while_replaced
 from checkpoint_io.loader.source import Source
-from checkpoint_io.loader.transfer import Want
-from checkpoint_io.pausing import collector_paused
-from checkpoint_io.reading.sinks import Bytes, Flat
+from checkpoint_io.loader.transfer import Bytes, Flat, Want
 from checkpoint_io.storage.open import open_store
+from checkpoint_io.threads import collector_paused
 
 __all__ = ["verify"]
 

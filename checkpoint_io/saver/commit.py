@@ -1,11 +1,15 @@
-"""The commit: what rank 0 does before, at and after the one step that makes a checkpoint."""
+"""The manifest is the commit."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from datetime import datetime, timezone
+from importlib import metadata as importlib_metadata
 from typing import Any
+
+import torch
 
 from checkpoint_io.errors import (
     CheckpointConflictError,
@@ -17,18 +21,79 @@ from checkpoint_io.errors import (
 )
 from checkpoint_io.folder.removal import remove_all as remove_files
 from checkpoint_io.folder.removal import remove_saves
-from checkpoint_io.format.manifest import Manifest, same_manifest, seal
-from checkpoint_io.format.names import MANIFEST, save_id_of, stale_probes, temporary_name
+from checkpoint_io.format.manifest import (
+    ALGORITHM,
+    FORMAT,
+    PART_SIZE,
+    VERSION,
+    Manifest,
+    same_manifest,
+    seal,
+)
+from checkpoint_io.format.names import (
+    MANIFEST,
+    objects_name,
+    save_id_of,
+    stale_probes,
+    temporary_name,
+)
 from checkpoint_io.format.parse import parse_document
+from checkpoint_io.format.tree import encode_plain
 from checkpoint_io.loader.files import manifest_of
 from checkpoint_io.outcome import Outcome
-from checkpoint_io.pausing import collector_paused
 from checkpoint_io.storage.open import Store
-from checkpoint_io.writing.assemble import assemble
+from checkpoint_io.threads import collector_paused
 
 __all__ = ["Commit", "NextGeneration", "remove_files"]
 
 NextGeneration = Callable[["Manifest | None"], int]
+
+
+def assemble(
+    save_id: str, generation: int, metadata: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Join the reports of all ranks into one document."""
+    files: list[Any] = []
+    tensors: dict[str, list[Any]] = {}
+    aliases: dict[str, str] = {}
+    for report in reports:
+        base = len(files)
+        files += report["files"]
+        aliases.update(report["tied"])
+        for key, dtype, shape, chunk in report["chunks"]:
+            row = tensors.get(key)
+            if row is None:
+                row = tensors[key] = [dtype, shape]
+            row.append((chunk[0] + base, *chunk[1:]) if base else chunk)
+    created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    present = {file["name"] for file in files}
+    own = {str(rank): objects_name(save_id, rank) for rank in range(len(reports))}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "id": save_id,
+        "generation": generation,
+        "created": created.replace("+00:00", "Z"),
+        "writer": {"checkpoint_io": _own_version(), "torch": str(torch.__version__)},
+        "world_size": len(reports),
+        "metadata": encode_plain(metadata, "metadata"),
+        "checksum": {"algorithm": ALGORITHM, "part_size": PART_SIZE},
+        "files": files,
+        "aliases": aliases,
+        "objects": {
+            "shared": objects_name(save_id, None),
+            "ranks": {rank: name for rank, name in own.items() if name in present},
+        },
+        "tensors": tensors,
+    }
+
+
+def _own_version() -> str:
+    """Return the version of the installed distribution."""
+    try:
+        return importlib_metadata.version("accel-callbacks")
+    except importlib_metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def following(generation: int | None) -> NextGeneration:

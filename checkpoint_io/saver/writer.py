@@ -13,12 +13,10 @@ import torch
 from checkpoint_io.errors import CheckpointError
 from checkpoint_io.format.checksum import HashingWriter, Write, checksums_of
 from checkpoint_io.format.manifest import PART_SIZE, FileEntry
-from checkpoint_io.format.safetensors import host_pieces, layout, view_of
-from checkpoint_io.layout.dtypes import NAMES
-from checkpoint_io.pausing import collector_paused
+from checkpoint_io.format.safetensors import NAMES, host_pieces, layout, view_of
 from checkpoint_io.sharding.local_tensors import WriteBox
 from checkpoint_io.storage.open import Store
-from checkpoint_io.threads import for_each
+from checkpoint_io.threads import collector_paused, for_each
 
 # Each file keeps at most about 64 MiB in buffers on its way.
 _THREADS = 4

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoint_io.layout.dtypes import NAMES
+from checkpoint_io.format.safetensors import NAMES
 from checkpoint_io.sharding.dtensor import is_dtensor, local_boxes, local_of
 
 # Smaller ones are not worth a line in every rank's plan.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint_io.errors import CheckpointError
-from checkpoint_io.layout.dtypes import DTYPES, ITEMSIZE
+from checkpoint_io.format.safetensors import DTYPES, ITEMSIZE
 from checkpoint_io.sharding.dtensor import LocalBox, is_dtensor, local_boxes
 from checkpoint_io.sharding.local_tensors import Entry, entry_of
 

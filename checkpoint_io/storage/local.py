@@ -1,4 +1,4 @@
-"""A folder on a local (or mounted) filesystem, written so that it survives a power cut."""
+"""LocalStore: one saver at a time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 from checkpoint_io.errors import CheckpointConflictError
-from checkpoint_io.storage.base import probe_by_writing
+from checkpoint_io.storage.base import Deliver, Span, Write, probe_by_writing
 from checkpoint_io.storage.buffers import BufferPool
 from checkpoint_io.storage.local_read import LocalFetch, LocalReader, open_regular
-from checkpoint_io.storage.local_write import open_output
-from checkpoint_io.stores.advice import explained
-from checkpoint_io.stores.durable import make_folders, sync_file, sync_folder
-from checkpoint_io.stores.locking import folder_lock
-from checkpoint_io.stores.spans import Deliver, Span, Write
+from checkpoint_io.storage.local_write import (
+    explained,
+    make_folders,
+    open_output,
+    sync_file,
+    sync_folder,
+)
 
 __all__ = ["LocalStore", "make_folders", "sync_file", "sync_folder"]
 
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+_TRIES = 100
 _CREATE = (
     os.O_WRONLY
     | os.O_CREAT
@@ -27,6 +31,71 @@ _CREATE = (
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_BINARY", 0)
 )
+
+
+@contextmanager
+def folder_lock(path: str) -> Iterator[None]:
+    """Hold the lock of a folder, made if it is absent, during the block.
+
+    Held by another process, or by another thread of this one: CheckpointConflictError. Where
+    folders cannot be locked (Windows, some network filesystems) the block runs without a lock.
+    """
+    make_folders(path)
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    descriptor = _locked(path)
+    try:
+        yield
+    finally:
+        # by name and not by closing: a child that was forked meanwhile holds a copy
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _locked(path: str) -> int:
+    """Open and lock the folder that has this name, and not one that was removed meanwhile."""
+    for _ in range(_TRIES):
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            _lock(descriptor, path)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        make_folders(path)
+    raise CheckpointConflictError(
+        f"{path} is removed and made again all the time: give each job a folder of its own"
+    )
+
+
+def _lock(descriptor: int, path: str) -> None:
+    """Take the lock at once or not at all; a filesystem without locks is left unlocked."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            raise CheckpointConflictError(
+                f"another process is saving to {path} right now; "
+                "give each job a folder of its own or wait"
+            ) from None
+        if error.errno not in (
+            errno.ENOTSUP,
+            errno.EINVAL,
+            errno.EBADF,
+            errno.ENOLCK,
+            errno.ENOSYS,
+        ):
+            raise
 
 
 class LocalStore:

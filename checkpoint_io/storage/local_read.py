@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from checkpoint_io.errors import CorruptCheckpointError
+from checkpoint_io.storage.base import Deliver, Span
 from checkpoint_io.storage.buffers import aligned
-from checkpoint_io.stores.spans import Deliver, Span
-from checkpoint_io.workers import Worker, started, wait_for
+from checkpoint_io.threads import Worker, started, wait_for
 
 # O_NONBLOCK: opening a planted FIFO must not hang
 _READ = (

@@ -1,19 +1,167 @@
-"""Files written by a thread out of a ring of buffers, so that hashing, copying and disk overlap."""
+"""Direct IO through a ring of buffers; fsync; what to do about an OSError."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Protocol
 
 from checkpoint_io.storage.buffers import BufferPool, copy_into
-from checkpoint_io.stores.advice import explained
-from checkpoint_io.stores.direct import DirectOutput, write_all
-from checkpoint_io.workers import Worker, started
+from checkpoint_io.threads import Worker, started
 
+_ROOM = "make room, or save to another place"
+_RIGHTS = "look at its owner and mode, or save to another place"
+_ADVICE = {
+    errno.ENOSPC: f"the disk is full: {_ROOM}",
+    errno.EDQUOT: f"the quota is used up: {_ROOM}",
+    errno.EFBIG: "a file may not be that large there (see ulimit -f): save with a smaller "
+    "max_shard_size, or raise the limit",
+    errno.EROFS: "the filesystem is mounted read-only: save to another place",
+    errno.EACCES: f"no right to do that there: {_RIGHTS}",
+    errno.EPERM: f"no right to do that there: {_RIGHTS}",
+    errno.EIO: "the device failed: see the kernel's log, and save to another place",
+    errno.ENOENT: "the folder is gone, removed by somebody meanwhile: save again, to a place "
+    "that is left alone",
+    errno.ESTALE: "the network filesystem lost it: mount it again, then save again",
+    errno.ENOTDIR: "a file is where a folder has to be: remove it, or save to another place",
+    errno.EEXIST: "there is one of that name already, which is not overwritten: remove it, or "
+    "save to another place",
+}
+ALIGNMENT = 4096  # of memory, place and length; a filesystem that asks for more gets buffered IO
+_REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 RING = 3  # buffers a file: one being filled, one being written, one ready
 SMALL_FILE = 4 * 2**20
 _GATHER = 2**20
+
+
+def advised(error: OSError, path: str) -> OSError:
+    """Return the same kind of error with the path and what to do; the same object if it has both.
+
+    Raise it `from` the one given.
+    """
+    advice = _ADVICE.get(error.errno or 0)
+    if advice is None or advice in str(error):
+        return error
+    said = error.strerror or os.strerror(error.errno or 0)
+    # the number picks the class: PermissionError, FileNotFoundError, ...
+    return OSError(error.errno, f"{said} ({advice})", error.filename or path)
+
+
+@contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Add advice to an error of the filesystem in the block."""
+    try:
+        yield
+    except OSError as error:
+        better = advised(error, path)
+        if better is error:
+            raise
+        raise better from error
+
+
+def write_all(descriptor: int, data: memoryview[int]) -> None:
+    """Write every byte; the kernel may take fewer than asked."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _switch_direct(descriptor: int, on: bool) -> bool:
+    """Turn direct IO on or off; False if this system or filesystem has none.
+
+    Set on the open file and not by open(), which leaves a new file behind where it refuses.
+    """
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    import fcntl
+
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+    except OSError:
+        return False
+    return True
+
+
+class DirectOutput:
+    """Appends aligned buffers to a file with direct IO, and what does not fit that without it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.direct = _switch_direct(descriptor, True)
+
+    def write(self, data: memoryview[int]) -> None:
+        """Append bytes that start at a page of memory."""
+        done = self._write_direct(data[: len(data) // ALIGNMENT * ALIGNMENT]) if self.direct else 0
+        if done < len(data):
+            self.stop_direct()  # from here on the place in the file is not aligned
+            write_all(self._descriptor, data[done:])
+
+    def _write_direct(self, data: memoryview[int]) -> int:
+        """Write as much as goes directly; return how much that was."""
+        done = 0
+        while done < len(data):
+            try:
+                done += os.write(self._descriptor, data[done:])
+            except OSError as error:
+                # some filesystems say so only now, and all after a write that ended off a block
+                if error.errno in _REFUSALS:
+                    break
+                raise
+        return done
+
+    def stop_direct(self) -> None:
+        """Go on through the page cache."""
+        if self.direct:
+            self.direct = False
+            _switch_direct(self._descriptor, False)
+
+
+def make_folders(path: str) -> None:
+    """Create a folder and its parents, and sync each parent that gained an entry."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        parent = os.path.dirname(path)
+        if parent == path:
+            break
+        path = parent
+    for folder in reversed(missing):
+        os.makedirs(folder, exist_ok=True)  # another rank may have been faster
+        sync_folder(os.path.dirname(folder))
+
+
+def sync_file(descriptor: int) -> None:
+    """Ask the disk itself, not just the kernel, to keep the file."""
+    try:
+        import fcntl
+
+        full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone stops at the drive cache
+    except ImportError:
+        full = None
+    if full is not None:
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, full)
+            return
+    os.fsync(descriptor)
+
+
+def sync_folder(path: str) -> None:
+    """Make names created in or removed from a folder durable, where the system can."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # some network filesystems have no fsync for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 class Output(Protocol):

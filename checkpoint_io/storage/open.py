@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from checkpoint_io.storage.fsspec_store import FsspecStore
+from checkpoint_io.storage.base import (
+    OBJECT_STORES,
+    Deliver,
+    Span,
+    Write,
+    child_name,
+    driver_advice,
+    protocol_of,
+)
+from checkpoint_io.storage.fsspec_store import Driver, FsspecStore
 from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.storage.retry import RetryPolicy
-from checkpoint_io.stores.fsspec_driver import Driver
-from checkpoint_io.stores.spans import Deliver, Span, Write
-from checkpoint_io.stores.urls import OBJECT_STORES, child_name, driver_advice, protocol_of
 
 __all__ = ["FsspecStore", "RangeReader", "Store", "child_name", "open_store"]
 

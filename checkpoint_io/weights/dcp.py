@@ -18,14 +18,13 @@ import torch
 
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.safetensors import MAX_HEADER
-from checkpoint_io.models.inert_pickle import Name, Record, read_inert
-from checkpoint_io.models.weight_source import Wanted, WeightFile, WeightInfo
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.sharding.boxes import overlapping
 from checkpoint_io.sharding.dtensor import is_dtensor, local_of
 from checkpoint_io.sharding.planner import plan_reads
 from checkpoint_io.storage.open import RangeReader, Store, child_name
-from checkpoint_io.weights.torch_pickle import read_restricted
+from checkpoint_io.weights.source import Wanted, WeightFile, WeightInfo
+from checkpoint_io.weights.torch_pickle import Name, Record, read_inert, read_restricted
 
 DCP_METADATA = ".metadata"
 

@@ -1,4 +1,7 @@
-"""Finding the weights at a place: a checkpoint of ours or torch's, weight files, or an index."""
+"""Which kind of weights lie at a place.
+
+Its snapshots consist of relative links into the `blobs` folder beside them.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,54 @@ from typing import Any
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.format.safetensors import MAX_HEADER
-from checkpoint_io.models.hub_cache import blobs_of
-from checkpoint_io.models.weight_source import WeightFile, WeightSource
 from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
 from checkpoint_io.weights.safetensors import SafetensorsSource
+from checkpoint_io.weights.source import WeightFile, WeightSource
 from checkpoint_io.weights.torch_pickle import TorchSource
 
+_BLOB = re.compile(r"(?:\.\./)+blobs/([0-9a-f]{40}(?:[0-9a-f]{24})?)", re.ASCII)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-
 _SAFETENSORS = re.compile(r"[^/\\\0]+\.safetensors", re.ASCII)
 _TORCH = re.compile(r"[^/\\\0]+\.(?:bin|pt|pth|ckpt)", re.ASCII)
 _INDEX = re.compile(r"[^/\\\0]+\.json", re.ASCII)
 _SHARD = re.compile(r".+-[0-9]+-of-0*(?:[2-9]|[1-9][0-9]+)\.[a-z]+", re.ASCII)
+
+
+def blobs_of(folder: str) -> dict[str, tuple[str, str]]:
+    """Return, for the files of a snapshot, the folder and name of the blob that each is."""
+    folder = os.path.abspath(folder)
+    head, found_snapshots, _ = folder.rpartition(f"{os.sep}snapshots{os.sep}")
+    if not found_snapshots:
+        return {}
+    blobs = os.path.join(head, "blobs")
+    found = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    for name in names:
+        if (blob := _blob(folder, name, blobs)) is not None:
+            found[name] = (blobs, blob)
+    return found
+
+
+def _blob(folder: str, name: str, blobs: str) -> str | None:
+    """Return the name of the blob that a link stands for, None if it leads anywhere else."""
+    try:
+        target = os.readlink(os.path.join(folder, name))
+    except OSError:  # no link
+        return None
+    match = _BLOB.fullmatch(target)
+    if match is None or os.path.normpath(os.path.join(folder, target)) != os.path.join(
+        blobs, match[1]
+    ):
+        return None
+    return match[1]
 
 
 def open_weights(

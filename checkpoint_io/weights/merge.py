@@ -15,17 +15,16 @@ from checkpoint_io.errors import (
     UnsupportedStateError,
 )
 from checkpoint_io.folder.folder import CheckpointFolder
-from checkpoint_io.format.names import MANIFEST
-from checkpoint_io.layout.dtypes import NAMES
-from checkpoint_io.layout.sizes import parse_size
-from checkpoint_io.models.model_files import plan_files, write_files
-from checkpoint_io.models.weight_source import WeightInfo, WeightSource
+from checkpoint_io.format.names import MANIFEST, parse_size
+from checkpoint_io.format.safetensors import NAMES
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.collect import identity
 from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
 from checkpoint_io.weights.find import INDEX, SINGLE, open_weights
+from checkpoint_io.weights.save import plan_files, write_files
+from checkpoint_io.weights.source import WeightInfo, WeightSource
 from checkpoint_io.weights.torch_pickle import TorchSource
 
 

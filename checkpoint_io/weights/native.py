@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
-from checkpoint_io.loader.lazy import open_checkpoint
-from checkpoint_io.models.weight_source import Wanted, WeightInfo
+from checkpoint_io.loader.lazy import TensorView, open_checkpoint
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.reading.tensor_view import TensorView
+from checkpoint_io.weights.source import Wanted, WeightInfo
 
 
 class CheckpointSource:

@@ -10,13 +10,18 @@ import numpy as np
 import torch
 
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
-from checkpoint_io.format.safetensors import MAX_HEADER, Slot, as_bytes, parse_header
-from checkpoint_io.layout.dtypes import DTYPES
-from checkpoint_io.models.weight_source import Wanted, WeightFile, WeightInfo, landing_for
+from checkpoint_io.format.safetensors import DTYPES, MAX_HEADER, Slot, as_bytes, parse_header
 from checkpoint_io.progress import TransferProgress
+from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.open import RangeReader
-from checkpoint_io.stores.spans import Span
-from checkpoint_io.weights.source import STAGING, plain_bytes
+from checkpoint_io.weights.source import (
+    STAGING,
+    Wanted,
+    WeightFile,
+    WeightInfo,
+    landing_for,
+    plain_bytes,
+)
 
 _SPAN = 16 * 1024 * 1024
 _GAP = 64 * 1024

@@ -1,25 +1,185 @@
-"""Saving model weights in the layout that the Hugging Face libraries open."""
+"""Save_model in HF layout."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from checkpoint_io.errors import CheckpointError, UnsupportedStateError
+from checkpoint_io.folder.removal import remove_all
+from checkpoint_io.format import json as jsonio
+from checkpoint_io.format.names import new_save_id, parse_size
+from checkpoint_io.format.safetensors import host_pieces, layout
 from checkpoint_io.format.tree import TreeEncoder
 from checkpoint_io.group import ProcessGroupLike, SingleProcess, TorchGroup
-from checkpoint_io.layout.sizes import parse_size
-from checkpoint_io.models.model_files import ModelFile, plan_files, write_files
-from checkpoint_io.models.whole import Gathering, check_spread
 from checkpoint_io.outcome import Outcome, failed_ranks, raise_failure
-from checkpoint_io.saver.collect import identity
-from checkpoint_io.sharding.dtensor import check_placements, is_dtensor
+from checkpoint_io.progress import TransferProgress
+from checkpoint_io.saver.collect import identity, pack
+from checkpoint_io.sharding.dtensor import check_placements, in_mesh, is_dtensor
 from checkpoint_io.storage.open import Store, open_store
+from checkpoint_io.weights.find import INDEX, SINGLE
 
 __all__ = ["save_model"]
+
+_SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
+_STEP = 16 * 1024 * 1024
+
+Items = Sequence[tuple[str, torch.Tensor]]
+Whole = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """One file to come: its name, its header, and its tensors in the order of their bytes."""
+
+    name: str
+    header: bytes
+    tensors: Items
+
+    @property
+    def size(self) -> int:
+        """Its length in bytes."""
+        return len(self.header) + sum(tensor.nbytes for _, tensor in self.tensors)
+
+
+def plan_files(
+    items: Items, tied: Mapping[str, str], labels: Mapping[str, str], limit: int
+) -> list[ModelFile]:
+    """Name the files and say what goes into each; a model without tensors is a file too."""
+    shards = pack(items, limit) or [[]]
+    total = len(shards)
+    files = []
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+        stored = {key for key, _ in shard}
+        notes = {other: kept for other, kept in tied.items() if kept in stored}
+        header, ordered, _ = layout(shard, {**notes, **labels})
+        files.append(ModelFile(name, header, ordered))
+    return files
+
+
+def write_files(
+    store: Store, files: Sequence[ModelFile], whole: Whole, progress: bool | None
+) -> list[str]:
+    """Write all files, the index last, and remove those of an earlier save; return the names."""
+    with TransferProgress("saving", sum(file.size for file in files), progress) as bar:
+        _publish(store, files, whole, bar)
+    names = [file.name for file in files]
+    if len(files) > 1:
+        weight_map = {key: file.name for file in files for key, _ in file.tensors}
+        size = sum(tensor.nbytes for file in files for _, tensor in file.tensors)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        store.replace(INDEX, jsonio.dumps(index, INDEX), f"{INDEX}.{new_save_id()}.tmp")
+        names.append(INDEX)
+    present = store.sizes()
+    # the index first: without it nobody looks for the shards it names
+    stale = [n for n in (INDEX, SINGLE, *sorted(present)) if n in present and n not in names]
+    stale = list(dict.fromkeys(stale))
+    remove_all(store, [n for n in stale if n in (INDEX, SINGLE) or _SHARD.fullmatch(n)])
+    return names
+
+
+def _publish(
+    store: Store, files: Sequence[ModelFile], whole: Whole, progress: TransferProgress
+) -> None:
+    """Write all files, under other names first where the store can rename."""
+    mark = new_save_id()
+    staged = {f.name: f"{f.name}.{mark}.tmp" if store.can_rename else f.name for f in files}
+    sharded = len(files) > 1
+    if sharded and not store.can_rename:
+        store.remove(INDEX)  # from here on a killed save is seen as unfinished
+    try:
+        for file in files:
+            _write(store, staged[file.name], file, whole, progress)
+    except BaseException:
+        for temporary in staged.values() if store.can_rename else ():
+            with suppress(OSError):
+                store.remove(temporary)
+        raise
+    if store.can_rename:
+        if sharded:
+            store.remove(INDEX)
+        for name, temporary in staged.items():
+            store.rename(temporary, name)
+
+
+def _write(
+    store: Store, name: str, file: ModelFile, whole: Whole, progress: TransferProgress
+) -> None:
+    """Stream one safetensors file."""
+    with store.create(name, file.size) as write:
+        write(memoryview(file.header))
+        progress.add(len(file.header))
+        for key, _ in file.tensors:
+            for piece in host_pieces(whole(key)):
+                for start in range(0, len(piece), _STEP):
+                    part = piece[start : start + _STEP]
+                    write(part)
+                    progress.add(len(part))
+
+
+class Gathering:
+    """Gathers DTensors one after the other, in the same order on every rank.
+
+    Args:
+        tensors: names to tensors on this rank.
+        order: the names of the DTensors to gather; rank 0's order counts.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], order: Sequence[str]) -> None:
+        self._tensors = tensors
+        self._left = [name for name in order if is_dtensor(tensors[name])]
+        self._broken = False
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor, gathered if it is spread; memory for one at a time."""
+        tensor: Any = self._tensors[name]
+        if not is_dtensor(tensor):
+            return self._tensors[name]
+        if self._left.pop(0) != name:
+            raise AssertionError(f"{name} is not the next tensor to be gathered")
+        try:
+            full: torch.Tensor = tensor.detach().full_tensor()
+        except BaseException:
+            self._broken = True
+            raise
+        return full
+
+    def finish(self) -> None:
+        """Take part in what others may still wait for, also after a failure of this rank."""
+        while self._left and not self._broken:
+            name = self._left[0]
+            if in_mesh(self._tensors[name]):
+                self.whole(name)
+            else:
+                self._left.pop(0)
+
+
+def check_spread(tensors: Mapping[str, torch.Tensor], group: ProcessGroupLike) -> list[list[Any]]:
+    """Return names, shapes and dtypes of the DTensors, which must be the same on all ranks."""
+    found = []
+    for name, tensor in tensors.items():
+        if not is_dtensor(tensor):
+            continue
+        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+        if mesh.size() > group.world_size:
+            raise CheckpointError(
+                f"state_dict[{name!r}] is spread over {mesh.size()} processes, and "
+                f"{group.world_size} take part: call save_model on all of them"
+            )
+        if group.rank == 0 and not in_mesh(tensor):
+            raise CheckpointError(
+                f"state_dict[{name!r}] is spread over processes of which the one that writes "
+                "(rank 0) is none: pass a group whose first rank holds a part of it"
+            )
+        found.append([name, list(tensor.shape), str(tensor.dtype)])
+    return sorted(found)
 
 
 def save_model(

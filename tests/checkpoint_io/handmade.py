@@ -16,9 +16,9 @@ import torch
 import xxhash
 
 from checkpoint_io.format.manifest import seal
-from checkpoint_io.layout.dtypes import NAMES
+from checkpoint_io.format.safetensors import NAMES
+from checkpoint_io.storage.base import REMOTE_SPAN
 from checkpoint_io.storage.local import LocalStore
-from checkpoint_io.stores.spans import REMOTE_SPAN
 
 PART = 4096
 Box = tuple[tuple[int, ...], tuple[int, ...]]

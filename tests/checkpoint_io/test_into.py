@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint_io.reading.reader
+import checkpoint_io.loader.load
 from checkpoint_io import (
     Checkpoint,
     CorruptCheckpointError,
@@ -190,7 +190,7 @@ def test_a_save_that_replaces_it_meanwhile_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_into: bool
 ) -> None:
     save(tmp_path, {"a": torch.zeros(8), "step": 1})
-    real, calls = checkpoint_io.reading.reader.read_checkpoint, []
+    real, calls = checkpoint_io.loader.load.read_checkpoint, []
 
     def after_another_save(*arguments: Any) -> Any:
         calls.append(1)
@@ -198,7 +198,7 @@ def test_a_save_that_replaces_it_meanwhile_is_followed(
             save(tmp_path, {"a": torch.ones(8), "step": 2})
         return real(*arguments)
 
-    monkeypatch.setattr(checkpoint_io.reading.reader, "read_checkpoint", after_another_save)
+    monkeypatch.setattr(checkpoint_io.loader.load, "read_checkpoint", after_another_save)
     target = torch.zeros(8)
     checkpoint: Checkpoint = load(tmp_path, into={"a": target} if with_into else None)
     assert checkpoint.state["step"] == 2

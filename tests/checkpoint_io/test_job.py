@@ -26,7 +26,7 @@ from checkpoint_io import (
     verify,
 )
 from checkpoint_io.format.names import MANIFEST, objects_name, temporary_name, tensors_name
-from checkpoint_io.layout.dtypes import DTYPES, NAMES
+from checkpoint_io.format.safetensors import DTYPES, NAMES
 
 
 def prepared(url: Any, state: dict[str, Any], **options: Any) -> SaveJob:

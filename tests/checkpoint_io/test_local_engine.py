@@ -22,10 +22,10 @@ from checkpoint_io import (
 )
 from checkpoint_io.storage import local, local_read
 from checkpoint_io.storage import local_write as ring
+from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.buffers import BUFFER_BYTES, BufferPool, aligned
 from checkpoint_io.storage.local import LocalStore
-from checkpoint_io.stores.direct import DirectOutput
-from checkpoint_io.stores.spans import Span
+from checkpoint_io.storage.local_write import DirectOutput
 
 PIECE = 64 * 1024  # a small ring, so that every boundary is met without much data
 SIZES = [0, 1, 4095, 4096, 4097]

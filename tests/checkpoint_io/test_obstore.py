@@ -13,10 +13,10 @@ import torch
 
 from checkpoint_io import load, save, verify
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
+from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.storage.retry import RetryPolicy
 from checkpoint_io.storage.s3.parts import process_budget
-from checkpoint_io.stores.spans import Span
 from tests.checkpoint_io.scripted_s3 import (
     Answer,
     Request,
@@ -217,8 +217,8 @@ def test_options_that_would_be_lost_are_refused() -> None:
 
 
 def test_options_are_translated() -> None:
+    from checkpoint_io.storage.s3.obstore import make_store
     from checkpoint_io.storage.s3.store import open_s3
-    from checkpoint_io.stores.obstore_options import make_store
 
     given = {
         "key": "k",

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from checkpoint_io import CheckpointError
+from checkpoint_io.saver.plan import PlanMemory, Share
 from checkpoint_io.sharding.planner import ReadBox, plan_reads, plan_writes
-from checkpoint_io.writing.agreement import PlanMemory, Share
 
 
 def plain(*shape: int, dtype: str = "F32") -> tuple[str, tuple[int, ...], None]:

@@ -32,10 +32,10 @@ from checkpoint_io import (
     save_model,
     verify,
 )
+from checkpoint_io.storage.base import Span
+from checkpoint_io.storage.fsspec_store import Driver
 from checkpoint_io.storage.open import FsspecStore, open_store
 from checkpoint_io.storage.retry import RetryPolicy
-from checkpoint_io.stores.fsspec_driver import Driver
-from checkpoint_io.stores.spans import Span
 from tests.servers import sftp_server
 
 

@@ -19,7 +19,7 @@ from checkpoint_io import (
     save,
     save_model,
 )
-from checkpoint_io.layout.dtypes import DTYPES
+from checkpoint_io.format.safetensors import DTYPES
 
 BASE = torch.arange(60, dtype=torch.float32).reshape(5, 12)
 

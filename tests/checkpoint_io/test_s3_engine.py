@@ -18,10 +18,10 @@ import pytest
 
 from checkpoint_io.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
 from checkpoint_io.format.names import tensors_name
+from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.storage.retry import RetryPolicy
 from checkpoint_io.storage.s3.parts import PartBudget, part_size, process_budget
-from checkpoint_io.stores.spans import Span
 from tests.checkpoint_io.scripted_s3 import (
     Answer,
     Request,
@@ -52,7 +52,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
 @pytest.fixture
 def script(scripts: ScriptedS3, monkeypatch: pytest.MonkeyPatch) -> ScriptedS3:
     """A server for which parts are short, so that it is sent many of them soon."""
-    monkeypatch.setattr("checkpoint_io.stores.s3_upload.part_size", lambda size: SHORT)
+    monkeypatch.setattr("checkpoint_io.storage.s3.upload.part_size", lambda size: SHORT)
     scripts.reset()
     return scripts
 

@@ -25,7 +25,7 @@ from checkpoint_io import (
     verify,
 )
 from checkpoint_io.format.manifest import seal
-from checkpoint_io.reading.placing import wants_for
+from checkpoint_io.loader.source import wants_for
 from tests.checkpoint_io.handmade import PART, CountingStore, handmade, rows, tensor_file, whole
 
 Flip = Callable[[Path, int], None]

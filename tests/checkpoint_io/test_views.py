@@ -21,7 +21,7 @@ from checkpoint_io import (
     read_manifest,
     save,
 )
-from checkpoint_io.layout.dtypes import DTYPES
+from checkpoint_io.format.safetensors import DTYPES
 from tests.checkpoint_io.handmade import PART, CountingStore, handmade, rows, split, whole
 
 MIB = 1 << 20

@@ -1,21 +1,218 @@
-"""One bucket through the client that s3fs makes: configured, bounded in time, fork-safe."""
+"""The client: errors, retries, body."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from aiohttp.payload import Payload
+
+from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError
 from checkpoint_io.storage.retry import Attempts, RetryPolicy
-from checkpoint_io.stores.s3_body import body_of
-from checkpoint_io.stores.s3_errors import Place, explain, is_transient
 from checkpoint_io.threads import ThreadForEach
 
+_SLICE = 512 << 10
+_WORTH_IT = 1 << 20
+_TRANSIENT_CODES = frozenset(
+    {
+        "BadDigest", "BandwidthLimitExceeded", "IncompleteBody", "InternalError", "InvalidDigest",
+        "OperationAborted", "RequestLimitExceeded", "RequestThrottled",
+        "RequestThrottledException", "RequestTimeout", "RequestTimeoutException",
+        "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
+        "TooManyRequestsException", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch",
+    }
+)  # fmt: skip
+_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+_WRONG_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"})
+_ELSEWHERE = frozenset(
+    {
+        "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect",
+        "301", "307",
+    }
+)  # fmt: skip
+_NO_CREDENTIALS = frozenset(
+    {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
+)
 T = TypeVar("T")
-
 STEP = 16 << 20  # bytes for which `read_timeout` seconds are allowed, and the usual part
 _CONNECTIONS = 32
+
+
+class SlicedBody(Payload):
+    """Memory as a body for aiohttp, and as a file for botocore, which may want to hash it."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        super().__init__(data, content_type="application/octet-stream")
+        self._view = memoryview(data)
+        self._size = len(data)
+        self._at = 0
+
+    def __len__(self) -> int:
+        """Return the length in bytes."""
+        return len(self._view)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Refuse: these are no characters."""
+        raise TypeError("a body of bytes")
+
+    async def write(self, writer: Any) -> None:
+        """Send all slices, each when there is room for it."""
+        for begin in range(0, len(self._view), _SLICE):
+            await writer.write(self._view[begin : begin + _SLICE])
+
+    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
+        """Send all; the length is the one that was announced."""
+        await self.write(writer)
+
+    def read(self, size: int = -1) -> bytes:
+        """Read on, as from a file."""
+        end = len(self._view) if size < 0 else self._at + size
+        data = bytes(self._view[self._at : end])
+        self._at += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a place, as in a file."""
+        self._at = offset + (0, self._at, len(self._view))[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place, as of a file."""
+        return self._at
+
+
+def body_of(data: bytes | bytearray, options: Any) -> Any:
+    """Return what to give to the client: slices of what is large, if it speaks aiohttp."""
+    other = (options or {}).get("http_session_cls") is not None
+    return data if other or len(data) < _WORTH_IT else SlicedBody(data)
+
+
+class StoreAccessError(CheckpointError, PermissionError):
+    """The store refuses what was asked of it, and will do so again."""
+
+
+class StoreUnavailableError(CheckpointError, OSError):
+    """The store did not answer well within the bound of the tries."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request went, for errors."""
+
+    bucket: str
+    endpoint: str
+
+    def of(self, key: str | None) -> str:
+        """Name an object, or the bucket."""
+        return f"s3://{self.bucket}/{key}" if key else f"s3://{self.bucket}"
+
+
+def code_of(error: BaseException) -> str:
+    """Return the error code of the store, "" for an error that is none of its answers."""
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def status_of(error: BaseException) -> int:
+    """Return the HTTP status of the store's answer, 0 if there was no answer."""
+    response = getattr(error, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    return int(metadata.get("HTTPStatusCode") or 0)
+
+
+def is_absent(error: BaseException) -> bool:
+    """Say whether an answer means that there is no such object."""
+    return code_of(error) in ("NoSuchKey", "404", "NotFound")
+
+
+def lost_condition(error: BaseException) -> bool:
+    """Say whether a conditional request was refused because of its condition."""
+    return status_of(error) in (409, 412)
+
+
+def is_transient(error: Exception) -> bool:
+    """Say whether the same request may succeed later."""
+    if code := code_of(error):
+        return code in _TRANSIENT_CODES or status_of(error) in _TRANSIENT_STATUS
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return False
+    return isinstance(error, (asyncio.TimeoutError, *_wire_errors()))
+
+
+def _wire_errors() -> tuple[type[BaseException], ...]:
+    """Return the errors of the layers between the store's answers and us."""
+    import aiohttp
+    from botocore import exceptions, parsers
+
+    return (
+        TimeoutError,
+        ConnectionError,
+        EOFError,
+        aiohttp.ClientError,
+        exceptions.ConnectionError,
+        exceptions.HTTPClientError,
+        exceptions.IncompleteReadError,
+        exceptions.ResponseStreamingError,
+        parsers.ResponseParserError,
+    )
+
+
+def explain(error: Exception, doing: str, place: Place, key: str | None, tried: str) -> Exception:
+    """Return the error to raise in place of a client's: what went wrong, and what to check."""
+    if isinstance(error, (CheckpointError, MemoryError, ValueError)):
+        return error
+    code = code_of(error)
+    where = f"{doing} {place.of(key)} at {place.endpoint} failed"
+    said = f"{code}: {_message(error)}" if code else f"{type(error).__name__}: {error}"
+    if code == "NoSuchBucket":
+        return CheckpointNotFoundError(
+            f"{where}: there is no bucket {place.bucket!r}; check its name, the region and "
+            "endpoint_url"
+        )
+    if is_transient(error):
+        return StoreUnavailableError(f"{where}, {tried}: {said}; check the store and the network")
+    if advice := _advice(error, code):
+        return StoreAccessError(f"{where}: {said}; {advice}")
+    return CheckpointError(f"{where}: {said}")
+
+
+def _message(error: Exception) -> str:
+    """Return the text of the store's answer."""
+    response: Any = getattr(error, "response", {})
+    return str(response.get("Error", {}).get("Message", ""))
+
+
+def _advice(error: Exception, code: str) -> str:
+    """Say what to check where access is refused; "" for other errors."""
+    if type(error).__name__ in _NO_CREDENTIALS:
+        return "set the environment, the configuration files or storage_options (key, secret)"
+    if code in _EXPIRED:
+        return "the credentials have expired: get new ones and start again"
+    if code in _WRONG_KEYS:
+        return "the access key, its secret or the session token is wrong"
+    if code == "RequestTimeTooSkewed":
+        return "set the clock of this machine"
+    if code in _ELSEWHERE:
+        region = f"{{'region_name': {_region(error)}}}"
+        return f"the bucket is in another region: give client_kwargs={region}"
+    if status_of(error) in (401, 403):
+        return (
+            "check the credentials and their rights to list the bucket and to put, get and delete "
+            "objects there"
+        )
+    return ""
+
+
+def _region(error: Exception) -> str:
+    """Return the region that the answer names, as a Python literal."""
+    response: Any = getattr(error, "response", {})
+    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    region = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region")
+    return repr(region) if region else "..."
 
 
 def configured(

@@ -19,12 +19,16 @@ from checkpoint_io.errors import (
 )
 from checkpoint_io.format.names import probe_name
 from checkpoint_io.storage.retry import Attempts
-from checkpoint_io.storage.s3.client import S3Client
+from checkpoint_io.storage.s3.client import (
+    S3Client,
+    is_absent,
+    is_transient,
+    lost_condition,
+    status_of,
+)
 from checkpoint_io.storage.s3.download import head
 from checkpoint_io.storage.s3.parts import Checksum
-from checkpoint_io.storage.s3.upload import CorruptUploadError
-from checkpoint_io.stores.s3_errors import is_absent, is_transient, lost_condition, status_of
-from checkpoint_io.stores.s3_upload import put
+from checkpoint_io.storage.s3.upload import CorruptUploadError, put
 
 # no answer, or that of a gateway which had none: the store may be at it still
 _OPEN = frozenset({0, 502, 504})

@@ -9,10 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
+from checkpoint_io.storage.base import Deliver, Span
 from checkpoint_io.storage.retry import Attempts
-from checkpoint_io.storage.s3.client import STEP, S3Client
-from checkpoint_io.stores.s3_errors import code_of, is_absent, is_transient, status_of
-from checkpoint_io.stores.spans import Deliver, Span
+from checkpoint_io.storage.s3.client import (
+    STEP,
+    S3Client,
+    code_of,
+    is_absent,
+    is_transient,
+    status_of,
+)
 
 IN_FLIGHT = 8  # requests of one fetch
 _BUFFERS = IN_FLIGHT + 4  # those being used by `deliver` included

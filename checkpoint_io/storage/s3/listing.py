@@ -9,8 +9,13 @@ from functools import partial
 from typing import Any
 
 from checkpoint_io.errors import CheckpointError
-from checkpoint_io.storage.s3.client import S3Client
-from checkpoint_io.stores.s3_errors import StoreAccessError, code_of, is_absent, status_of
+from checkpoint_io.storage.s3.client import (
+    S3Client,
+    StoreAccessError,
+    code_of,
+    is_absent,
+    status_of,
+)
 
 _BATCH = 1000  # keys that one request may delete
 _TOGETHER = 16

@@ -9,16 +9,22 @@ from typing import Any
 
 from checkpoint_io.errors import CheckpointError
 from checkpoint_io.format.names import MANIFEST, save_id_of
-from checkpoint_io.storage.base import probe_by_writing
+from checkpoint_io.storage.base import (
+    REMOTE_SPAN,
+    Deliver,
+    Span,
+    Write,
+    child_name,
+    is_child_name,
+    probe_by_writing,
+)
 from checkpoint_io.storage.retry import RetryPolicy
 from checkpoint_io.storage.s3 import conditional
 from checkpoint_io.storage.s3.client import S3Client, configured, sends_checksums
 from checkpoint_io.storage.s3.download import S3Reader, head
 from checkpoint_io.storage.s3.listing import delete, give_up, listing, unfinished
 from checkpoint_io.storage.s3.parts import Checksum, best_checksum
-from checkpoint_io.stores.s3_transfer import ClientTransfer, Transfer
-from checkpoint_io.stores.spans import REMOTE_SPAN, Deliver, Span, Write
-from checkpoint_io.stores.urls import child_name, is_child_name
+from checkpoint_io.storage.s3.upload import ClientTransfer, Transfer
 
 
 class S3Store:
