@@ -5,18 +5,10 @@ Usable in any script. Importing this package imports no tool, nor torch, nor num
 
 from loggers.base import MEDIA, RunInfo, Scalar, Status, Tracker, media
 from loggers.choosing import ConfiguredTracker, configured_tracker, installed_trackers
-from loggers.clearml import ClearMLTracker
-from loggers.comet import CometTracker
-from loggers.config import flat_config, plain_config
-from loggers.console import ConsoleTracker
-from loggers.csv_file import CSVTracker, read_csv
-from loggers.dvclive import DVCLiveTracker
+from loggers.config import NanPolicy, TrackerConfig
+from loggers.config_before import flat_config, plain_config
 from loggers.guard import TrackerReport
 from loggers.hub import TrackerHub
-from loggers.jsonl import JSONLTracker, read_jsonl
-from loggers.mlflow import MLflowTracker
-from loggers.null import NullTracker
-from loggers.options import NanPolicy, TrackerConfig
 from loggers.registry import (
     TrackerSpec,
     available_trackers,
@@ -24,11 +16,19 @@ from loggers.registry import (
     create,
     register_tracker,
 )
-from loggers.swanlab import SwanLabTracker
-from loggers.tensorboard import TensorBoardTracker
-from loggers.trackio import TrackioTracker
+from loggers.trackers.clearml import ClearMLTracker
+from loggers.trackers.comet import CometTracker
+from loggers.trackers.console import ConsoleTracker
+from loggers.trackers.csv import CSVTracker, read_csv
+from loggers.trackers.dvclive import DVCLiveTracker
+from loggers.trackers.jsonl import JSONLTracker, read_jsonl
+from loggers.trackers.mlflow import MLflowTracker
+from loggers.trackers.null import NullTracker
+from loggers.trackers.swanlab import SwanLabTracker
+from loggers.trackers.tensorboard import TensorBoardTracker
+from loggers.trackers.trackio import TrackioTracker
+from loggers.trackers.wandb import WandBTracker
 from loggers.values import flatten
-from loggers.wandb import WandBTracker
 
 __all__ = [
     "MEDIA",

@@ -9,8 +9,8 @@ from typing import Any
 
 from loggers.base import Status
 from loggers.items import Reply
-from loggers.pump import Pump
-from loggers.writer import Writer
+from loggers.queue import Pump
+from loggers.worker import Writer
 
 __all__ = ["answers", "close_all"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loggers.base import Scalar
-from loggers.line_file import read_lines
+from loggers.trackers.line_file import read_lines
 
 __all__ = ["AXES", "cell", "column_names", "header_line", "read_csv", "row_line", "run_and_step"]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from loggers.options import NanPolicy
+from loggers.config import NanPolicy
 
 __all__ = ["apply_nan_policy"]
 

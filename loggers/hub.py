@@ -14,15 +14,15 @@ from typing import Any
 from loggers.base import RunInfo, Status, Tracker, check_status
 from loggers.choosing import ConfiguredTracker, chosen
 from loggers.closing import answers, close_all
-from loggers.config import plain_config
+from loggers.config import NanPolicy, TrackerConfig
+from loggers.config_before import plain_config
 from loggers.guard import TrackerReport
 from loggers.hub_media import MediaMethods
-from loggers.hub_parts import by_name
 from loggers.items import Reply, Row
-from loggers.null import NullTracker
-from loggers.options import NanPolicy, TrackerConfig
-from loggers.pump import Pump
+from loggers.queue import Pump
 from loggers.registry import TrackerSpec
+from loggers.shutdown import by_name
+from loggers.trackers.null import NullTracker
 from loggers.values import flatten
 
 __all__ = ["TrackerHub"]

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from loggers.closing import answers
-from loggers.converting import (
+from loggers.items import Media, Pending, Reply
+from loggers.media.convert import (
     Channels,
     as_audio,
     as_numbers,
@@ -20,8 +21,7 @@ from loggers.converting import (
     held,
     size_of,
 )
-from loggers.hub_parts import HubParts
-from loggers.items import Media, Pending, Reply
+from loggers.shutdown import HubParts
 
 __all__ = ["MediaMethods"]
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from loggers.line_file import LineFile, read_lines
+from loggers.trackers.line_file import LineFile, read_lines
 
 __all__ = ["cut_back", "read_jsonl"]
 

@@ -7,7 +7,7 @@ import os
 import posixpath
 from urllib.parse import quote
 
-from loggers.line_file import filesystem, is_remote, local_path, write_object
+from loggers.trackers.line_file import filesystem, is_remote, local_path, write_object
 
 __all__ = ["MediaFolder"]
 

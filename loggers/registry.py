@@ -7,17 +7,17 @@ import importlib.metadata
 from typing import Any
 
 from loggers.base import Tracker
-from loggers.clearml import ClearMLTracker
-from loggers.comet import CometTracker
-from loggers.console import ConsoleTracker
-from loggers.csv_file import CSVTracker
-from loggers.dvclive import DVCLiveTracker
-from loggers.jsonl import JSONLTracker
-from loggers.mlflow import MLflowTracker
-from loggers.swanlab import SwanLabTracker
-from loggers.tensorboard import TensorBoardTracker
-from loggers.trackio import TrackioTracker
-from loggers.wandb import WandBTracker
+from loggers.trackers.clearml import ClearMLTracker
+from loggers.trackers.comet import CometTracker
+from loggers.trackers.console import ConsoleTracker
+from loggers.trackers.csv import CSVTracker
+from loggers.trackers.dvclive import DVCLiveTracker
+from loggers.trackers.jsonl import JSONLTracker
+from loggers.trackers.mlflow import MLflowTracker
+from loggers.trackers.swanlab import SwanLabTracker
+from loggers.trackers.tensorboard import TensorBoardTracker
+from loggers.trackers.trackio import TrackioTracker
+from loggers.trackers.wandb import WandBTracker
 
 ENTRY_POINT_GROUP = "accel_callbacks.trackers"
 

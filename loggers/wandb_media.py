@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from loggers.media_bytes import figure_png, gif, histogram, png, wav
+from loggers.media.encode import figure_png, gif, histogram, png, wav
 
 if TYPE_CHECKING:
     import numpy as np

@@ -164,7 +164,7 @@ def test_rewriting_for_columns_is_bounded(
     run_info: Callable[..., RunInfo], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new name at each step: rows wait, in order, until rewriting is due."""
-    from loggers import csv_file
+    from loggers.trackers import csv as csv_file
 
     now = [0.0]
     monkeypatch.setattr(csv_file.clock, "monotonic", lambda: now[0])

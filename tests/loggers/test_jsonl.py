@@ -246,7 +246,7 @@ def test_one_write_a_flush(
     hub.start()
     for step in range(100):
         hub.log({"a": step}, step)
-    monkeypatch.setattr("loggers.line_file.os.write", counted)
+    monkeypatch.setattr("loggers.trackers.line_file.os.write", counted)
     hub.flush()
     assert len(writes) == 1
     assert writes[0].endswith(b"\n")

@@ -23,7 +23,7 @@ from loggers import (
     configured_tracker,
     media,
 )
-from loggers.converting import as_audio, as_numbers, as_pictures, as_table, check_shape
+from loggers.media.convert import as_audio, as_numbers, as_pictures, as_table, check_shape
 
 RUN = RunInfo("digits", "runs", "a1")
 
@@ -178,7 +178,7 @@ def test_many_small_ones_between_two_deliveries_are_all_recorded() -> None:
 def test_large_ones_that_wait_for_their_device_are_bounded_counted_and_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("loggers.pump.MEDIA_BYTES", 1000)
+    monkeypatch.setattr("loggers.queue.MEDIA_BYTES", 1000)
     gate, tracker = threading.Event(), Everything()
 
     class Late:

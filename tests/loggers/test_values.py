@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from loggers.config import flat_config, plain_config
+from loggers.config_before import flat_config, plain_config
 from loggers.values import copy_to_host, flatten, to_host
 
 

@@ -96,8 +96,8 @@ def test_mlflow_sends_in_parts(
     mlflow: Any, run_info: Runs, read: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server takes so many values in one request, and fewer tags and parameters."""
-    monkeypatch.setattr("loggers.mlflow._PER_BATCH", 8)
-    monkeypatch.setattr("loggers.mlflow._TAGS_PER_BATCH", 3)
+    monkeypatch.setattr("loggers.trackers.mlflow._PER_BATCH", 8)
+    monkeypatch.setattr("loggers.trackers.mlflow._TAGS_PER_BATCH", 3)
     tracker = create("mlflow")
     tracker.start(run_info())
     send, sizes = tracker.raw.log_batch, []

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config import plain_config
+from loggers.config_before import plain_config
 from loggers.continuing import ContinuingTracker, opened
-from loggers.line_file import is_remote, local_path
+from loggers.trackers.line_file import is_remote, local_path
 from loggers.wandb_account import mode_of, unreachable
 from loggers.wandb_media import artifact, media_objects
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config import plain_config
+from loggers.config_before import plain_config
 from loggers.continuing import ContinuingTracker, opened
 from loggers.jsonl_history import cut_back, read_jsonl
-from loggers.line_file import LineFile, open_lines
-from loggers.media_bytes import figure_png, film, histogram, png, wav
+from loggers.media.encode import figure_png, film, histogram, png, wav
 from loggers.media_folder import MediaFolder
+from loggers.trackers.line_file import LineFile, open_lines
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config import plain_config
-from loggers.line_file import is_remote
-from loggers.media_bytes import gif
-from loggers.tool import ToolTracker, local_folder, name_of_run, same_random_numbers
-from loggers.tool_media import figure_picture, picture
+from loggers.config_before import plain_config
+from loggers.media.encode import gif
+from loggers.media.files import figure_picture, picture
+from loggers.trackers.line_file import is_remote
+from loggers.trackers.tool import ToolTracker, local_folder, name_of_run, same_random_numbers
 
 if TYPE_CHECKING:
     import numpy as np

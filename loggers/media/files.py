@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loggers.media_bytes import figure_png
+from loggers.media.encode import figure_png
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,11 +10,11 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from loggers.config import TrackerConfig
 from loggers.finite import apply_nan_policy
 from loggers.items import MEDIA_BYTES, Media, Pending, Row
-from loggers.options import TrackerConfig
 from loggers.values import to_host
-from loggers.writer import Writer
+from loggers.worker import Writer
 
 __all__ = ["Pump"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from loggers.base import RunInfo
 from loggers.continuing import ContinuingTracker, opened
-from loggers.line_file import is_remote, local_path
+from loggers.trackers.line_file import is_remote, local_path
 
 __all__ = ["ToolTracker", "as_float", "local_folder", "name_of_run", "same_random_numbers"]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from loggers.base import RunInfo, Tracker
 from loggers.choosing import ConfiguredTracker
 from loggers.closing import answers
+from loggers.config import TrackerConfig
 from loggers.guard import Guard
 from loggers.items import Reply
-from loggers.options import TrackerConfig
-from loggers.pump import Pump
-from loggers.writer import Writer
+from loggers.queue import Pump
+from loggers.worker import Writer
 
 __all__ = ["HubParts", "by_name"]
 

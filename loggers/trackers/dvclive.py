@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config import plain_config
-from loggers.tool import ToolTracker, local_folder, name_of_run
-from loggers.tool_media import figure_picture, named_pictures
+from loggers.config_before import plain_config
+from loggers.media.files import figure_picture, named_pictures
+from loggers.trackers.tool import ToolTracker, local_folder, name_of_run
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ from typing import Any
 from loggers.base import RunInfo, Scalar, Status
 from loggers.continuing import ContinuingTracker, opened
 from loggers.csv_format import AXES, column_names, header_line, read_csv, row_line, run_and_step
-from loggers.line_file import LineFile, open_lines
+from loggers.trackers.line_file import LineFile, open_lines
 
 __all__ = ["CSVTracker", "read_csv"]
 

@@ -7,11 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config import flat_config
-from loggers.line_file import is_remote
-from loggers.media_bytes import gif, wav
-from loggers.tool import ToolTracker, as_float, local_folder, name_of_run, same_random_numbers
-from loggers.tool_media import Scratch, figure_picture, named_pictures
+from loggers.config_before import flat_config
+from loggers.media.encode import gif, wav
+from loggers.media.files import Scratch, figure_picture, named_pictures
+from loggers.trackers.line_file import is_remote
+from loggers.trackers.tool import (
+    ToolTracker,
+    as_float,
+    local_folder,
+    name_of_run,
+    same_random_numbers,
+)
 
 if TYPE_CHECKING:
     import numpy as np

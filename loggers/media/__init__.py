@@ -1,0 +1,1 @@
+"""Images, audio, tables and other media: converted, encoded, written to files."""
