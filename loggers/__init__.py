@@ -4,16 +4,16 @@ Usable in any script. Importing this package imports no tool, nor torch, nor num
 """
 
 from loggers.base import MEDIA, RunInfo, Scalar, Status, Tracker, media
-from loggers.choosing import ConfiguredTracker, configured_tracker, installed_trackers
 from loggers.config import NanPolicy, TrackerConfig
-from loggers.config_before import flat_config, plain_config
-from loggers.guard import TrackerReport
 from loggers.hub import TrackerHub
 from loggers.registry import (
+    ConfiguredTracker,
     TrackerSpec,
     available_trackers,
     check_name,
+    configured_tracker,
     create,
+    installed_trackers,
     register_tracker,
 )
 from loggers.trackers.clearml import ClearMLTracker
@@ -28,7 +28,8 @@ from loggers.trackers.swanlab import SwanLabTracker
 from loggers.trackers.tensorboard import TensorBoardTracker
 from loggers.trackers.trackio import TrackioTracker
 from loggers.trackers.wandb import WandBTracker
-from loggers.values import flatten
+from loggers.values import flat_config, flatten, plain_config
+from loggers.worker import TrackerReport
 
 __all__ = [
     "MEDIA",

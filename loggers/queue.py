@@ -1,27 +1,55 @@
-"""The hub's own thread: reads values from their devices and hands them to the trackers' threads."""
+"""The hub's thread: values off the device, NaN policy, hand-over."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from loggers.config import TrackerConfig
-from loggers.finite import apply_nan_policy
-from loggers.items import MEDIA_BYTES, Media, Pending, Row
+from loggers.config import NanPolicy, TrackerConfig
 from loggers.values import to_host
-from loggers.worker import Writer
+from loggers.worker import MEDIA_BYTES, Media, Pending, Row, Writer
 
-__all__ = ["Pump"]
+__all__ = ["Pump", "apply_nan_policy"]
 
 _logger = logging.getLogger("accel_callbacks.trackers")
-
 _FULL = 256  # rows that are worth a delivery before its time
 _STALLED_AFTER = 30.0  # seconds in one call of a tracker
+
+
+def apply_nan_policy(
+    rows: Iterable[tuple[int, dict[str, Any]]], policy: NanPolicy
+) -> tuple[str, int, float] | None:
+    """Drop non-finite values where the policy is "skip"; return the first as (name, step, value).
+
+    Args:
+        rows: steps and flat values, read from their devices; changed in place.
+        policy: "keep" does not even look.
+
+    >>> row = {"loss": float("nan"), "lr": 0.1}
+    >>> apply_nan_policy([(3, row)], "skip"), row
+    (('loss', 3, nan), {'lr': 0.1})
+    """
+    first: tuple[str, int, float] | None = None
+    if policy == "keep":
+        return first
+    for step, values in rows:
+        bad = [
+            name
+            for name, value in values.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
+        if bad and first is None:
+            first = (bad[0], step, values[bad[0]])
+        if policy == "skip":
+            for name in bad:
+                del values[name]
+    return first
 
 
 class Pump:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config_before import flat_config
 from loggers.media.encode import gif, histogram, wav
 from loggers.media.files import figure_picture, named_pictures
 from loggers.trackers.tool import (
@@ -20,6 +19,7 @@ from loggers.trackers.tool import (
     name_of_run,
     same_random_numbers,
 )
+from loggers.values import flat_config
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config_before import plain_config
 from loggers.media.files import figure_picture, named_pictures
 from loggers.trackers.tool import ToolTracker, local_folder, name_of_run
+from loggers.values import plain_config
 
 if TYPE_CHECKING:
     import numpy as np

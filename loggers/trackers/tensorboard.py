@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config_before import flat_config, plain_config
-from loggers.continuing import ContinuingTracker, opened
 from loggers.media.encode import figure_png, gif, markdown, png, size_of_png, wav
 from loggers.trackers.line_file import is_remote
+from loggers.trackers.tool import ContinuingTracker, opened
+from loggers.values import flat_config, plain_config
 
 if TYPE_CHECKING:
     import numpy as np

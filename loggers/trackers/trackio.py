@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config_before import plain_config
 from loggers.media.encode import gif
 from loggers.media.files import Scratch, figure_picture, named_pictures
 from loggers.trackers.tool import ToolTracker, as_float, name_of_run, same_random_numbers
+from loggers.values import plain_config
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,28 +2,178 @@
 
 from __future__ import annotations
 
+import html
+import http.client
 import importlib
 import logging
+import netrc
 import os
 import re
-from collections.abc import Mapping, Sequence
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.config_before import plain_config
-from loggers.continuing import ContinuingTracker, opened
+from loggers.media.encode import figure_png, gif, histogram, png, wav
 from loggers.trackers.line_file import is_remote, local_path
-from loggers.wandb_account import mode_of, unreachable
-from loggers.wandb_media import artifact, media_objects
+from loggers.trackers.tool import ContinuingTracker, opened
+from loggers.values import plain_config
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["WandBTracker"]
+__all__ = ["MediaObjects", "WandBTracker", "artifact", "media_objects", "mode_of", "unreachable"]
 
+_DECIDED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_LONGEST_ASK = 10.0  # seconds; a server that takes longer to say anything is down
 _logger = logging.getLogger("accel_callbacks.trackers")
-
 STEP_KEY = "trainer/global_step"
+
+
+def mode_of(wandb: Any) -> str | None:
+    """Return the mode that fits where the user gave none; None leaves it to ``wandb.init``.
+
+    Without credentials that would ask for some, or fail. Nobody is asked here.
+    """
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
+        return "disabled"  # newer releases do not look at it any more
+    if any(os.environ.get(name) for name in _DECIDED):
+        return None
+    settings = wandb.setup().settings
+    if settings.mode not in (None, "online") or getattr(settings, "api_key", None):
+        return None
+    return None if _in_netrc(str(settings.base_url)) else "offline"
+
+
+def unreachable(wandb: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Return why the server that ``wandb.init`` would talk to does not answer, or None.
+
+    A ``wandb.init`` that fails leaves the run's id taken in W&B's own process, so it is asked
+    before. Any answer is one: what a server thinks of the credentials is not known yet.
+    """
+    settings = wandb.setup().settings.model_copy()
+    settings.update_from_settings(arguments["settings"])
+    if (arguments.get("mode") or settings.mode) not in (None, "online", "shared"):
+        return None
+    proxies = ("http_proxy", "https_proxy", "x_proxies")
+    if any(getattr(settings, name, None) for name in proxies):
+        return None  # only W&B knows this way
+    return _silence(str(settings.base_url), min(float(settings.init_timeout), _LONGEST_ASK))
+
+
+def _silence(url: str, seconds: float) -> str | None:
+    """Return why nothing answers at a URL within some seconds, or None if something does."""
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=seconds):
+            return None
+    except (urllib.error.HTTPError, http.client.HTTPException):
+        return None
+    except urllib.error.URLError as error:
+        # Certificates that only W&B is told of, for example, are no silence.
+        quiet = isinstance(error.reason, OSError) and type(error.reason).__module__ != "ssl"
+        return f"{url}: {error.reason}" if quiet else None
+    except OSError as error:
+        return f"{url}: {error}"
+
+
+def _in_netrc(base_url: str) -> bool:
+    """Say whether ``wandb login`` has left a key for this server."""
+    paths = (os.environ.get("NETRC") or "~/.netrc", "~/_netrc")
+    hosts = {urlsplit(base_url).netloc, "api.wandb.ai"}
+    for path in map(os.path.expanduser, paths):
+        try:
+            entries = netrc.netrc(path)
+        except (OSError, netrc.NetrcParseError):
+            continue
+        if any(host in entries.hosts for host in hosts):
+            return True
+    return False
+
+
+@contextmanager
+def media_objects(wandb: Any) -> Iterator[MediaObjects]:
+    """Make objects inside the block, and log them there: their files are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="accel-wandb-") as folder:
+        yield MediaObjects(wandb, folder)
+
+
+class MediaObjects:
+    """Makes objects of the package ``wandb`` out of arrays.
+
+    Args:
+        wandb: the package.
+        folder: for the files, until they are logged.
+    """
+
+    def __init__(self, wandb: Any, folder: str) -> None:
+        self._wandb = wandb
+        self._folder = folder
+        self._files = 0
+
+    def images(self, pictures: np.ndarray, captions: Sequence[str] | None) -> list[Any]:
+        """Pictures of one name: uint8 of shape (N, H, W, C)."""
+        said: list[str | None] = list(captions or []) or [None] * len(pictures)
+        paths = [self._file(png(picture), ".png") for picture in pictures]
+        return [
+            self._wandb.Image(path, caption=caption)
+            for path, caption in zip(paths, said, strict=True)
+        ]
+
+    def figure(self, figure: Any) -> Any:
+        """A matplotlib figure, drawn."""
+        return self._wandb.Image(self._file(figure_png(figure), ".png"))
+
+    def audio(self, samples: np.ndarray, sample_rate: int) -> Any:
+        """A sound: floats of shape (samples,) or (samples, channels)."""
+        path = self._file(wav(samples, sample_rate), ".wav")
+        return self._wandb.Audio(path, sample_rate=sample_rate)
+
+    def video(self, frames: np.ndarray, fps: int) -> Any:
+        """A film: uint8 of shape (T, H, W, C)."""
+        return self._wandb.Video(self._file(gif(frames, fps), ".gif"), format="gif")
+
+    def text(self, text: str) -> Any:
+        """A text as it is, in a fixed width."""
+        return self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+        """A table; a column may have several types."""
+        data = [list(row) for row in rows]
+        return self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
+
+    def histogram(self, values: np.ndarray) -> Any:
+        """A distribution of the finite values; None where there are none."""
+        counted = histogram(values)
+        if not counted["counts"]:
+            return None
+        return self._wandb.Histogram(np_histogram=(counted["counts"], counted["edges"]))
+
+    def _file(self, data: bytes, ending: str) -> str:
+        self._files += 1
+        path = os.path.join(self._folder, f"{self._files}{ending}")
+        with open(path, "wb") as file:
+            file.write(data)
+        return path
+
+
+def artifact(wandb: Any, path: str, name: str | None, kind: str) -> Any:
+    """Make an artifact of a file, a folder, or a URL, which is only referred to."""
+    shown = name or os.path.basename(path.rstrip("/")) or "artifact"
+    made = wandb.Artifact(re.sub(r"[^A-Za-z0-9_.-]", "-", shown), type=kind)
+    if "://" in path:
+        made.add_reference(path, checksum=False)
+    elif os.path.isdir(path):
+        made.add_dir(path)
+    else:
+        made.add_file(path)
+    return made
+
+
 """The metric that holds the step; the name that Lightning's runs have it under."""
 
 _OFFLINE = (

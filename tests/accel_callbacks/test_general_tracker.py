@@ -173,11 +173,11 @@ def test_types_of_trackers_are_names(tmp_path):
 
 
 def test_all_are_those_whose_tool_is_installed(tmp_path, monkeypatch):
-    import loggers.choosing
+    import loggers.registry
     from accel_callbacks.tracking import chosen_trackers
 
     monkeypatch.setattr(
-        loggers.choosing.importlib.util,
+        loggers.registry.importlib.util,
         "find_spec",
         lambda name: None if name == "wandb" else object(),
     )

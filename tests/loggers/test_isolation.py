@@ -16,7 +16,7 @@ RUN = RunInfo("digits", "runs", "a1")
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loggers.delivery._BACK_OFF", (0.0,))
+    monkeypatch.setattr("loggers.worker._BACK_OFF", (0.0,))
 
 
 METHODS = ["start", "log_config", "log", "flush", "state_dict", "load_state_dict", "finish"]

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from loggers.config_before import flat_config, plain_config
-from loggers.values import copy_to_host, flatten, to_host
+from loggers.values import copy_to_host, flat_config, flatten, plain_config, to_host
 
 
 class CountingTensor(torch.Tensor):
