@@ -26,6 +26,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _leave_the_group() -> None:
     """Each example begins as a program does, whatever the one before has made."""
-    state = sys.modules.get("accel_callbacks.state")
+    state = sys.modules.get("accel_callbacks.distributed.topology")
     if state is not None:
         state.destroy_topology()

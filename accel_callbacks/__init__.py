@@ -18,21 +18,21 @@ _HOME = {
     "AcceleratedScheduler": "scheduler",
     "Accelerator": "accelerator",
     "AcceleratorConfig": "config",
-    "AcceleratorState": "handles",
+    "AcceleratorState": "state",
     "AutocastKwargs": "plugins.autocast",
-    "BatchSamplerShard": "data.samplers",
+    "BatchSamplerShard": "data.sampler",
     "Callback": "callbacks",
     "DDPCommunicationHookType": "plugins.ddp",
-    "DataLoaderConfiguration": "data.configuration",
+    "DataLoaderConfiguration": "data.config",
     "DataLoaderDispatcher": "data.dispatch",
     "DataLoaderShard": "data.loader",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedOperationException": "errors",
-    "DistributedType": "state",
-    "DynamoBackend": "plugins.dynamo",
+    "DistributedType": "distributed.topology",
+    "DynamoBackend": "plugins.compile",
     "GeneralTracker": "general_tracker",
-    "GradScalerKwargs": "plugins.scaler",
-    "GradientAccumulationPlugin": "plugins.accumulation",
+    "GradScalerKwargs": "plugins.precision",
+    "GradientAccumulationPlugin": "plugins.gradient_accumulation",
     "GradientState": "gradient_state",
     "InitProcessGroupKwargs": "plugins.process_group",
     "IterableDatasetShard": "data.dataset_shard",
@@ -40,15 +40,15 @@ _HOME = {
     "LocalSGD": "local_sgd",
     "LoggerType": "general_tracker",
     "MultiProcessAdapter": "logging",
-    "PartialState": "handles",
-    "ProfileKwargs": "profiling",
+    "PartialState": "state",
+    "ProfileKwargs": "profiler",
     "ProjectConfiguration": "project",
-    "RNGType": "rng_sync",
+    "RNGType": "distributed.rng",
     "RemoteError": "errors",
     "ResumeError": "errors",
-    "SeedableRandomSampler": "data.samplers",
-    "Topology": "state",
-    "TorchDynamoPlugin": "plugins.dynamo",
+    "SeedableRandomSampler": "data.sampler",
+    "Topology": "distributed.topology",
+    "TorchDynamoPlugin": "plugins.compile",
     "TrainingRun": "run",
     "broadcast": "collectives",
     "broadcast_object": "collectives",
@@ -59,16 +59,16 @@ _HOME = {
     "gather": "collectives",
     "gather_object": "collectives",
     "get_logger": "logging",
-    "is_main_process": "process",
-    "last_process_only": "process",
-    "load_checkpoint_in_model": "model_checkpoint",
-    "local_main_process_first": "process",
-    "local_main_process_only": "process",
-    "main_process_first": "process",
-    "main_process_only": "process",
+    "is_main_process": "distributed.process_control",
+    "last_process_only": "distributed.process_control",
+    "load_checkpoint_in_model": "modeling.load",
+    "local_main_process_first": "distributed.process_control",
+    "local_main_process_only": "distributed.process_control",
+    "main_process_first": "distributed.process_control",
+    "main_process_only": "distributed.process_control",
     "notebook_launcher": "launching.notebook",
-    "on_local_process": "process",
-    "on_process": "process",
+    "on_local_process": "distributed.process_control",
+    "on_process": "distributed.process_control",
     "pad_across_processes": "collectives",
     "prepare_data_loader": "data.standalone",
     "reduce": "collectives",
@@ -77,9 +77,9 @@ _HOME = {
     "set_seed": "rng",
     "skip_first_batches": "data.skip",
     "split_between_processes": "splitting",
-    "synchronize": "process",
-    "synchronize_rng_state": "rng_sync",
-    "synchronize_rng_states": "rng_sync",
+    "synchronize": "distributed.process_control",
+    "synchronize_rng_state": "distributed.rng",
+    "synchronize_rng_states": "distributed.rng",
     "tqdm": "progress",
     "wait_for_everyone": "operations",
 }
@@ -97,17 +97,35 @@ if TYPE_CHECKING:
     from accel_callbacks.collectives import pad_across_processes as pad_across_processes
     from accel_callbacks.collectives import reduce as reduce
     from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
-    from accel_callbacks.data.configuration import (
+    from accel_callbacks.data.config import (
         DataLoaderConfiguration as DataLoaderConfiguration,
     )
     from accel_callbacks.data.dataset_shard import IterableDatasetShard as IterableDatasetShard
     from accel_callbacks.data.device import send_to_device as send_to_device
     from accel_callbacks.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_callbacks.data.loader import DataLoaderShard as DataLoaderShard
-    from accel_callbacks.data.samplers import BatchSamplerShard as BatchSamplerShard
-    from accel_callbacks.data.samplers import SeedableRandomSampler as SeedableRandomSampler
+    from accel_callbacks.data.sampler import BatchSamplerShard as BatchSamplerShard
+    from accel_callbacks.data.sampler import SeedableRandomSampler as SeedableRandomSampler
     from accel_callbacks.data.skip import skip_first_batches as skip_first_batches
     from accel_callbacks.data.standalone import prepare_data_loader as prepare_data_loader
+    from accel_callbacks.distributed.process_control import is_main_process as is_main_process
+    from accel_callbacks.distributed.process_control import last_process_only as last_process_only
+    from accel_callbacks.distributed.process_control import (
+        local_main_process_first as local_main_process_first,
+    )
+    from accel_callbacks.distributed.process_control import (
+        local_main_process_only as local_main_process_only,
+    )
+    from accel_callbacks.distributed.process_control import main_process_first as main_process_first
+    from accel_callbacks.distributed.process_control import main_process_only as main_process_only
+    from accel_callbacks.distributed.process_control import on_local_process as on_local_process
+    from accel_callbacks.distributed.process_control import on_process as on_process
+    from accel_callbacks.distributed.process_control import synchronize as synchronize
+    from accel_callbacks.distributed.rng import RNGType as RNGType
+    from accel_callbacks.distributed.rng import synchronize_rng_state as synchronize_rng_state
+    from accel_callbacks.distributed.rng import synchronize_rng_states as synchronize_rng_states
+    from accel_callbacks.distributed.topology import DistributedType as DistributedType
+    from accel_callbacks.distributed.topology import Topology as Topology
     from accel_callbacks.errors import (
         DistributedOperationException as DistributedOperationException,
     )
@@ -116,8 +134,6 @@ if TYPE_CHECKING:
     from accel_callbacks.general_tracker import GeneralTracker as GeneralTracker
     from accel_callbacks.general_tracker import LoggerType as LoggerType
     from accel_callbacks.gradient_state import GradientState as GradientState
-    from accel_callbacks.handles import AcceleratorState as AcceleratorState
-    from accel_callbacks.handles import PartialState as PartialState
     from accel_callbacks.launching.notebook import debug_launcher as debug_launcher
     from accel_callbacks.launching.notebook import notebook_launcher as notebook_launcher
     from accel_callbacks.local_sgd import LocalSGD as LocalSGD
@@ -126,48 +142,36 @@ if TYPE_CHECKING:
     from accel_callbacks.memory import clear_device_cache as clear_device_cache
     from accel_callbacks.memory import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks.memory import release_memory as release_memory
-    from accel_callbacks.model_checkpoint import (
+    from accel_callbacks.modeling.load import (
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
     from accel_callbacks.operations import wait_for_everyone as wait_for_everyone
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
-    from accel_callbacks.plugins.accumulation import (
-        GradientAccumulationPlugin as GradientAccumulationPlugin,
-    )
     from accel_callbacks.plugins.autocast import AutocastKwargs as AutocastKwargs
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
+    from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend
+    from accel_callbacks.plugins.compile import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_callbacks.plugins.ddp import DDPCommunicationHookType as DDPCommunicationHookType
     from accel_callbacks.plugins.ddp import (
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     )
-    from accel_callbacks.plugins.dynamo import DynamoBackend as DynamoBackend
-    from accel_callbacks.plugins.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_callbacks.plugins.fp8 import AORecipeKwargs as AORecipeKwargs
+    from accel_callbacks.plugins.gradient_accumulation import (
+        GradientAccumulationPlugin as GradientAccumulationPlugin,
+    )
+    from accel_callbacks.plugins.precision import GradScalerKwargs as GradScalerKwargs
     from accel_callbacks.plugins.process_group import (
         InitProcessGroupKwargs as InitProcessGroupKwargs,
     )
-    from accel_callbacks.plugins.scaler import GradScalerKwargs as GradScalerKwargs
-    from accel_callbacks.process import is_main_process as is_main_process
-    from accel_callbacks.process import last_process_only as last_process_only
-    from accel_callbacks.process import local_main_process_first as local_main_process_first
-    from accel_callbacks.process import local_main_process_only as local_main_process_only
-    from accel_callbacks.process import main_process_first as main_process_first
-    from accel_callbacks.process import main_process_only as main_process_only
-    from accel_callbacks.process import on_local_process as on_local_process
-    from accel_callbacks.process import on_process as on_process
-    from accel_callbacks.process import synchronize as synchronize
-    from accel_callbacks.profiling import ProfileKwargs as ProfileKwargs
+    from accel_callbacks.profiler import ProfileKwargs as ProfileKwargs
     from accel_callbacks.progress import tqdm as tqdm
     from accel_callbacks.project import ProjectConfiguration as ProjectConfiguration
     from accel_callbacks.rng import set_seed as set_seed
-    from accel_callbacks.rng_sync import RNGType as RNGType
-    from accel_callbacks.rng_sync import synchronize_rng_state as synchronize_rng_state
-    from accel_callbacks.rng_sync import synchronize_rng_states as synchronize_rng_states
     from accel_callbacks.run import TrainingRun as TrainingRun
     from accel_callbacks.scheduler import AcceleratedScheduler as AcceleratedScheduler
     from accel_callbacks.splitting import split_between_processes as split_between_processes
-    from accel_callbacks.state import DistributedType as DistributedType
-    from accel_callbacks.state import Topology as Topology
+    from accel_callbacks.state import AcceleratorState as AcceleratorState
+    from accel_callbacks.state import PartialState as PartialState
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch import Dispatcher
 from accel_callbacks.config import resolve_config
-from accel_callbacks.data.configuration import (
+from accel_callbacks.data.config import (
     DataLoaderConfiguration,
     checked_config,
     checked_rng_types,
 )
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.skip import SkipDataLoader
+from accel_callbacks.distributed.topology import DistributedType, resolve_topology
 from accel_callbacks.facade.calling import CallingMethods
 from accel_callbacks.facade.control import ControlMethods
 from accel_callbacks.facade.gathering import GatherMethods
@@ -35,20 +36,19 @@ from accel_callbacks.facade.uneven import UnevenMethods
 from accel_callbacks.launched import launched_handlers, launched_plugin
 from accel_callbacks.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
-from accel_callbacks.plugins.accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
-from accel_callbacks.plugins.dynamo import DynamoBackend, TorchDynamoPlugin
+from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
+from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.process_group import group_options
+from accel_callbacks.plugins.unknown import unknown_option
 from accel_callbacks.pre_hooks import PreHooks
 from accel_callbacks.precision import create_precision
 from accel_callbacks.project import ProjectConfiguration, chosen_project
 from accel_callbacks.registered import Registered
 from accel_callbacks.run import TrainingRun
 from accel_callbacks.scheduler import AcceleratedScheduler
-from accel_callbacks.state import DistributedType, resolve_topology
 from accel_callbacks.strategies import create_strategy
 from accel_callbacks.tracking import Tracking
-from accel_callbacks.unknown_options import unknown_option
 
 __all__ = ["Accelerator"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_callbacks.normalizer import Normalizer
-from accel_callbacks.plugins.accumulation import GradientAccumulationPlugin
+from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
 
 __all__ = ["GradientWindow"]
 

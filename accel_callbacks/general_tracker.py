@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, TypeVar, cast
 
-from accel_callbacks.state import process_rank
+from accel_callbacks.distributed.topology import process_rank
 
 __all__ = ["GeneralTracker", "LoggerType", "on_main_process"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.dynamo import TorchDynamoPlugin, choose_plugin
+from accel_callbacks.plugins.compile import TorchDynamoPlugin, choose_plugin
 from accel_callbacks.plugins.fp8 import AORecipeKwargs
 
 __all__ = ["launched_handlers", "launched_plugin"]

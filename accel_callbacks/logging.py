@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
+from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.distributed.topology import process_rank
 from accel_callbacks.errors import nearest
-from accel_callbacks.failures import shared_failure
-from accel_callbacks.state import process_rank
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.devices import own_accelerator
+from accel_callbacks.distributed.abort import end_with, group_is_torn, watch_others
+from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.distributed.topology import resolve_topology
 from accel_callbacks.errors import RemoteError
-from accel_callbacks.failing import end_with, group_is_torn, watch_others
-from accel_callbacks.failures import shared_failure
-from accel_callbacks.state import resolve_topology
 
 __all__ = [
     "clear_device_cache",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_callbacks.state import process_rank
+from accel_callbacks.distributed.topology import process_rank
 
 __all__ = ["tqdm"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from accel_callbacks import collectives
 from accel_callbacks.background_saves import Then
 from accel_callbacks.checkpointing import open_folder
-from accel_callbacks.failures import shared_failure
+from accel_callbacks.distributed.failures import shared_failure
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

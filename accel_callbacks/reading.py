@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
-from accel_callbacks._neighbours import require_neighbour
+from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.attempts import together
 from accel_callbacks.checkpointing import open_folder, process_group
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from accel_callbacks.attempts import LoadFailed, together
-from accel_callbacks.failures import shared_failure
+from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.project_saves import number_of
 from accel_callbacks.putting_back import put_back
 from accel_callbacks.reading import open_newest, open_one

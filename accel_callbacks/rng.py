@@ -77,7 +77,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         >>> bool(torch.rand(1) == first)
         True
     """
-    from accel_callbacks.state import process_rank
+    from accel_callbacks.distributed.topology import process_rank
 
     seed += process_rank()[0] if device_specific else 0
     random.seed(seed)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.distributed.votes import Votes
 from accel_callbacks.trainer_attributes import TrainerAttributes
-from accel_callbacks.votes import Votes
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.failing import cut, spare
+from accel_callbacks.distributed.abort import cut, spare
 
 __all__ = ["SavingControl", "SavingLane"]
 

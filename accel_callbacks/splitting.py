@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accel_callbacks.collectives import map_leaves
-from accel_callbacks.state import process_rank
+from accel_callbacks.distributed.topology import process_rank
 
 __all__ = ["split_between_processes"]
 

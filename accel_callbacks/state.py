@@ -1,300 +1,171 @@
-"""The frozen facts of this process (rank, world, device, backend) and the handles over them."""
+"""PartialState and AcceleratorState: handles over the topology, under their well-known names."""
 
 from __future__ import annotations
 
-import atexit
-import gc
+import inspect
 import os
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from enum import Enum
+from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from accel_callbacks import collectives
-from accel_callbacks.devices import pick_device
-from accel_callbacks.failing import begin_again, finish_spared, group_is_torn
-from accel_callbacks.joining import GroupOptions, backend_for, join_group
+from accel_callbacks.config import AcceleratorConfig, resolve_config
+from accel_callbacks.devices import own_accelerator, select_device
+from accel_callbacks.distributed.process_control import ProcessControl
+from accel_callbacks.distributed.topology import (
+    DistributedType,
+    destroy_topology,
+    is_initialized,
+    resolve_topology,
+)
+from accel_callbacks.errors import nearest
+from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
-__all__ = [
-    "DistributedType",
-    "Topology",
-    "destroy_topology",
-    "is_initialized",
-    "process_rank",
-    "resolve_topology",
-]
-
-
-class DistributedType(str, Enum):
-    """What kind of run this is; the names follow Hugging Face Accelerate.
-
-    Example:
-        >>> from accel_callbacks import DistributedType
-        >>> DistributedType.NO == "NO"
-        True
-    """
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    # No run is of these kinds here; scripts for Accelerate compare with them all the same.
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_NEURON = "MULTI_NEURON"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
+__all__ = ["AcceleratorState", "PartialState"]
 
 
-@dataclass(frozen=True)
-class Topology:
-    """Where this process stands among all processes of the run. It never changes.
+class PartialState(ProcessControl):
+    """Where this process stands, without an Accelerator; for inference and data preparation.
+
+    Any number of handles may be made: all look at the same facts.
 
     Args:
-        device: the device that this process computes on.
-        rank: index among all processes, from 0.
-        world_size: number of processes.
-        local_rank: index among the processes of this machine.
-        local_world_size: number of processes on this machine.
-        backend: torch.distributed backend string, or ``None`` for a single process.
+        cpu: compute on the CPU even where an accelerator is there; what ``accel launch`` said
+            where ``None``.
+        **kwargs: ``backend``, ``init_method`` and ``timeout`` of the process group, as for
+            :class:`InitProcessGroupKwargs`. They belong to the first handle or Accelerator of the
+            process.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: a backend or an ``init_method`` that is unknown or cannot serve the device.
+        RuntimeError: the process already settled on another device or backend, or the processes
+            were not started by a launcher that can be understood.
 
     Example:
-        >>> import torch
-        >>> from accel_callbacks import Topology
-        >>> Topology(device=torch.device("cpu"), rank=1, world_size=2).distributed_type.value
-        'MULTI_CPU'
+        >>> from accel_callbacks import PartialState
+        >>> state = PartialState(cpu=True)
+        >>> state.num_processes, state.is_main_process
+        (1, True)
+        >>> with state.split_between_processes(["a", "b", "c"]) as prompts:
+        ...     len(prompts)
+        3
     """
 
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    backend: str | None = None
+    def __init__(self, cpu: bool | None = None, **kwargs: Any) -> None:
+        self._config = resolve_config({"cpu": cpu}, os.environ)
+        group = _group_options(kwargs, type(self))
+        self.topology = resolve_topology(
+            cpu=self._config.cpu,
+            timeout=group.timeout,
+            backend=group.backend,
+            init_method=group.init_method,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process computes on."""
+        return self.topology.device
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that this machine is best used with, whatever this process uses."""
+        return own_accelerator() or torch.device("cpu")
+
+    @property
+    def backend(self) -> str | None:
+        """The torch.distributed backend, ``None`` for one process."""
+        return self.topology.backend
 
     @property
     def distributed_type(self) -> DistributedType:
         """The kind of run."""
-        if self.world_size == 1:
-            return DistributedType.NO
-        on_cpu = self.device.type == "cpu"
-        return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+        return self.topology.distributed_type
+
+    @property
+    def initialized(self) -> bool:
+        """True until :meth:`destroy_process_group`."""
+        return is_initialized()
+
+    @property
+    def debug(self) -> bool:
+        """Whether the processes compare what they hold before each collective (``ACCEL_DEBUG``)."""
+        return self._config.debug
+
+    def set_device(self) -> None:
+        """Make the device of this process torch's current one, in a new thread for example."""
+        select_device(self.device)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave a process group; the one of all processes if ``None``.
+
+        A group that the script has made itself before stays: it is the script's to destroy.
+
+        Args:
+            group: as made by ``torch.distributed.new_group``.
+        """
+        if group is None:
+            destroy_topology()
+        else:
+            dist.destroy_process_group(group)
+
+    def __repr__(self) -> str:
+        here = self.topology
+        return f"{type(self).__name__}(rank={here.rank}/{here.world_size}, device={here.device})"
 
 
-_current: Topology | None = None
-_owns_group = False
-_exit_hook_set = False
-_joined_with: GroupOptions | None = None  # None where the group was there before us
+def _group_options(given: dict[str, Any], owner: type[Any]) -> InitProcessGroupKwargs:
+    options = [field.name for field in fields(InitProcessGroupKwargs)]
+    known = [name for name in inspect.signature(owner).parameters if name != "kwargs"] + options
+    for name in given:
+        if name not in options:
+            text = f"{owner.__name__}() has no option {name!r}; use some of {known}."
+            raise TypeError(text + nearest(name, known))
+    return InitProcessGroupKwargs(**given)
 
 
-def resolve_topology(
-    *,
-    cpu: bool = False,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-    init_method: str | None = None,
-    anew: bool = False,
-) -> Topology:
-    """Find out where this process stands, joining the process group on the first call.
-
-    The answer is a fact of the process: later calls return the same object.
+class AcceleratorState(PartialState):
+    """A :class:`PartialState` that also knows the options given by the launcher.
 
     Args:
-        cpu: compute on the CPU even where an accelerator is there.
-        timeout: how long a collective may wait; torch's default where ``None``.
-        backend: of ``torch.distributed``; the one that fits the device where ``None``.
-        init_method: URL to meet at; the address that the launcher set where ``None``.
-        anew: where an error has ended a run, join a new group together with all processes.
-
-    Raises:
-        ValueError: a backend or an ``init_method`` that is unknown or cannot serve the device.
-        RuntimeError: the launcher's variables are incomplete, there are more processes than
-            devices, or the process already settled on another device or backend.
-
-    Warns:
-        UserWarning: the process group is there already, with another ``timeout`` or
-            ``init_method``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the launcher's where
+            ``None``.
+        cpu: as for :class:`PartialState`.
+        **kwargs: as for :class:`PartialState`.
 
     Example:
-        >>> from accel_callbacks.state import resolve_topology
-        >>> resolve_topology(cpu=True).world_size
-        1
+        >>> from accel_callbacks import AcceleratorState
+        >>> AcceleratorState("bf16", cpu=True).mixed_precision
+        'bf16'
     """
-    global _current
-    options = GroupOptions(backend, init_method, timeout)
-    if anew and group_is_torn():
-        _begin_again(options)
-    if _current is None:
-        grouped = dist.is_available() and dist.is_initialized()
-        _current = _detect(cpu, options, os.environ)
-        if grouped:
-            _check_group(_current, options)
-    elif cpu and _current.device.type != "cpu":
-        raise RuntimeError(
-            f"cpu=True was asked for, but this process already computes on {_current.device}. "
-            "The device belongs to the process: pass cpu=True to the first Accelerator or "
-            "PartialState, or start the script with `accel launch --cpu`."
-        )
-    else:
-        _check_group(_current, options)
-    if _current.backend is not None and dist.is_initialized():
-        collectives.store()  # all processes come here, so they count their groups alike
-    return _current
 
+    def __init__(
+        self, mixed_precision: str | None = None, cpu: bool | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(cpu, **kwargs)
+        explicit = {"mixed_precision": mixed_precision, "cpu": cpu}
+        self._config = resolve_config(explicit, os.environ)
 
-def _check_group(here: Topology, asked: GroupOptions) -> None:
-    """Options that come too late: the process group is there already."""
-    if here.backend is None:
-        return
-    if asked.backend and backend_for(here.device, asked.backend) != backend_for(
-        here.device, here.backend
-    ):
-        raise RuntimeError(
-            f"backend={asked.backend!r} was asked for, but the process group already uses "
-            f"{here.backend!r}. It belongs to the process: give backend= to the first Accelerator "
-            "or PartialState, or call destroy_process_group() before."
-        )
-    for option in ("timeout", "init_method"):
-        wanted, has = getattr(asked, option), getattr(_joined_with, option, None)
-        if wanted is not None and wanted != has:
-            warnings.warn(
-                f"{option}={wanted} has no effect: the process group is there already"
-                + (f", with {option}={has}. " if has is not None else ". ")
-                + "Give it to the first Accelerator or PartialState.",
-                stacklevel=4,
-            )
+    @classmethod
+    def of(cls, config: AcceleratorConfig) -> AcceleratorState:
+        """The state of an Accelerator with these options.
 
+        Example:
+            >>> from accel_callbacks import AcceleratorConfig, AcceleratorState
+            >>> AcceleratorState.of(AcceleratorConfig(cpu=True, debug=True)).debug
+            True
+        """
+        state = cls(config.mixed_precision, cpu=config.cpu)
+        state._config = config
+        return state
 
-def is_initialized() -> bool:
-    """True once an Accelerator or a state handle has found out where this process stands.
+    @property
+    def config(self) -> AcceleratorConfig:
+        """The resolved options."""
+        return self._config
 
-    Example:
-        >>> from accel_callbacks import PartialState
-        >>> from accel_callbacks.state import destroy_topology, is_initialized
-        >>> destroy_topology()
-        >>> is_initialized()
-        False
-        >>> state = PartialState(cpu=True)
-        >>> is_initialized()
-        True
-    """
-    return _current is not None
-
-
-def destroy_topology() -> None:
-    """Leave the process group (if we joined it) and forget the topology.
-
-    Dead models are collected first: a gloo worker thread that frees a tensor after the
-    interpreter began to finalise aborts the process.
-
-    Example:
-        >>> from accel_callbacks.state import destroy_topology, resolve_topology
-        >>> _ = resolve_topology(cpu=True)
-        >>> destroy_topology()
-    """
-    global _current, _owns_group, _joined_with
-    _current = _joined_with = None
-    if _owns_group and dist.is_initialized():
-        finish_spared()
-        gc.collect()
-        dist.destroy_process_group()
-    _owns_group = False
-
-
-def process_rank() -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, local world size) of this process.
-
-    From the topology, else a process group that the script has made, else the environment. Works
-    before any Accelerator exists, so that decorators can be used at import time.
-
-    Example:
-        >>> from accel_callbacks.state import process_rank
-        >>> process_rank()
-        (0, 1, 0, 1)
-    """
-    here = _current
-    if here is not None:
-        return here.rank, here.world_size, here.local_rank, here.local_world_size
-    return _group_ranks(os.environ) or _ranks_from(os.environ)
-
-
-def _group_ranks(env: Mapping[str, str]) -> tuple[int, int, int, int] | None:
-    """The ranks in the process group that is there, None without one."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return rank, world, _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", world)
-
-
-def _ranks_from(env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    world = _number(env, "WORLD_SIZE", 1)
-    if world > 1 and "RANK" not in env:
-        raise RuntimeError(
-            "WORLD_SIZE is set but RANK is not: start the script with `accel launch` or "
-            "`torchrun`, or unset WORLD_SIZE for a single process."
-        )
-    rank = _number(env, "RANK", 0)
-    if not 0 <= rank < world:
-        raise RuntimeError(
-            f"RANK={rank} is not among the ranks 0 to WORLD_SIZE - 1 (WORLD_SIZE={world}): start "
-            "the script with `accel launch` or `torchrun`, or unset both for a single process."
-        )
-    local_rank = _number(env, "LOCAL_RANK", rank)
-    return rank, world, local_rank, _number(env, "LOCAL_WORLD_SIZE", world)
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    """A variable of the launcher."""
-    text = env.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise RuntimeError(
-            f"{name}={text!r} is no whole number: start the script with `accel launch` or "
-            f"`torchrun`, or unset {name} for a single process."
-        ) from None
-
-
-def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topology:
-    joined = _group_ranks(env)
-    if joined is not None:
-        return Topology(pick_device(cpu, joined[2]), *joined, backend=dist.get_backend())
-    rank, world, local_rank, local_world = _ranks_from(env)
-    device = pick_device(cpu, local_rank)
-    backend = _join(device, rank, world, options, env) if world > 1 else None
-    return Topology(device, rank, world, local_rank, local_world, backend)
-
-
-def _join(
-    device: torch.device, rank: int, world: int, options: GroupOptions, env: Mapping[str, str]
-) -> str:
-    """Join the group, which is then ours to leave, at the latest when the process ends."""
-    global _owns_group, _exit_hook_set, _joined_with
-    backend = join_group(device, rank, world, options, env)
-    _owns_group, _joined_with = True, options
-    if not _exit_hook_set:
-        atexit.register(destroy_topology)
-        _exit_hook_set = True
-    return backend
-
-
-def _begin_again(asked: GroupOptions) -> None:
-    """An error has ended a run on all processes: where all of them go on, they join anew."""
-    global _joined_with
-    if not _owns_group or _current is None or _current.backend is None:
-        raise RuntimeError(
-            "the process group that the script made was broken by the error that ended a run: call "
-            "destroy_process_group() and init_process_group() on all processes, or let them end."
-        )
-    before = _joined_with or GroupOptions()
-    _joined_with = replace(before, timeout=asked.timeout or before.timeout)
-    begin_again(_current.backend, _joined_with.timeout)
+    @property
+    def mixed_precision(self) -> str:
+        """The precision asked for."""
+        return self._config.mixed_precision

@@ -12,7 +12,7 @@ from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks._neighbours import require_neighbour
+from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.ending import EndOnSigterm
 from accel_callbacks.errors import nearest
 from accel_callbacks.general_tracker import GeneralTracker, LoggerType, on_main_process

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from accel_callbacks import collectives
-from accel_callbacks.failures import share_failure, shared_failure
-from accel_callbacks.state import process_rank
+from accel_callbacks.distributed.failures import share_failure, shared_failure
+from accel_callbacks.distributed.topology import process_rank
 
 __all__ = ["local_main_process_first", "main_process_first"]
 

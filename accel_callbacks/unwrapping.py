@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accel_callbacks.compiling import original, uncompile
+from accel_callbacks.modeling.compile import original, uncompile
 from accel_callbacks.precision import Precision
 
 __all__ = ["PrecisionType", "extract_model_from_parallel", "is_compiled_module"]

@@ -20,7 +20,7 @@ import accel_callbacks.callbacks
 import accel_callbacks.utils
 import checkpoint_io
 from accel_callbacks.callbacks.base import HOOKS
-from accel_callbacks.state import destroy_topology
+from accel_callbacks.distributed.topology import destroy_topology
 
 ROOT = Path(__file__).resolve().parent.parent
 ELSEWHERE = {"docs/reference/trackers.md", "docs/how-to/write-a-tracker.md"}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_callbacks.callbacks.averages import Averages, Rule
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.compiling import original
+from accel_callbacks.modeling.compile import original
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun

@@ -18,7 +18,7 @@ from accel_callbacks.callbacks.checkpoint_keep import Keep, Retention
 from accel_callbacks.callbacks.checkpoint_notes import Place, SaveNotes
 from accel_callbacks.callbacks.checkpoint_schedule import Schedule
 from accel_callbacks.callbacks.monitor import Monitor
-from accel_callbacks.failures import shared_failure
+from accel_callbacks.distributed.failures import shared_failure
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from accel_callbacks.callbacks.flops import FlopCounter
-from accel_callbacks.callbacks.looking import looking_at
 from accel_callbacks.collectives import tensors_in
+from accel_callbacks.modeling.undisturbed import looking_at
 
 __all__ = ["ExamplePass", "run_example"]
 

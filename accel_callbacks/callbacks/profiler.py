@@ -13,7 +13,7 @@ import torch
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.local_path import local_path
-from accel_callbacks.profiling import ProfileKwargs
+from accel_callbacks.profiler import ProfileKwargs
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel_callbacks import collectives
 from accel_callbacks.attempts import LoadFailed, together
 from accel_callbacks.checkpointing import open_folder
-from accel_callbacks.failures import shared_failure
+from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.reading import open_one
 from accel_callbacks.restoring import LoadOptions, restore_newest
 from accel_callbacks.selecting import Selection

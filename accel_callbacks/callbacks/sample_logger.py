@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.intervals import Interval
-from accel_callbacks.callbacks.looking import looking_at
+from accel_callbacks.modeling.undisturbed import looking_at
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun

@@ -18,7 +18,7 @@ from accel_callbacks.cli.options import CommandError, CommandParser, suggestion
 if TYPE_CHECKING:
     import torch
 
-    from accel_callbacks.sizes import MemoryEstimate, ModelSizes
+    from accel_callbacks.modeling.memory_estimate import MemoryEstimate, ModelSizes
 
 DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")
 _NOTES = """\
@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
     """Make the model on the meta device and print its sizes."""
     if args.kwargs and not _is_factory(args.model):
         raise CommandError("--kwargs is for module:factory; a config says what its model is like")
-    from accel_callbacks.sizes import model_sizes  # imports torch
+    from accel_callbacks.modeling.memory_estimate import model_sizes  # imports torch
 
     sizes = model_sizes(_make(args), args.dtypes)
     print(_as_json(args.model, sizes) if args.json else _as_text(args.model, sizes))

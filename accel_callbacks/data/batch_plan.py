@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from accel_callbacks.data.plan import Share, fill_up, refuse_too_few, split_evenly
+from accel_callbacks.data.shard import Share, fill_up, refuse_too_few, split_evenly
 
 __all__ = ["BatchPlan"]
 

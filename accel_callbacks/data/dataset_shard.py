@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from accel_callbacks.data.iterable import set_dataset_epoch
-from accel_callbacks.data.plan import split_evenly
+from accel_callbacks.data.shard import split_evenly
 
 __all__ = ["IterableDatasetShard"]
 

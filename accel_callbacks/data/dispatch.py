@@ -17,7 +17,7 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.scattering import AlreadyTold, Receiver, Sender
 from accel_callbacks.data.shares import ShareSource
 from accel_callbacks.data.sources import Delivery, Setting
-from accel_callbacks.data.streams import State, StatefulSource, StreamSource
+from accel_callbacks.data.stream import State, StatefulSource, StreamSource
 
 __all__ = ["CollatePieces", "DataLoaderDispatcher", "DispatchSource", "WholeShares"]
 

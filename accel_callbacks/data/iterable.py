@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_callbacks.data.order import mix_seed
-from accel_callbacks.data.plan import fill_up, split_evenly
+from accel_callbacks.data.shard import fill_up, split_evenly
 
 __all__ = ["CollateShare", "IterableShards", "Piece", "has_state"]
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks.data.device import Feed
 from accel_callbacks.data.sources import Delivery, Source
-from accel_callbacks.data.streams import StatefulSource
+from accel_callbacks.data.stream import StatefulSource
 from accel_callbacks.data.workers import keep_workers, stop_workers
 
 __all__ = ["DataLoaderShard", "LoopEvents"]
@@ -215,7 +215,7 @@ class DataLoaderShard(DataLoader[Any]):
         """Give all processes the random generators of the main one, if that was asked for."""
         if not self.rng_types:
             return
-        from accel_callbacks.rng_sync import synchronize_rng_states
+        from accel_callbacks.distributed.rng import synchronize_rng_states
 
         own = getattr(self.get_sampler(), "generator", None)
         own = getattr(self.origin, "generator", None) if own is None else own

@@ -8,11 +8,11 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from accel_callbacks.data.dispatch import CollatePieces, DispatchSource, WholeShares
-from accel_callbacks.data.hf import can_shard, own_shards
+from accel_callbacks.data.huggingface import can_shard, own_shards
 from accel_callbacks.data.iterable import IterableShards, has_state
 from accel_callbacks.data.shares import ShareSource
 from accel_callbacks.data.sources import Setting, Source
-from accel_callbacks.data.streams import StreamSource, check_even
+from accel_callbacks.data.stream import StreamSource, check_even
 
 __all__ = ["dispatched", "open_stream"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.data.samplers import SeedableRandomSampler
+from accel_callbacks.data.sampler import SeedableRandomSampler
 
 __all__ = ["epoch_order", "mix_seed"]
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks.data.batch_plan import BatchPlan
 from accel_callbacks.data.order import epoch_order, mix_seed
-from accel_callbacks.data.plan import SamplePlan, Share
+from accel_callbacks.data.shard import SamplePlan, Share
 from accel_callbacks.data.sources import Delivery
 
 __all__ = ["ShareSource"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from accel_callbacks.data.configuration import DataLoaderConfiguration
+from accel_callbacks.data.config import DataLoaderConfiguration
 
 __all__ = ["Delivery", "Setting", "Source"]
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import collectives
-from accel_callbacks.data.configuration import DataLoaderConfiguration, checked_rng_types
+from accel_callbacks.data.config import DataLoaderConfiguration, checked_rng_types
 from accel_callbacks.data.device import device_feed
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.data.preparing import order_seed, prepare_loader
+from accel_callbacks.data.prepare import order_seed, prepare_loader
 from accel_callbacks.data.sources import Setting
 
 __all__ = ["prepare_data_loader"]

@@ -13,7 +13,7 @@ from accel_callbacks.data.workers import stop_workers
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.memory import release_memory
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.profiling import ProfileKwargs, profiling
+from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.registered import Registered
 
 __all__ = ["ControlMethods", "Trigger"]

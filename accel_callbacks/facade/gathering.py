@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.counting import gather_counted, gather_counted_objects
+from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
 from accel_callbacks.facade.parts import Parts
 
 __all__ = ["GatherMethods"]

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accel_callbacks.data.configuration import DataLoaderConfiguration
+from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.device import device_feed
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.data.preparing import order_seed, prepare_loader
+from accel_callbacks.data.prepare import order_seed, prepare_loader
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.data.sources import Setting
 from accel_callbacks.facade.parts import Parts

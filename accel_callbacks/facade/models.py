@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from accel_callbacks.compiling import adopt, compile_model
 from accel_callbacks.facade.parts import Parts
-from accel_callbacks.plugins.dynamo import TorchDynamoPlugin
-from accel_callbacks.strategies.refusals import is_spread
+from accel_callbacks.modeling.compile import adopt, compile_model
+from accel_callbacks.plugins.compile import TorchDynamoPlugin
+from accel_callbacks.strategies.checks import is_spread
 
 __all__ = ["ModelMethods"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, cast
 
-from accel_callbacks._neighbours import require_neighbour
+from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.distributed.abort import refuse_torn
 from accel_callbacks.facade.parts import Parts
-from accel_callbacks.failing import refuse_torn
 from accel_callbacks.fitting import RestoreReport
 from accel_callbacks.reading import describe_foreign_folder
 from accel_callbacks.restoring import LoadOptions, restore_from, restore_newest

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accel_callbacks.facade.loading import LoadingMethods
-from accel_callbacks.strategies.uneven import state_from
+from accel_callbacks.strategies.join import state_from
 
 __all__ = ["UnevenMethods"]
 

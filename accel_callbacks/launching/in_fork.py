@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 import torch
 
+from accel_callbacks.distributed.topology import destroy_topology
 from accel_callbacks.launching.last_words import LastWords
 from accel_callbacks.launching.parcel import Parcel
-from accel_callbacks.state import destroy_topology
 
 __all__ = ["InFork", "WholeLines"]
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.config import PRECISIONS, resolve_config
+from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.errors import nearest
 from accel_callbacks.launching.environment import changed_environment
 from accel_callbacks.launching.forked import ForkPlan, run_forked
 from accel_callbacks.launching.lookahead import Prospect, look_ahead
 from accel_callbacks.launching.machine import usable_cores
-from accel_callbacks.state import destroy_topology, is_initialized
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

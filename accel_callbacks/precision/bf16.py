@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel_callbacks.precision.autocast import Autocast
+from accel_callbacks.precision.amp import Autocast
 
 __all__ = ["BF16"]
 

@@ -9,8 +9,8 @@ import torch
 
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.scaler import GradScalerKwargs
-from accel_callbacks.precision.autocast import Autocast
+from accel_callbacks.plugins.precision import GradScalerKwargs
+from accel_callbacks.precision.amp import Autocast
 
 __all__ = ["FP16"]
 

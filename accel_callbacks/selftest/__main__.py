@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from accel_callbacks.distributed.topology import destroy_topology, process_rank
 from accel_callbacks.selftest.check import Check, Lab
 from accel_callbacks.selftest.runner import Outcome, run_checks
 from accel_callbacks.selftest.table import CHECKS
-from accel_callbacks.state import destroy_topology, process_rank
 
 __all__ = ["main"]
 

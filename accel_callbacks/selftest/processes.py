@@ -12,8 +12,8 @@ import torch
 
 from accel_callbacks import __version__, collectives
 from accel_callbacks.config import AcceleratorConfig
+from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.selftest.check import Expectations, Lab
-from accel_callbacks.state import Topology
 
 __all__ = ["collectives_carry_values", "topology_is_whole"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from accel_callbacks import collectives
+from accel_callbacks.distributed.abort import group_is_torn
+from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import RemoteError
-from accel_callbacks.failing import group_is_torn
-from accel_callbacks.failures import shared_failure
 from accel_callbacks.selftest.check import Check, Failed, Lab, Skipped, Stopwatch
 
 __all__ = ["Outcome", "run_checks"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.state import DistributedType, Topology
 from accel_callbacks.strategies.base import Strategy
 from accel_callbacks.strategies.ddp import DDP
-from accel_callbacks.strategies.single import SingleDevice
+from accel_callbacks.strategies.single_device import SingleDevice
 
 __all__ = ["DDP", "SingleDevice", "Strategy", "create_strategy"]
 

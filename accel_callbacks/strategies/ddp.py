@@ -10,13 +10,13 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
-from accel_callbacks.state import Topology
 from accel_callbacks.strategies.base import Strategy
+from accel_callbacks.strategies.checks import refuse_distributed, refuse_spread
 from accel_callbacks.strategies.comm_hooks import register_hook
-from accel_callbacks.strategies.refusals import refuse_distributed, refuse_spread
-from accel_callbacks.strategies.uneven import joined
+from accel_callbacks.strategies.join import joined
 
 __all__ = ["DDP"]
 

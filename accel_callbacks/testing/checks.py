@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.errors import nearest
-from accel_callbacks.state import destroy_topology, is_initialized
 from accel_callbacks.testing import fault_checks, running_checks, state_checks
 from accel_callbacks.testing.subject import Subject, quietly
 from accel_callbacks.testing.training import own_randomness

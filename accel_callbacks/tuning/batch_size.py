@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.failing import group_is_torn
+from accel_callbacks.distributed.abort import group_is_torn
+from accel_callbacks.distributed.topology import resolve_topology
 from accel_callbacks.memory import attempt, clear_device_cache
-from accel_callbacks.state import resolve_topology
 from accel_callbacks.tuning.drawing import new_axes
 from accel_callbacks.tuning.keeping import as_before
 

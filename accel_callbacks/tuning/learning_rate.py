@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.failures import shared_failure
+from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.tuning.keeping import as_before
 from accel_callbacks.tuning.lr_result import LRResult
 

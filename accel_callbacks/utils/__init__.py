@@ -32,7 +32,7 @@ _HOME = {
     "is_cuda_available": "availability",
     "is_fp16_available": "availability",
     "is_fp8_available": "availability",
-    "is_initialized": "state",
+    "is_initialized": "distributed.topology",
     "is_mps_available": "availability",
     "is_namedtuple": "operations",
     "is_tensor_information": "operations",
@@ -129,6 +129,7 @@ if TYPE_CHECKING:
     from accel_callbacks.availability import is_xpu_available as is_xpu_available
     from accel_callbacks.data.skip import SkipBatchSampler as SkipBatchSampler
     from accel_callbacks.data.skip import SkipDataLoader as SkipDataLoader
+    from accel_callbacks.distributed.topology import is_initialized as is_initialized
     from accel_callbacks.memory import should_reduce_batch_size as should_reduce_batch_size
     from accel_callbacks.operations import TensorInformation as TensorInformation
     from accel_callbacks.operations import concatenate as concatenate
@@ -147,7 +148,6 @@ if TYPE_CHECKING:
     from accel_callbacks.operations import pad_input_tensors as pad_input_tensors
     from accel_callbacks.operations import recursively_apply as recursively_apply
     from accel_callbacks.operations import slice_tensors as slice_tensors
-    from accel_callbacks.state import is_initialized as is_initialized
     from accel_callbacks.unwrapping import PrecisionType as PrecisionType
     from accel_callbacks.unwrapping import (
         extract_model_from_parallel as extract_model_from_parallel,

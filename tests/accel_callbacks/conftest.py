@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks.base import HOOKS
-from accel_callbacks.state import destroy_topology
+from accel_callbacks.distributed.topology import destroy_topology
 
 _PER_BACKWARD = ("on_before_backward", "on_after_backward")
 _PER_STEP = ("on_before_optimizer_step", "on_after_optimizer_step", "on_before_zero_grad")

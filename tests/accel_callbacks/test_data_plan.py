@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Wei
 from accel_callbacks.data.batch_plan import BatchPlan
 from accel_callbacks.data.iterable import IterableShards
 from accel_callbacks.data.order import epoch_order, mix_seed
-from accel_callbacks.data.plan import SamplePlan
+from accel_callbacks.data.shard import SamplePlan
 
 WORLDS = (1, 2, 3, 4)
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_callbacks import Accelerator, BatchSamplerShard, SeedableRandomSampler
-from accel_callbacks.data.configuration import DataLoaderConfiguration
+from accel_callbacks.data.config import DataLoaderConfiguration
 
 # torch.randperm(6) after manual_seed(5), 6 and 7
 ORDERS = [[5, 0, 1, 3, 4, 2], [2, 0, 5, 1, 4, 3], [3, 0, 1, 5, 2, 4]]

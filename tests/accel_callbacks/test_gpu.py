@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.data.configuration import DataLoaderConfiguration
+from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.device import StreamFeed
 from accel_callbacks.data.sources import Delivery
 

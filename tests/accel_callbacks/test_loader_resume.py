@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from accel_callbacks import Accelerator, DataLoaderShard
-from accel_callbacks.data.preparing import prepare_loader
+from accel_callbacks.data.prepare import prepare_loader
 from accel_callbacks.data.sources import Setting
 
 

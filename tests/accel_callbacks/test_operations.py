@@ -19,9 +19,9 @@ from accel_callbacks import (
     gather,
     reduce,
     split_between_processes,
-    state,
 )
 from accel_callbacks import operations as ops
+from accel_callbacks.distributed import topology as state
 
 
 class Pair(NamedTuple):

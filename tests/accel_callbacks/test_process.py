@@ -19,9 +19,9 @@ from accel_callbacks import (
     main_process_only,
     on_local_process,
     on_process,
-    state,
     synchronize,
 )
+from accel_callbacks.distributed import topology as state
 
 DECORATORS = {
     "main": main_process_only,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import TMonitor
 
 from accel_callbacks import Accelerator, ResumeError, prepare_data_loader
-from accel_callbacks.data.configuration import DataLoaderConfiguration
+from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.dataset_shard import IterableDatasetShard
 
 

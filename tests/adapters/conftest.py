@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks.state import destroy_topology
+from accel_callbacks.distributed.topology import destroy_topology
 from tests.distributed.conftest import Pool, make_pool
 
 

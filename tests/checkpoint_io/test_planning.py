@@ -147,7 +147,7 @@ def read_into_meshes() -> list[str]:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from accel_callbacks.state import resolve_topology
+    from accel_callbacks.distributed.topology import resolve_topology
     from checkpoint_io.sharding.dtensor import local_of
 
     resolve_topology(cpu=True, timeout=timedelta(seconds=30))

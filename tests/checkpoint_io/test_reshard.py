@@ -45,7 +45,7 @@ def full(name: str) -> torch.Tensor:
 
 
 def join() -> TorchGroup:
-    from accel_callbacks.state import resolve_topology
+    from accel_callbacks.distributed.topology import resolve_topology
 
     resolve_topology(cpu=True, timeout=timedelta(seconds=30))
     return TorchGroup()

@@ -48,7 +48,7 @@ STRIDED = {"strided": 8, "strided_uneven": 7, "strided_few": 3}
 
 def join() -> TorchGroup:
     """Join the processes of the pool."""
-    from accel_callbacks.state import resolve_topology
+    from accel_callbacks.distributed.topology import resolve_topology
 
     resolve_topology(cpu=True, timeout=timedelta(seconds=30))
     return TorchGroup()

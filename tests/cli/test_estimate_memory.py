@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_callbacks.cli.main import main
-from accel_callbacks.sizes import ESTIMATED_DTYPES, model_sizes
+from accel_callbacks.modeling.memory_estimate import ESTIMATED_DTYPES, model_sizes
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

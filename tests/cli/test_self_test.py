@@ -30,7 +30,7 @@ from accel_callbacks.selftest.__main__ import main as selftest
 from accel_callbacks.selftest.check import Check, Lab
 from accel_callbacks.selftest.runner import run_checks
 from accel_callbacks.selftest.table import CHECKS
-from accel_callbacks.state import destroy_topology, process_rank
+from accel_callbacks.distributed.topology import destroy_topology, process_rank
 
 rank = process_rank()[0]
 here = rank == 1

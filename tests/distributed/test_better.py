@@ -23,7 +23,7 @@ from accel_callbacks import (
     skip_first_batches,
 )
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.state import destroy_topology
+from accel_callbacks.distributed.topology import destroy_topology
 from loggers import read_jsonl
 
 pytestmark = pytest.mark.distributed

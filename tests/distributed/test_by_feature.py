@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_callbacks.state import destroy_topology
+from accel_callbacks.distributed.topology import destroy_topology
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "by_feature"
 STARTERS = {

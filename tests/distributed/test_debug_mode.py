@@ -22,7 +22,7 @@ from accel_callbacks import (
     reduce,
     synchronize,
 )
-from accel_callbacks.state import resolve_topology
+from accel_callbacks.distributed.topology import resolve_topology
 
 pytestmark = pytest.mark.distributed
 

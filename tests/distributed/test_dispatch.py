@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accel_callbacks import Accelerator
-from accel_callbacks.data.configuration import DataLoaderConfiguration
+from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.dispatch import DataLoaderDispatcher
 
 pytestmark = pytest.mark.distributed

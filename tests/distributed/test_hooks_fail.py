@@ -12,7 +12,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from accel_callbacks import Accelerator, Callback, failing
+from accel_callbacks import Accelerator, Callback
+from accel_callbacks.distributed import abort as failing
 from loggers import Tracker
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,6 @@ from accel_callbacks import (
     Accelerator,
     PartialState,
     RemoteError,
-    failures,
     gather_object,
     local_main_process_first,
     main_process_first,
@@ -27,8 +26,9 @@ from accel_callbacks import (
     synchronize_rng_state,
     synchronize_rng_states,
 )
-from accel_callbacks.rng_sync import RNGType
-from accel_callbacks.state import resolve_topology
+from accel_callbacks.distributed import failures
+from accel_callbacks.distributed.rng import RNGType
+from accel_callbacks.distributed.topology import resolve_topology
 
 pytestmark = pytest.mark.distributed
 
@@ -262,7 +262,7 @@ def test_a_collective_in_a_turn_is_an_error_and_does_not_hang(pool, how):
 def machines_that_cannot_be_ordered() -> None:
     from dataclasses import replace
 
-    from accel_callbacks import state
+    from accel_callbacks.distributed import topology as state
 
     here = handle().topology
     state._current = replace(here, local_rank=0, local_world_size=1)

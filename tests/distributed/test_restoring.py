@@ -15,7 +15,7 @@ import torch
 
 import checkpoint_io
 from accel_callbacks import Accelerator, ResumeError
-from accel_callbacks.strategies.single import SingleDevice
+from accel_callbacks.strategies.single_device import SingleDevice
 
 pytestmark = pytest.mark.distributed
 

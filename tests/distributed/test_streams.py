@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_callbacks import Accelerator
-from accel_callbacks.data.configuration import DataLoaderConfiguration
+from accel_callbacks.data.config import DataLoaderConfiguration
 
 pytestmark = pytest.mark.distributed
 

@@ -37,6 +37,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    from accel_callbacks.state import destroy_topology
+    from accel_callbacks.distributed.topology import destroy_topology
 
     destroy_topology()

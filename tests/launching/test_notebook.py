@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from accel_callbacks import Accelerator, PartialState, RemoteError, debug_launcher
 from accel_callbacks import notebook_launcher as launch
+from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.launching import lookahead, notebook
 from accel_callbacks.launching.last_words import LastWords
 from accel_callbacks.launching.lookahead import Prospect
-from accel_callbacks.state import destroy_topology, is_initialized
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_callbacks.state import destroy_topology
+from accel_callbacks.distributed.topology import destroy_topology
 from loggers import read_csv
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

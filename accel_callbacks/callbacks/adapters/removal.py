@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from accel_callbacks._neighbours import require_neighbour
+from accel_callbacks._siblings import require_neighbour
 
 __all__ = ["remove_saved"]
 

@@ -11,7 +11,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.adapters.host import Host
 from accel_callbacks.callbacks.adapters.missing import Missing, Part
-from accel_callbacks.votes import Votes
+from accel_callbacks.distributed.votes import Votes
 
 __all__ = ["RunView"]
 

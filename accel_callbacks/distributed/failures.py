@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from accel_callbacks import collectives
+from accel_callbacks.distributed.abort import end_with
 from accel_callbacks.errors import DistributedOperationException, RemoteError
-from accel_callbacks.failing import end_with
 
 __all__ = ["share_failure", "shared_failure"]
 
@@ -127,7 +127,7 @@ def shared_failure(where: str) -> Iterator[None]:
         RemoteError: another process failed in the block, and this one did not.
 
     Example:
-        >>> from accel_callbacks.failures import shared_failure
+        >>> from accel_callbacks.distributed.failures import shared_failure
         >>> with shared_failure("reading the data"):
         ...     data = [1, 2]
     """

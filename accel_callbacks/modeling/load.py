@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._neighbours import require_neighbour
-from accel_callbacks.failures import shared_failure
+from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.distributed.failures import shared_failure
 
 __all__ = ["load_checkpoint_in_model"]
 

@@ -30,7 +30,7 @@ class TrainingMemory:
         optimizer: Adam's two averages, and its step counters.
 
     Example:
-        >>> from accel_callbacks.sizes import TrainingMemory
+        >>> from accel_callbacks.modeling.memory_estimate import TrainingMemory
         >>> TrainingMemory(weights=4, copies=2, gradients=4, optimizer=8).total
         18
     """
@@ -59,7 +59,7 @@ class MemoryEstimate:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.sizes import model_sizes
+        >>> from accel_callbacks.modeling.memory_estimate import model_sizes
         >>> model_sizes(torch.nn.Linear(3, 2)).estimates["bf16"].weights
         16
     """
@@ -83,7 +83,7 @@ class ModelSizes:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.sizes import model_sizes
+        >>> from accel_callbacks.modeling.memory_estimate import model_sizes
         >>> model_sizes(torch.nn.Linear(3, 2)).parameters
         8
     """
@@ -110,7 +110,7 @@ def model_sizes(model: torch.nn.Module, dtypes: Iterable[str] = ESTIMATED_DTYPES
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.sizes import model_sizes
+        >>> from accel_callbacks.modeling.memory_estimate import model_sizes
         >>> with torch.device("meta"):
         ...     model = torch.nn.Linear(1000, 1000, bias=False)
         >>> sizes = model_sizes(model).estimates["fp32"]

@@ -26,7 +26,7 @@ def unknown_option(name: str, owner: type[Any]) -> str:
 
     Example:
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.unknown_options import unknown_option
+        >>> from accel_callbacks.plugins.unknown import unknown_option
         >>> unknown_option("mixed_precison", Accelerator)
         "Accelerator() has no option 'mixed_precison'. Did you mean 'mixed_precision'?"
     """
@@ -41,7 +41,7 @@ def unknown_option(name: str, owner: type[Any]) -> str:
 
 def _parts() -> list[tuple[str, type[Any]]]:
     """Where the options of one part are given, and the class that holds them."""
-    from accel_callbacks.data.configuration import DataLoaderConfiguration
+    from accel_callbacks.data.config import DataLoaderConfiguration
     from accel_callbacks.project import ProjectConfiguration
 
     own = [

@@ -31,7 +31,7 @@ class Autocast(Precision):
 
     Example:
         >>> from accel_callbacks.precision import BF16
-        >>> from accel_callbacks.precision.autocast import Autocast
+        >>> from accel_callbacks.precision.amp import Autocast
         >>> issubclass(BF16, Autocast)
         True
     """

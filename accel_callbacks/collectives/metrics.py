@@ -32,7 +32,7 @@ def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.counting import gather_counted
+        >>> from accel_callbacks.collectives.metrics import gather_counted
         >>> gather_counted({"x": torch.ones(2), "names": ["a", "b"]}, [])
         {'x': tensor([1., 1.]), 'names': ['a', 'b']}
     """
@@ -65,7 +65,7 @@ def gather_counted_objects(data: Any, active: Sequence[Tally]) -> list[Any]:
     """Collective: lists and tuples as one list with each sample once, else a list of what each had.
 
     Example:
-        >>> from accel_callbacks.counting import gather_counted_objects
+        >>> from accel_callbacks.collectives.metrics import gather_counted_objects
         >>> gather_counted_objects(["a", "b"], []), gather_counted_objects({"a": 1}, [])
         (['a', 'b'], [{'a': 1}])
     """

@@ -17,14 +17,14 @@ from torch.utils.data import (
 
 from accel_callbacks import collectives
 from accel_callbacks.data.batch_plan import BatchPlan
-from accel_callbacks.data.configuration import DataLoaderConfiguration
+from accel_callbacks.data.config import DataLoaderConfiguration
 from accel_callbacks.data.device import Feed
 from accel_callbacks.data.dispatch import DataLoaderDispatcher
 from accel_callbacks.data.loader import DataLoaderShard, LoopEvents
 from accel_callbacks.data.opening import dispatched, open_stream
 from accel_callbacks.data.order import mix_seed
-from accel_callbacks.data.plan import SamplePlan
-from accel_callbacks.data.samplers import BatchSamplerShard, SeedableRandomSampler
+from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler
+from accel_callbacks.data.shard import SamplePlan
 from accel_callbacks.data.shares import ShareSource
 from accel_callbacks.data.sources import Setting, Source
 
@@ -157,8 +157,8 @@ def share_of(batch_size: int | None, setting: Setting) -> int | None:
         ValueError: it is that of all processes, and cannot be split.
 
     Example:
-        >>> from accel_callbacks.data.configuration import DataLoaderConfiguration
-        >>> from accel_callbacks.data.preparing import share_of
+        >>> from accel_callbacks.data.config import DataLoaderConfiguration
+        >>> from accel_callbacks.data.prepare import share_of
         >>> from accel_callbacks.data.sources import Setting
         >>> share_of(8, Setting(0, 2, DataLoaderConfiguration(split_batches=True)))
         4

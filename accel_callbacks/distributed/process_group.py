@@ -35,7 +35,7 @@ class GroupOptions:
         ValueError: a backend or a kind of URL that does not exist.
 
     Example:
-        >>> from accel_callbacks.joining import GroupOptions
+        >>> from accel_callbacks.distributed.process_group import GroupOptions
         >>> GroupOptions(backend="glo")
         Traceback (most recent call last):
         ValueError: backend='glo' is unknown to this torch. Did you mean 'gloo'?
@@ -81,7 +81,7 @@ def backend_for(device: torch.device, backend: str) -> str | None:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.joining import backend_for
+        >>> from accel_callbacks.distributed.process_group import backend_for
         >>> backend_for(torch.device("cpu"), "cpu:gloo,cuda:nccl")
         'gloo'
     """

@@ -53,7 +53,7 @@ def chosen_steps(steps: int | None, plugin: GradientAccumulationPlugin | None) -
         ValueError: both were given.
 
     Example:
-        >>> from accel_callbacks.plugins.accumulation import (
+        >>> from accel_callbacks.plugins.gradient_accumulation import (
         ...     GradientAccumulationPlugin,
         ...     chosen_steps,
         ... )

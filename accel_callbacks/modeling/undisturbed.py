@@ -22,7 +22,7 @@ def looking_at(models: Sequence[torch.nn.Module], device: torch.device) -> Itera
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.callbacks.looking import looking_at
+        >>> from accel_callbacks.modeling.undisturbed import looking_at
         >>> model = torch.nn.Dropout(0.5)
         >>> with looking_at([model], torch.device("cpu")):
         ...     model.training, torch.is_grad_enabled()

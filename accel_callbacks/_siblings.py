@@ -21,7 +21,7 @@ def require_neighbour(name: str) -> None:
         ImportError: another module of this name is found first; it says which and what to do.
 
     Example:
-        >>> from accel_callbacks._neighbours import require_neighbour
+        >>> from accel_callbacks._siblings import require_neighbour
         >>> require_neighbour("loggers")
     """
     ours = Path(__file__).resolve().parent.parent / name

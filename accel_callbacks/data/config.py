@@ -49,7 +49,7 @@ class DataLoaderConfiguration:
         ValueError: a negative seed.
 
     Example:
-        >>> from accel_callbacks.data.configuration import DataLoaderConfiguration
+        >>> from accel_callbacks.data.config import DataLoaderConfiguration
         >>> config = DataLoaderConfiguration(even_batches=False, data_seed=7)
         >>> config.split_batches, config.even_batches
         (False, False)
@@ -87,7 +87,7 @@ def checked_config(config: DataLoaderConfiguration | None) -> DataLoaderConfigur
         TypeError: it is something else.
 
     Example:
-        >>> from accel_callbacks.data.configuration import checked_config
+        >>> from accel_callbacks.data.config import checked_config
         >>> checked_config(None).even_batches
         True
     """
@@ -109,13 +109,13 @@ def checked_rng_types(rng_types: Iterable[Any] | None) -> tuple[Any, ...]:
         ValueError: an unknown one.
 
     Example:
-        >>> from accel_callbacks.data.configuration import checked_rng_types
+        >>> from accel_callbacks.data.config import checked_rng_types
         >>> checked_rng_types(["torch"]), checked_rng_types(None)
         (('torch',), ())
     """
     if rng_types is None:
         return ()
-    from accel_callbacks.rng_sync import RNGType
+    from accel_callbacks.distributed.rng import RNGType
 
     if isinstance(rng_types, str):
         raise TypeError(f"rng_types={rng_types!r} must be a list: [{rng_types!r}].")

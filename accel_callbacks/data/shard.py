@@ -60,7 +60,7 @@ def split_evenly(samples: Sequence[Any], rank: int, world_size: int) -> Sequence
     """The contiguous piece of one process; the first ones get one sample more where needed.
 
     Example:
-        >>> from accel_callbacks.data.plan import split_evenly
+        >>> from accel_callbacks.data.shard import split_evenly
         >>> [list(split_evenly(range(5), rank, 2)) for rank in range(2)]
         [[0, 1, 2], [3, 4]]
     """
@@ -75,7 +75,7 @@ def fill_up(
     """The piece of one process, all as long; samples of ``opening`` (of an epoch) fill them up.
 
     Example:
-        >>> from accel_callbacks.data.plan import fill_up
+        >>> from accel_callbacks.data.shard import fill_up
         >>> [fill_up([7, 8, 9], [0, 1], rank, 2) for rank in range(2)]
         [[7, 8], [9, 0]]
     """
@@ -111,7 +111,7 @@ class SamplePlan:
     another number of processes, still fills up: the alternative is to lose it.
 
     Example:
-        >>> from accel_callbacks.data.plan import SamplePlan
+        >>> from accel_callbacks.data.shard import SamplePlan
         >>> plan = SamplePlan(batch_size=2, drop_last=False, rank=1, world_size=2)
         >>> [list(share.indices) for share in plan.shares(range(7), 0)]
         [[2, 3], [6, 0]]

@@ -17,7 +17,7 @@ class Votes:
     """The requests of this process, and how all of them learn of each other's.
 
     Example:
-        >>> from accel_callbacks.votes import Votes
+        >>> from accel_callbacks.distributed.votes import Votes
         >>> votes = Votes()
         >>> votes.ask("save", "once an hour")
         >>> votes.agree()

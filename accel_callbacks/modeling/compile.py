@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.plugins.dynamo import TorchDynamoPlugin
+from accel_callbacks.plugins.compile import TorchDynamoPlugin
 
 __all__ = ["adopt", "compile_model", "original", "regions", "release", "uncompile"]
 
@@ -20,7 +20,7 @@ def original(model: torch.nn.Module) -> torch.nn.Module:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.compiling import original
+        >>> from accel_callbacks.modeling.compile import original
         >>> layer = torch.nn.Linear(1, 1)
         >>> original(torch.compile(layer, backend="eager")) is layer
         True
@@ -34,7 +34,7 @@ def adopt(model: torch.nn.Module) -> torch.nn.Module:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.compiling import adopt
+        >>> from accel_callbacks.modeling.compile import adopt
         >>> layer = torch.nn.Linear(1, 1)
         >>> adopt(torch.compile(layer, backend="eager")) is layer
         True
@@ -52,7 +52,7 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> None:
     Example:
         >>> import torch
         >>> from accel_callbacks import TorchDynamoPlugin
-        >>> from accel_callbacks.compiling import compile_model, uncompile
+        >>> from accel_callbacks.modeling.compile import compile_model, uncompile
         >>> layer = torch.nn.Linear(1, 1)
         >>> compile_model(layer, TorchDynamoPlugin(backend="eager"))
         >>> sorted(layer.state_dict())
@@ -74,7 +74,7 @@ def regions(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.compiling import regions
+        >>> from accel_callbacks.modeling.compile import regions
         >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
         >>> model = torch.nn.Sequential(torch.nn.ModuleList([block(), block()]), block())
         >>> len(list(regions(model)))
@@ -99,7 +99,7 @@ def release(model: torch.nn.Module) -> None:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.compiling import release
+        >>> from accel_callbacks.modeling.compile import release
         >>> release(torch.nn.Linear(1, 1))
     """
     for module in model.modules():
@@ -112,7 +112,7 @@ def uncompile(model: torch.nn.Module) -> torch.nn.Module:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.compiling import uncompile
+        >>> from accel_callbacks.modeling.compile import uncompile
         >>> layer = torch.nn.Linear(1, 1)
         >>> layer.compile(backend="eager")
         >>> uncompile(layer) is layer

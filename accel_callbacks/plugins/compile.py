@@ -131,7 +131,7 @@ def choose_plugin(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamo
         TypeError: ``plugin`` is none.
 
     Example:
-        >>> from accel_callbacks.plugins.dynamo import choose_plugin
+        >>> from accel_callbacks.plugins.compile import choose_plugin
         >>> choose_plugin("eager", None).compiles
         True
     """

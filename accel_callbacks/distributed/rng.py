@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives import broadcast_object, world_size
+from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import nearest
-from accel_callbacks.failures import shared_failure
 
 __all__ = ["RNGType", "synchronize_rng_state", "synchronize_rng_states"]
 

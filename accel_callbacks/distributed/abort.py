@@ -62,7 +62,7 @@ def end_with(error: BaseException, where: str) -> BaseException:
         ``error``, or a :class:`RemoteError` where it only follows from another process's error.
 
     Example:
-        >>> from accel_callbacks.failing import end_with
+        >>> from accel_callbacks.distributed.abort import end_with
         >>> end_with(ValueError("no data"), "the run")
         ValueError('no data')
     """
@@ -91,7 +91,7 @@ def group_is_torn() -> bool:
     """Whether the process group is of no more use, because an error ended a run in it.
 
     Example:
-        >>> from accel_callbacks.failing import group_is_torn
+        >>> from accel_callbacks.distributed.abort import group_is_torn
         >>> group_is_torn()
         False
     """
@@ -105,7 +105,7 @@ def refuse_torn(action: str) -> None:
         RuntimeError: an error has ended a run in this process group.
 
     Example:
-        >>> from accel_callbacks.failing import refuse_torn
+        >>> from accel_callbacks.distributed.abort import refuse_torn
         >>> refuse_torn("save_state")
     """
     if group_is_torn():
@@ -119,7 +119,7 @@ def tear_group() -> None:
     """Make each collective that waits for this process fail on the others, now and later.
 
     Example:
-        >>> from accel_callbacks.failing import tear_group
+        >>> from accel_callbacks.distributed.abort import tear_group
         >>> tear_group()
     """
     global _torn, _exit_hook_set
@@ -142,7 +142,7 @@ def spare(group: Any, until: Callable[[], None] | None) -> None:
         until: waits for that thread.
 
     Example:
-        >>> from accel_callbacks.failing import finish_spared, spare
+        >>> from accel_callbacks.distributed.abort import finish_spared, spare
         >>> group = frozenset({"stands for a group"})
         >>> spare(group, lambda: print("waited"))
         >>> finish_spared()

@@ -53,7 +53,7 @@ def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterato
             whose state is the newest.
 
     Example:
-        >>> from accel_callbacks.strategies.uneven import joined
+        >>> from accel_callbacks.strategies.join import joined
         >>> with joined([], follow=print):
         ...     print("nothing to wait for")
         nothing to wait for
@@ -87,7 +87,7 @@ def state_from(source: int, state: Any, device: torch.device) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.strategies.uneven import state_from
+        >>> from accel_callbacks.strategies.join import state_from
         >>> state_from(0, {"step": torch.tensor(3)}, torch.device("cpu"))
         {'step': tensor(3)}
     """

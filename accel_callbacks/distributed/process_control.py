@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any, ParamSpec, TypeVar, overload
 
 from accel_callbacks import collectives
-from accel_callbacks.failures import share_failure
+from accel_callbacks.distributed.failures import share_failure
+from accel_callbacks.distributed.topology import process_rank
 from accel_callbacks.splitting import split_between_processes
-from accel_callbacks.state import process_rank
 from accel_callbacks.turns import local_main_process_first, main_process_first
 
 __all__ = [

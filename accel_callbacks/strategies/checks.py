@@ -12,7 +12,7 @@ def is_spread(model: torch.nn.Module) -> bool:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.strategies.refusals import is_spread
+        >>> from accel_callbacks.strategies.checks import is_spread
         >>> is_spread(torch.nn.Linear(1, 1))
         False
     """
@@ -25,7 +25,7 @@ def refuse_empty(model: torch.nn.Module) -> None:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.strategies.refusals import refuse_empty
+        >>> from accel_callbacks.strategies.checks import refuse_empty
         >>> refuse_empty(torch.nn.Linear(1, 1))
     """
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -42,7 +42,7 @@ def refuse_spread(model: torch.nn.Module) -> None:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.strategies.refusals import refuse_spread
+        >>> from accel_callbacks.strategies.checks import refuse_spread
         >>> refuse_spread(torch.nn.Linear(1, 1))
     """
     if is_spread(model):
@@ -58,7 +58,7 @@ def refuse_distributed(model: torch.nn.Module) -> None:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.strategies.refusals import refuse_distributed
+        >>> from accel_callbacks.strategies.checks import refuse_distributed
         >>> refuse_distributed(torch.nn.Linear(1, 1))
     """
     for name, parameter in model.named_parameters():

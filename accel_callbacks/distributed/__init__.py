@@ -1,0 +1,1 @@
+"""The process group, process control, votes, and failures shared between ranks."""

@@ -1,0 +1,1 @@
+"""Models: compiled, loaded, sized, and evaluated without side effects."""
