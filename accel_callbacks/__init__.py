@@ -13,13 +13,13 @@ from accel_callbacks._lazy import lazy_names
 __version__ = "0.1.0"
 
 _HOME = {
-    "AORecipeKwargs": "plugins.fp8",
+    "AORecipeKwargs": "plugins.precision",
     "AcceleratedOptimizer": "optimizer",
     "AcceleratedScheduler": "scheduler",
     "Accelerator": "accelerator",
     "AcceleratorConfig": "config",
     "AcceleratorState": "state",
-    "AutocastKwargs": "plugins.autocast",
+    "AutocastKwargs": "plugins.precision",
     "BatchSamplerShard": "data.sampler",
     "Callback": "callbacks",
     "DDPCommunicationHookType": "plugins.ddp",
@@ -33,9 +33,9 @@ _HOME = {
     "GeneralTracker": "general_tracker",
     "GradScalerKwargs": "plugins.precision",
     "GradientAccumulationPlugin": "plugins.gradient_accumulation",
-    "GradientState": "gradient_state",
+    "GradientState": "state",
     "InitProcessGroupKwargs": "plugins.process_group",
-    "IterableDatasetShard": "data.dataset_shard",
+    "IterableDatasetShard": "data.iterable",
     "KwargsHandler": "plugins.base",
     "LocalSGD": "local_sgd",
     "LoggerType": "general_tracker",
@@ -70,17 +70,17 @@ _HOME = {
     "on_local_process": "distributed.process_control",
     "on_process": "distributed.process_control",
     "pad_across_processes": "collectives",
-    "prepare_data_loader": "data.standalone",
+    "prepare_data_loader": "data.prepare",
     "reduce": "collectives",
     "release_memory": "memory",
     "send_to_device": "data.device",
-    "set_seed": "rng",
+    "set_seed": "distributed.rng",
     "skip_first_batches": "data.skip",
-    "split_between_processes": "splitting",
+    "split_between_processes": "distributed.process_control",
     "synchronize": "distributed.process_control",
     "synchronize_rng_state": "distributed.rng",
     "synchronize_rng_states": "distributed.rng",
-    "tqdm": "progress",
+    "tqdm": "logging",
     "wait_for_everyone": "operations",
 }
 
@@ -100,14 +100,14 @@ if TYPE_CHECKING:
     from accel_callbacks.data.config import (
         DataLoaderConfiguration as DataLoaderConfiguration,
     )
-    from accel_callbacks.data.dataset_shard import IterableDatasetShard as IterableDatasetShard
     from accel_callbacks.data.device import send_to_device as send_to_device
     from accel_callbacks.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+    from accel_callbacks.data.iterable import IterableDatasetShard as IterableDatasetShard
     from accel_callbacks.data.loader import DataLoaderShard as DataLoaderShard
+    from accel_callbacks.data.prepare import prepare_data_loader as prepare_data_loader
     from accel_callbacks.data.sampler import BatchSamplerShard as BatchSamplerShard
     from accel_callbacks.data.sampler import SeedableRandomSampler as SeedableRandomSampler
     from accel_callbacks.data.skip import skip_first_batches as skip_first_batches
-    from accel_callbacks.data.standalone import prepare_data_loader as prepare_data_loader
     from accel_callbacks.distributed.process_control import is_main_process as is_main_process
     from accel_callbacks.distributed.process_control import last_process_only as last_process_only
     from accel_callbacks.distributed.process_control import (
@@ -120,8 +120,12 @@ if TYPE_CHECKING:
     from accel_callbacks.distributed.process_control import main_process_only as main_process_only
     from accel_callbacks.distributed.process_control import on_local_process as on_local_process
     from accel_callbacks.distributed.process_control import on_process as on_process
+    from accel_callbacks.distributed.process_control import (
+        split_between_processes as split_between_processes,
+    )
     from accel_callbacks.distributed.process_control import synchronize as synchronize
     from accel_callbacks.distributed.rng import RNGType as RNGType
+    from accel_callbacks.distributed.rng import set_seed as set_seed
     from accel_callbacks.distributed.rng import synchronize_rng_state as synchronize_rng_state
     from accel_callbacks.distributed.rng import synchronize_rng_states as synchronize_rng_states
     from accel_callbacks.distributed.topology import DistributedType as DistributedType
@@ -133,12 +137,12 @@ if TYPE_CHECKING:
     from accel_callbacks.errors import ResumeError as ResumeError
     from accel_callbacks.general_tracker import GeneralTracker as GeneralTracker
     from accel_callbacks.general_tracker import LoggerType as LoggerType
-    from accel_callbacks.gradient_state import GradientState as GradientState
     from accel_callbacks.launching.notebook import debug_launcher as debug_launcher
     from accel_callbacks.launching.notebook import notebook_launcher as notebook_launcher
     from accel_callbacks.local_sgd import LocalSGD as LocalSGD
     from accel_callbacks.logging import MultiProcessAdapter as MultiProcessAdapter
     from accel_callbacks.logging import get_logger as get_logger
+    from accel_callbacks.logging import tqdm as tqdm
     from accel_callbacks.memory import clear_device_cache as clear_device_cache
     from accel_callbacks.memory import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks.memory import release_memory as release_memory
@@ -147,7 +151,6 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.operations import wait_for_everyone as wait_for_everyone
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
-    from accel_callbacks.plugins.autocast import AutocastKwargs as AutocastKwargs
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend
     from accel_callbacks.plugins.compile import TorchDynamoPlugin as TorchDynamoPlugin
@@ -155,22 +158,21 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.ddp import (
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     )
-    from accel_callbacks.plugins.fp8 import AORecipeKwargs as AORecipeKwargs
     from accel_callbacks.plugins.gradient_accumulation import (
         GradientAccumulationPlugin as GradientAccumulationPlugin,
     )
+    from accel_callbacks.plugins.precision import AORecipeKwargs as AORecipeKwargs
+    from accel_callbacks.plugins.precision import AutocastKwargs as AutocastKwargs
     from accel_callbacks.plugins.precision import GradScalerKwargs as GradScalerKwargs
     from accel_callbacks.plugins.process_group import (
         InitProcessGroupKwargs as InitProcessGroupKwargs,
     )
     from accel_callbacks.profiler import ProfileKwargs as ProfileKwargs
-    from accel_callbacks.progress import tqdm as tqdm
     from accel_callbacks.project import ProjectConfiguration as ProjectConfiguration
-    from accel_callbacks.rng import set_seed as set_seed
     from accel_callbacks.run import TrainingRun as TrainingRun
     from accel_callbacks.scheduler import AcceleratedScheduler as AcceleratedScheduler
-    from accel_callbacks.splitting import split_between_processes as split_between_processes
     from accel_callbacks.state import AcceleratorState as AcceleratorState
+    from accel_callbacks.state import GradientState as GradientState
     from accel_callbacks.state import PartialState as PartialState
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch import Dispatcher
-from accel_callbacks.config import resolve_config
+from accel_callbacks.config import launched_handlers, launched_plugin, resolve_config
 from accel_callbacks.data.config import (
     DataLoaderConfiguration,
     checked_config,
@@ -33,7 +33,6 @@ from accel_callbacks.facade.saving import SavingMethods
 from accel_callbacks.facade.step import StepMethods
 from accel_callbacks.facade.tracking import TrackingMethods
 from accel_callbacks.facade.uneven import UnevenMethods
-from accel_callbacks.launched import launched_handlers, launched_plugin
 from accel_callbacks.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers

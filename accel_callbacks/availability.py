@@ -209,7 +209,7 @@ def is_fp8_available() -> bool:
 def _works(precision: str) -> bool:
     import torch
 
-    from accel_callbacks.devices import own_accelerator
+    from accel_callbacks.distributed.topology import own_accelerator
     from accel_callbacks.precision import create_precision
 
     try:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.background_saves import Then, check_when_busy
-from accel_callbacks.data.own_state import take_own
+from accel_callbacks.data.stream import take_own
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.half_loaded import refuse_half_loaded
+from accel_callbacks.distributed.rng import capture_rng
+from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.naming import named_optimizer_state, parameter_names
-from accel_callbacks.rng import capture_rng
 from accel_callbacks.saved_weights import ExtraFiles, alike_on_all, choose_weights
 
 if TYPE_CHECKING:

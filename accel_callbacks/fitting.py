@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks.data.own_state import stream_problems
+from accel_callbacks.data.stream import stream_problems
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.selecting import Selection
 

@@ -1,4 +1,4 @@
-"""Loggers that know of the other processes: the main one alone speaks, or all in turn."""
+"""Get_logger, tqdm: output that knows its rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,43 @@ from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import process_rank
 from accel_callbacks.errors import nearest
 
-__all__ = ["MultiProcessAdapter", "get_logger"]
+__all__ = ["MultiProcessAdapter", "get_logger", "tqdm"]
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """``tqdm.auto.tqdm``, shown by the first process of each machine; it iterates on all.
+
+    Args:
+        *args: for tqdm, the iterable first.
+        main_process_only: hide the bar on the other processes, on by default.
+        **kwargs: for tqdm.
+
+    Raises:
+        TypeError: the first argument is a boolean instead of an iterable.
+        ImportError: tqdm is not installed.
+
+    Example:
+        >>> import os
+        >>> from accel_callbacks import tqdm
+        >>> with open(os.devnull, "w") as nowhere:
+        ...     sum(tqdm(range(4), file=nowhere))
+        6
+    """
+    if args and isinstance(args[0], bool):
+        raise TypeError(
+            f"tqdm({args[0]}, ...): the iterable comes first; give the flag by name, "
+            f"main_process_only={args[0]}."
+        )
+    try:
+        from tqdm.auto import tqdm as bar
+    except ImportError as error:
+        raise ImportError("the progress bar needs tqdm: pip install tqdm") from error
+    if main_process_only and process_rank()[2] != 0:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)
+
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]

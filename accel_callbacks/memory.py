@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.devices import own_accelerator
 from accel_callbacks.distributed.abort import end_with, group_is_torn, watch_others
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.distributed.topology import resolve_topology
+from accel_callbacks.distributed.topology import own_accelerator, resolve_topology
 from accel_callbacks.errors import RemoteError
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from accel_callbacks.callbacks.entry import Hook
+from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.gradients import has_gradients, multiply_gradients
-from accel_callbacks.half_loaded import refuse_half_loaded
 from accel_callbacks.loop import Loop
 from accel_callbacks.precision import Precision
 

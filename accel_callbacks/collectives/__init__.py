@@ -4,11 +4,6 @@ Every function works on one process too, where it changes nothing but the contai
 """
 
 from accel_callbacks.collectives.debug import begin as begin
-from accel_callbacks.collectives.gathering import gather, pad_across_processes
-from accel_callbacks.collectives.gathering import gather_sized as gather_sized
-from accel_callbacks.collectives.gathering import numbers_to_tensors as numbers_to_tensors
-from accel_callbacks.collectives.gathering import rows_held as rows_held
-from accel_callbacks.collectives.gathering import sizes_on_all as sizes_on_all
 from accel_callbacks.collectives.group import current_turn as current_turn
 from accel_callbacks.collectives.group import on_backend as on_backend
 from accel_callbacks.collectives.group import rank as rank
@@ -27,7 +22,11 @@ from accel_callbacks.collectives.objects import (
     broadcast_object_list,
     gather_object,
 )
-from accel_callbacks.collectives.reducing import broadcast, reduce
+from accel_callbacks.collectives.tensors import broadcast, gather, pad_across_processes, reduce
+from accel_callbacks.collectives.tensors import gather_sized as gather_sized
+from accel_callbacks.collectives.tensors import numbers_to_tensors as numbers_to_tensors
+from accel_callbacks.collectives.tensors import rows_held as rows_held
+from accel_callbacks.collectives.tensors import sizes_on_all as sizes_on_all
 
 __all__ = [
     "broadcast",

@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.collectives.debug import begin
-from accel_callbacks.collectives.exchange import exchange, send_object, source_of
-from accel_callbacks.collectives.group import on_backend, world_size
+from accel_callbacks.collectives.group import (
+    exchange,
+    on_backend,
+    send_object,
+    source_of,
+    world_size,
+)
 
 __all__ = ["all_objects", "any_process", "barrier", "broadcast_object", "broadcast_object_list"]
 __all__ += ["gather_object"]

@@ -1,19 +1,51 @@
-"""The collectives of one tensor.
+"""Gather, pad, reduce, broadcast over nested tensors.
 
 What is only moved travels as bytes, so every type arrives as it is, whatever the backend knows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from accel_callbacks.collectives.group import on_backend, world_size
+from accel_callbacks.collectives.debug import Call, begin, contents, differences, whole
+from accel_callbacks.collectives.group import (
+    exchange,
+    on_backend,
+    send_object,
+    source_of,
+    world_size,
+)
+from accel_callbacks.collectives.nested import (
+    is_number,
+    leaves,
+    map_leaves,
+    map_tensors,
+    tensors_in,
+)
+from accel_callbacks.errors import nearest
 
-__all__ = ["broadcast_tensor", "dense", "gather_tensor", "reduce_tensor", "sum_of"]
+__all__ = [
+    "broadcast",
+    "broadcast_tensor",
+    "dense",
+    "gather",
+    "gather_sized",
+    "gather_tensor",
+    "numbers_to_tensors",
+    "pad_across_processes",
+    "reduce",
+    "reduce_tensor",
+    "rows_held",
+    "sum_of",
+]
+
+_REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,3 +174,318 @@ def _result_type(given: torch.dtype, worked: torch.dtype, counted: bool) -> torc
     if not _is_whole(worked):
         return torch.get_default_dtype()
     return torch.int64 if given is torch.bool and counted else given
+
+
+__all__ += ["sizes_on_all"]
+
+T = TypeVar("T")
+
+
+def gather(tensor: T, *, debug: bool | None = None) -> T:
+    """Concatenate each tensor over all processes, along dimension 0, in rank order.
+
+    Args:
+        tensor: a tensor or a nested structure (list, tuple, named tuple, mapping of any class,
+            dataclass) of tensors of shape ``(n, ...)`` and any type, the same structure on all
+            processes; ``n`` may differ between them. Tensors without dimensions and Python's
+            numbers give one entry for each process. Sets, text and other objects stay as they are.
+        debug: compare first what the processes hold; what ``ACCEL_DEBUG`` says if ``None``.
+
+    Returns:
+        The same structure with detached tensors of shape ``(sum of all n, ...)``.
+
+    Raises:
+        ValueError: on all processes, where they hold another structure, or tensors that differ
+            in more than their first dimension.
+        TypeError: a sparse tensor.
+        DistributedOperationException: in debug mode, where the processes do different things.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import gather
+        >>> gather({"loss": torch.tensor(2.0), "n": 3})
+        {'loss': tensor([2.]), 'n': tensor([3])}
+    """
+    begin("gather", debug, lambda: rows_held(tensor))
+    return numbers_to_tensors(gather_sized(tensor, sizes_on_all(tensor)))
+
+
+def gather_sized(data: T, sizes: list[list[int]] | None) -> T:
+    """The tensors of :func:`gather`, where :func:`sizes_on_all` was asked already."""
+    if sizes is None:
+        return map_tensors(data, gather_tensor)
+    each = iter(zip(*sizes, strict=True))
+    return map_tensors(data, lambda tensor: gather_tensor(tensor, next(each)))
+
+
+def numbers_to_tensors(data: T) -> T:
+    """Collective: each of Python's numbers as a tensor with an entry for each process."""
+    own = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
+    if not own:
+        return data
+    each = iter(zip(*exchange(own), strict=True))
+    return map_leaves(data, lambda _: _tensor_of_numbers(next(each)), is_number, by_key=True)
+
+
+def _tensor_of_numbers(numbers: tuple[Any, ...]) -> torch.Tensor:
+    exact = torch.float64 if any(isinstance(number, float) for number in numbers) else None
+    complexes = any(isinstance(number, complex) for number in numbers)
+    return torch.tensor(numbers, dtype=torch.complex128 if complexes else exact)
+
+
+def sizes_on_all(data: Any) -> list[list[int]] | None:
+    """Collective: for each process the first dimension of each tensor, None if they are alike.
+
+    torch gathers what differs into garbage, so the processes compare what they hold beforehand.
+
+    Raises:
+        ValueError: see :func:`gather`.
+    """
+    if world_size() == 1:
+        return None
+    own = [tuple(tensor.shape[:1]) or (1,) for tensor in tensors_in(data)]
+    sizes = _compare("gather", rows_held(data), [size for (size,) in own])
+    return sizes
+
+
+def rows_held(data: Any) -> list[str]:
+    """What must be alike to be gathered: all but the first dimension of each tensor."""
+    return contents(data, lambda tensor: whole(tensor, ("*", *tensor.shape[1:])))
+
+
+def _compare(operation: str, alike: list[str], own: list[int]) -> list[list[int]] | None:
+    """Collective: what each process has for ``own``, None if it is the same.
+
+    Raises:
+        ValueError: on all processes, where ``alike`` is not.
+    """
+    text = repr((alike, own)).encode()
+    mark = torch.tensor(list(hashlib.blake2b(text, digest_size=16).digest()), dtype=torch.uint8)
+    marks = gather_tensor(on_backend(mark)).reshape(world_size(), -1)
+    if bool((marks == marks[0]).all()):
+        return None
+    held = exchange((alike, own))
+    calls = [Call(operation, tuple(lines)) for lines, _ in held]
+    if len(set(calls)) > 1:
+        raise ValueError(f"this cannot be combined. {differences(calls)}")
+    return [sizes for _, sizes in held]
+
+
+def pad_across_processes(
+    tensor: T,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    debug: bool | None = None,
+) -> T:
+    """Pad each tensor along ``dim`` to the largest size that any process has there.
+
+    Args:
+        tensor: a tensor or nested structure; tensors may differ between processes along ``dim``.
+        dim: the dimension to pad, from the end if negative; tensors that lack it stay as they are.
+        pad_index: the value to fill with.
+        pad_first: put the padding in front instead of behind.
+        debug: as for :func:`gather`.
+
+    Returns:
+        The same structure; tensors that need no padding are returned as they are.
+
+    Raises:
+        ValueError: on all processes, where they hold another structure, or tensors that differ
+            in more than this dimension.
+        DistributedOperationException: in debug mode, where the processes do different things.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import pad_across_processes
+        >>> pad_across_processes(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+    """
+
+    def text_of(tensor: torch.Tensor) -> str:
+        shape: list[object] = list(tensor.shape)
+        if _has(tensor, dim):
+            shape[dim] = "*"
+        return whole(tensor, shape)
+
+    begin(
+        "pad_across_processes",
+        debug,
+        lambda: contents(tensor, text_of),
+        dim=dim,
+        pad_index=pad_index,
+        pad_first=pad_first,
+    )
+    if world_size() == 1:
+        return tensor
+    own = [each.shape[dim] for each in tensors_in(tensor) if _has(each, dim)]
+    sizes = _compare("pad_across_processes", contents(tensor, text_of), own)
+    if sizes is None:
+        return tensor
+    largest = map(max, zip(*sizes, strict=True))
+    return map_tensors(tensor, _padder(dim, largest, pad_index, pad_first))
+
+
+def _has(tensor: torch.Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
+
+
+def _padder(
+    dim: int, largest: Any, value: float, first: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Pads one tensor after the other, each to the next size of ``largest``."""
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        missing = next(largest) - tensor.shape[dim] if _has(tensor, dim) else 0
+        if missing == 0:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = missing
+        filler = tensor.new_full(shape, value)
+        return torch.cat([filler, tensor] if first else [tensor, filler], dim=dim)
+
+    return pad
+
+
+def reduce(
+    tensor: T,
+    reduction: str = "mean",
+    scale: float = 1.0,
+    *,
+    weight: float | torch.Tensor | None = None,
+    debug: bool | None = None,
+) -> T:
+    """Combine each tensor and number over all processes, element by element.
+
+    Args:
+        tensor: a tensor, a number, or a nested structure of them, of the same shape on all
+            processes. Types stay as they are, and whole numbers exact, but their mean is a float
+            and the sum of bools counts those that are true. Low precision is summed in float32.
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for what this
+            process has.
+        scale: factor on the result; a float other than 1 makes floats of whole numbers.
+        weight: with ``"mean"``, how much this process counts, for example its number of
+            samples, so that unequal shares give the true mean. Where it is 0, what this process
+            has does not matter. Give it on all processes or on none (``None``, all count alike).
+        debug: compare first what the processes hold; what ``ACCEL_DEBUG`` says if ``None``.
+
+    Returns:
+        The same structure with new, detached tensors.
+
+    Raises:
+        ValueError: an unknown reduction, or a weight with another reduction than the mean.
+        TypeError: a sparse tensor, or ``"max"`` and ``"min"`` of complex numbers.
+        DistributedOperationException: in debug mode, where the processes do different things.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import reduce
+        >>> reduce({"loss": torch.tensor([1.0, 3.0]), "n": 4}, reduction="sum", scale=2)
+        {'loss': tensor([2., 6.]), 'n': 8}
+    """
+    _check(reduction, weight)
+    given = weight is not None
+    if reduction == "mean":
+        arguments = {"reduction": reduction, "weighted": given}
+    else:
+        arguments = {"reduction": reduction}
+    begin("reduce", debug, lambda: contents(tensor, whole), **arguments)
+    if reduction == "none":
+        return _scaled(tensor, scale)
+    distributed = world_size() > 1
+    share = sum_of(weight) if distributed and weight is not None and tensors_in(tensor) else None
+
+    def combine(one: torch.Tensor) -> torch.Tensor:
+        return reduce_tensor(one, reduction, scale, weight, share)
+
+    return _reduce_numbers(map_tensors(tensor, combine), reduction, scale, weight)
+
+
+def _check(reduction: str, weight: float | torch.Tensor | None) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"reduction={reduction!r} is unknown; use one of {_REDUCTIONS}."
+            + nearest(str(reduction), _REDUCTIONS)
+        )
+    weighted = weight is not None and (isinstance(weight, torch.Tensor) or weight != 1.0)
+    if weighted and reduction != "mean":
+        raise ValueError('weight= belongs to reduction="mean"; leave it out otherwise.')
+
+
+def _scaled(data: T, scale: float) -> T:
+    copied = map_tensors(data, lambda one: one.detach().clone() if scale == 1 else one * scale)
+    return map_leaves(copied, lambda one: one if scale == 1 else one * scale, is_number)
+
+
+def _reduce_numbers(
+    data: T, reduction: str, scale: float, weight: float | torch.Tensor | None
+) -> T:
+    """Python's numbers are combined in Python: exact, and of mixed kinds."""
+    own = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
+    if not own:
+        return data
+    alone = world_size() == 1  # and then weighs all that there is
+    held = exchange((1.0 if weight is None or alone else float(weight), own))
+    weights = [weight for weight, _ in held]
+    each = iter(zip(*(numbers for _, numbers in held), strict=True))
+
+    def combine(_: Any) -> Any:
+        result = _COMBINE[reduction](next(each), weights)
+        return result if scale == 1 else result * scale
+
+    return map_leaves(data, combine, is_number, by_key=True)
+
+
+def _mean(numbers: tuple[Any, ...], weights: list[float]) -> Any:
+    counted = [(n, w) for n, w in zip(numbers, weights, strict=True) if w != 0]
+    total = sum(w for _, w in counted)
+    return sum(n * w for n, w in counted) / total if total else math.nan
+
+
+def _extreme(numbers: tuple[Any, ...], largest: bool) -> Any:
+    odd = next((number for number in numbers if number != number), None)
+    if odd is not None:
+        return odd  # no number is above or below it
+    return max(numbers) if largest else min(numbers)
+
+
+_COMBINE: dict[str, Callable[[tuple[Any, ...], list[float]], Any]] = {
+    "sum": lambda numbers, _: sum(numbers),
+    "mean": _mean,
+    "max": lambda numbers, _: _extreme(numbers, largest=True),
+    "min": lambda numbers, _: _extreme(numbers, largest=False),
+}
+
+
+def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) -> T:
+    """Give every process the tensors and numbers that ``from_process`` holds.
+
+    Args:
+        tensor: a tensor, a number, or a nested structure of them, of the same shape and type on
+            all processes (for objects that may differ, see :func:`broadcast_object`).
+        from_process: the rank that sends.
+        debug: as for :func:`reduce`.
+
+    Returns:
+        The same structure with new, detached tensors.
+
+    Raises:
+        ValueError: there is no such process.
+        TypeError: a sparse tensor.
+        DistributedOperationException: in debug mode, where the processes do different things.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import broadcast
+        >>> broadcast([torch.tensor([1, 2]), 0.5])
+        [tensor([1, 2]), 0.5]
+    """
+    source = source_of(from_process)
+    begin("broadcast", debug, lambda: contents(tensor, whole), from_process=from_process)
+    sent = map_tensors(tensor, lambda one: broadcast_tensor(one, source))
+    own = [leaf.value for leaf in leaves(sent, is_number, by_key=True)]
+    if not own:
+        return sent
+    each = iter(send_object(own, source))
+    return map_leaves(sent, lambda _: next(each), is_number, by_key=True)

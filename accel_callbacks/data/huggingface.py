@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import collectives
 from accel_callbacks.data.iterable import IterableShards, has_state
-from accel_callbacks.data.order import mix_seed
+from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.sources import Delivery, Setting
 from accel_callbacks.data.stream import State, StatefulSource, StreamSource, leads_to, ready_kept
 from accel_callbacks.distributed.failures import share_failure

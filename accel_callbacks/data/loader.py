@@ -1,7 +1,8 @@
-"""The prepared loader: sharded, resumable at any sample, and aware of its own padding."""
+"""DataLoaderShard: resumable at any sample."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,15 +12,43 @@ from torch.utils.data import DataLoader
 from accel_callbacks.data.device import Feed
 from accel_callbacks.data.sources import Delivery, Source
 from accel_callbacks.data.stream import StatefulSource
-from accel_callbacks.data.workers import keep_workers, stop_workers
 
-__all__ = ["DataLoaderShard", "LoopEvents"]
+__all__ = ["DataLoaderShard", "LoopEvents", "keep_workers", "stop_workers"]
 
 _TAKEN_OVER = (
     "another pass over this prepared loader was begun before this one ended, and a loader has one "
     "place in its data: prepare a second DataLoader(...) over the dataset, and use that inside of "
     "(or beside) the loop over this one."
 )
+
+
+def keep_workers(loader: DataLoader[Any]) -> None:
+    """Let the persistent workers of a loader end with it, at once.
+
+    A loader belongs to a circle of objects, and in one the queues to its workers may be closed
+    before the workers are told to end: they then find out by themselves, seconds later.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    known: tuple[Any, Any] = getattr(loader, "_workers_end", (None, None))
+    if iterator is None or (known[0] is not None and known[0]() is iterator):
+        return
+    end = weakref.finalize(loader, iterator._shutdown_workers)
+    end.atexit = False  # torch has its own way out there
+    loader._workers_end = weakref.ref(iterator), end
+
+
+def stop_workers(loader: DataLoader[Any]) -> None:
+    """End the workers now; the next pass starts others.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from accel_callbacks.data.loader import stop_workers
+        >>> stop_workers(DataLoader(range(4)))
+    """
+    known: tuple[Any, Any] = getattr(loader, "_workers_end", (None, None))
+    if known[1] is not None:
+        known[1]()
+    loader._iterator = None
 
 
 class LoopEvents(Protocol):

@@ -1,10 +1,10 @@
-"""From a torch loader to a prepared one: what it reads from is chosen here."""
+"""From a torch DataLoader to a prepared one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import (
@@ -16,19 +16,30 @@ from torch.utils.data import (
 )
 
 from accel_callbacks import collectives
-from accel_callbacks.data.batch_plan import BatchPlan
-from accel_callbacks.data.config import DataLoaderConfiguration
-from accel_callbacks.data.device import Feed
-from accel_callbacks.data.dispatch import DataLoaderDispatcher
+from accel_callbacks.data.config import DataLoaderConfiguration, checked_rng_types
+from accel_callbacks.data.device import Feed, device_feed
+from accel_callbacks.data.dispatch import (
+    CollatePieces,
+    DataLoaderDispatcher,
+    DispatchSource,
+    WholeShares,
+)
+from accel_callbacks.data.huggingface import can_shard, own_shards
+from accel_callbacks.data.iterable import IterableShards, has_state
 from accel_callbacks.data.loader import DataLoaderShard, LoopEvents
-from accel_callbacks.data.opening import dispatched, open_stream
-from accel_callbacks.data.order import mix_seed
-from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler
-from accel_callbacks.data.shard import SamplePlan
-from accel_callbacks.data.shares import ShareSource
+from accel_callbacks.data.sampler import BatchSamplerShard, SeedableRandomSampler, mix_seed
+from accel_callbacks.data.shard import BatchPlan, SamplePlan, ShareSource
 from accel_callbacks.data.sources import Setting, Source
+from accel_callbacks.data.stream import StreamSource, check_even
 
-__all__ = ["order_seed", "prepare_loader", "share_of"]
+__all__ = [
+    "dispatched",
+    "open_stream",
+    "order_seed",
+    "prepare_data_loader",
+    "prepare_loader",
+    "share_of",
+]
 
 _KEPT = (
     "num_workers",
@@ -39,6 +50,51 @@ _KEPT = (
     "prefetch_factor",
     "persistent_workers",
 )
+
+
+def open_stream(loader: DataLoader[Any], batch_size: int | None, setting: Setting) -> Source:
+    """The source of an iterable dataset.
+
+    Args:
+        loader: the user's.
+        batch_size: samples of one process; ``None`` if the dataset yields ready batches.
+        setting: which process this is, and the options.
+
+    Raises:
+        ValueError: ready batches cannot be split, or the dataset is sharded already.
+    """
+    config, dataset = setting.config, cast(Iterable[Any], loader.dataset)
+    if batch_size is None and config.split_batches:
+        raise ValueError(
+            "a loader with batch_size=None reads ready batches, and split_batches=True cannot "
+            "split them: give it a batch_size."
+        )
+    check_even(config.even_batches, batch_size)
+    every_rank = bool(config.dispatch_batches)
+    if can_shard(dataset, setting.world_size) and not every_rank:
+        return own_shards(loader, batch_size, setting)
+    shards = IterableShards(
+        dataset,
+        batch_size=batch_size,
+        drop_last=loader.drop_last,
+        rank=setting.rank,
+        world_size=setting.world_size,
+        every_rank=every_rank,
+        stateful=config.use_stateful_dataloader and has_state(dataset),
+    )
+    shards.even = config.even_batches
+    if not every_rank:
+        return StreamSource(loader, shards)
+    whole = setting.slice_fn is not None and batch_size is not None
+    stream = StreamSource(loader, shards, CollatePieces(loader.collate_fn, whole=whole))
+    return DispatchSource(stream, loader, setting)
+
+
+def dispatched(source: ShareSource, loader: DataLoader[Any], setting: Setting) -> Source:
+    """The same source, read by the main process for all, if the options say so."""
+    if not setting.config.dispatch_batches:
+        return source
+    return DispatchSource(WholeShares(source, setting), loader, setting)
 
 
 def _own_seed(loader: DataLoader[Any]) -> int:
@@ -171,3 +227,84 @@ def share_of(batch_size: int | None, setting: Setting) -> int | None:
             f"processes: give the loader a multiple of {setting.world_size} as its batch_size."
         )
     return batch_size // setting.world_size
+
+
+class _JustBatches:
+    """Nothing happens around the batches."""
+
+    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
+        return loader.batches()
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | str | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = True,
+    use_stateful_dataloader: bool = True,
+) -> DataLoaderShard:
+    """A loader for one process, without an Accelerator: no hooks fire around its batches.
+
+    With several processes, all must call it alike. For the options that are not explained here,
+    see :class:`accel_callbacks.DataLoaderConfiguration`.
+
+    Args:
+        dataloader: any torch loader.
+        device: where batches go, if they go somewhere.
+        num_processes: how many share the data; those of the process group by default, else 1.
+        process_index: which of them this is; likewise.
+        split_batches: the batch size is that of all processes together.
+        put_on_device: move batches to ``device``; off by default.
+        rng_types: random generators that each pass takes over from the main process.
+        dispatch_batches: the main process reads for all.
+        even_batches: fill the last batch up with repetitions.
+        slice_fn_for_dispatch: takes a process's part of a batch that is dispatched.
+        use_seedable_sampler: shuffle as :class:`accel_callbacks.SeedableRandomSampler` does.
+        data_seed: the seed of the order.
+        non_blocking: do not wait for copies from pinned memory.
+        use_stateful_dataloader: resume a stream through its own state, if it has one.
+
+    Raises:
+        ValueError: the loader shards already or cannot be sharded as the options say, or
+            ``put_on_device`` without a device.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from accel_callbacks import prepare_data_loader
+        >>> loader = prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=1)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [6, 7]]
+    """
+    if put_on_device and device is None:
+        raise ValueError("put_on_device=True needs to know where: pass device= too.")
+    config = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    world = collectives.world_size() if num_processes is None else num_processes
+    rank = collectives.rank() if process_index is None else process_index
+    if not 0 <= rank < world:
+        raise ValueError(f"process_index={rank} must be below num_processes={world}, from 0 on.")
+    feed = device_feed(torch.device(device), non_blocking) if put_on_device and device else None
+    return prepare_loader(
+        dataloader,
+        Setting(rank, world, config, slice_fn_for_dispatch),
+        events=_JustBatches(),
+        feed=feed,
+        seed=order_seed(dataloader, config, 0),
+        rng_types=checked_rng_types(rng_types),
+    )

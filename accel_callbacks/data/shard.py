@@ -1,12 +1,31 @@
-"""Which samples this process reads at each step of an epoch, from any position on."""
+"""Which samples this rank reads: map-style."""
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Plan", "SamplePlan", "Share", "fill_up", "refuse_too_few", "split_evenly"]
+from torch.utils.data import DataLoader
+
+from accel_callbacks.data.sampler import epoch_order, mix_seed
+from accel_callbacks.data.sources import Delivery
+
+__all__ = [
+    "BatchPlan",
+    "Plan",
+    "SamplePlan",
+    "Share",
+    "ShareSource",
+    "fill_up",
+    "refuse_too_few",
+    "split_evenly",
+]
+
+Batches = Sequence[Sequence[Any]]
 
 
 class Share(NamedTuple):
@@ -177,3 +196,237 @@ class SamplePlan:
         if not self.even and real >= world:
             return Share(list(split_evenly(samples, self.rank, world)), real, real)
         return Share(fill_up(samples, order, self.rank, world), real, -(-real // world) * world)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """For a custom batch sampler: at step k, process r reads batch ``k * world_size + r``.
+
+    The last step is filled up with batches from the start of the epoch. Positions still count
+    samples.
+
+    If not ``even``, the batches over the full steps are split over the processes, and where they
+    have fewer samples than there are processes, they and the step before are split together.
+
+    With ``split``, each batch of the sampler is that of all processes, and is split over them;
+    samples from the start of the epoch fill it up, unless ``even`` is off.
+
+    Args:
+        rank: index of this process.
+        world_size: number of processes.
+        even: fill the last step up with repetitions.
+        split: split each batch over the processes.
+        batch_size: of one process, if the sampler says so; its batches may still be smaller.
+
+    Example:
+        >>> from accel_callbacks.data.shard import BatchPlan
+        >>> plan = BatchPlan(rank=0, world_size=1)
+        >>> [share.indices for share in plan.shares([[0], [1, 2]], 1)]
+        [[1, 2]]
+    """
+
+    rank: int
+    world_size: int
+    even: bool = True
+    split: bool = False
+    batch_size: int | None = None
+
+    drop_last = False  # the sampler has left out what it leaves out
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a full global batch, if the sampler says how large its batches are."""
+        return None if self.batch_size is None else self.batch_size * self.world_size
+
+    @property
+    def _at_once(self) -> int:
+        """Batches of the sampler in a full step."""
+        return 1 if self.split else self.world_size
+
+    def check(self, order: Batches) -> None:
+        """Raise ValueError if the processes cannot take the same number of steps."""
+        if not self.even:
+            refuse_too_few(sum(map(len, order)), self.world_size)
+
+    def steps(self, total: int) -> int | None:
+        """Global batches of an epoch of this many batches; ``None`` if their sizes decide."""
+        certain = self.even or (not self.split and total % self.world_size == 0)
+        return -(-total // self._at_once) if certain else None
+
+    def remaining(self, order: Batches, position: int) -> int:
+        """Global batches after ``position`` global samples."""
+        return len(self._groups(order, position))
+
+    def position_of(self, order: Batches, step: int) -> int:
+        """Global samples before this global batch; all of them for a later one."""
+        groups = self._groups(order, 0)
+        return sum(len(batch) for group in groups[:step] for batch in group)
+
+    def shares(self, order: Batches, position: int) -> Iterator[Share]:
+        """This process's samples in each global batch after ``position`` global samples."""
+        for group in self._groups(order, position):
+            yield self._share(group, order)
+
+    def _groups(self, order: Batches, position: int) -> list[list[Sequence[Any]]]:
+        """The batches of each step."""
+        first, count = self._begun(order, position), self._at_once
+        groups = [list(order[i : i + count]) for i in range(first, len(order), count)]
+        return groups if self.even else self._joined(groups)
+
+    def _joined(self, groups: list[list[Sequence[Any]]]) -> list[list[Sequence[Any]]]:
+        """What has no sample for each process goes with what is before (the first, after) it."""
+        joined: list[list[Sequence[Any]]] = []
+        for group in groups:
+            if joined and self.world_size > min(_samples(group), _samples(joined[-1])):
+                joined[-1] = joined[-1] + group
+            else:
+                joined.append(group)
+        return joined
+
+    def _share(self, group: list[Sequence[Any]], order: Batches) -> Share:
+        world, real = self.world_size, _samples(group)
+        if not self.split and len(group) == world:
+            return Share(group[self.rank], real, real)
+        if self.even and not self.split:
+            group = group + [order[extra % len(order)] for extra in range(world - len(group))]
+            return Share(group[self.rank], real, _samples(group))
+        samples = list(chain(*group))
+        if not self.even and real >= world:
+            return Share(split_evenly(samples, self.rank, world), real, real)
+        opening = list(chain(*order[:world]))
+        return Share(fill_up(samples, opening, self.rank, world), real, -(-real // world) * world)
+
+    def _begun(self, order: Batches, position: int) -> int:
+        """The sampler's batches that lie whole before ``position``."""
+        first = seen = 0
+        while first < len(order) and seen + len(order[first]) <= position:
+            seen += len(order[first])
+            first += 1
+        return first
+
+
+def _samples(group: Sequence[Sequence[Any]]) -> int:
+    return sum(map(len, group))
+
+
+class ShareSource:
+    """The batches of a map-style dataset, through a plan over the sampler's order.
+
+    It is the ``batch_sampler`` of the prepared loader (its ``sampler`` where ``batch_size=None``).
+
+    Attributes:
+        batch_size: of one process, as far as it is known.
+        drop_last: as the loader was given it.
+        sampler: what the order comes from; may be replaced, for the next pass.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], plan: SamplePlan | BatchPlan, sampler: Any, batched: bool
+    ) -> None:
+        self._loader = loader
+        self._plan = self._current = plan
+        self.sampler = sampler
+        self._batched = batched
+        total = plan.total_batch_size
+        self.batch_size = None if total is None else total // plan.world_size
+        self.drop_last = plan.drop_last
+        self._shares: deque[Share] = deque()
+        self._order: Any = None
+        self._position = 0
+
+    @property
+    def even_batches(self) -> bool:
+        """Fill the tail up with repetitions, from the next pass on."""
+        return self._plan.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        if not even and not self._batched:
+            raise ValueError(
+                "a loader with batch_size=None reads ready batches, which cannot be split: give "
+                "it a batch_size, or leave even_batches on."
+            )
+        self._plan = replace(self._plan, even=even)
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a full global batch."""
+        return self._plan.total_batch_size
+
+    @property
+    def remainder(self) -> int:
+        """Samples of an epoch over its full global batches; -1 if unknown or dropped."""
+        size = self.total_batch_size
+        if size is None or self.drop_last or isinstance(self._plan, BatchPlan):
+            return -1
+        try:
+            return len(self.sampler) % size
+        except TypeError:
+            return -1
+
+    def loader_options(self) -> dict[str, Any]:
+        """The arguments that make a torch loader read from this source."""
+        options: dict[str, Any] = {"dataset": self._loader.dataset}
+        options["collate_fn"] = self._loader.collate_fn
+        if self._batched:
+            return options | {"batch_sampler": self}
+        return options | {"sampler": self, "batch_size": None}
+
+    def steps(self) -> int:
+        """Batches of a whole epoch; where their sizes decide, of the epoch begun last."""
+        steps = self._plan.steps(len(self.sampler))
+        if steps is None:
+            order = epoch_order(self.sampler, 0, 0) if self._order is None else self._order
+            steps = self._plan.remaining(order, 0)
+        return steps
+
+    def remaining(self) -> int:
+        """Batches left in the epoch that was begun."""
+        return self._current.remaining(self._order, self._position)
+
+    def begun(self) -> int:
+        """Batches of this epoch before the position that was begun at."""
+        return self._current.remaining(self._order, 0) - self.remaining()
+
+    def position_of(self, batches: int) -> int:
+        """Global samples before this batch of the epoch that was begun (of its end, at most)."""
+        return self._current.position_of(self._order, batches)
+
+    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
+        """Other noise on each rank and after each resume."""
+        return mix_seed(seed, epoch, position, self._plan.rank)
+
+    def begin(self, seed: int, epoch: int, position: int) -> None:
+        """Get the order of this epoch ready."""
+        self._order = epoch_order(self.sampler, seed, epoch)
+        self._current = self._plan
+        self._current.check(self._order)
+        self._position = position
+        self._shares.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        for share in self._current.shares(self._order, self._position):
+            self._shares.append(share)
+            yield share.indices if self._batched else share.indices[0]
+
+    def __len__(self) -> int:
+        return self.steps()
+
+    def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
+        """Each batch of the torch loader with its counts."""
+        whole = Delivery(0, 0)
+        for item in items:
+            # Batches arrive in the order in which their indices were drawn, workers or not.
+            _, real, padded = share = self._shares.popleft()
+            if real != padded:
+                yield item, Delivery(real, padded, kept=self._kept(share))
+                continue
+            if real != whole.real:  # one serves for all full batches
+                whole = Delivery(real, padded)
+            yield item, whole
+
+    def _kept(self, share: Share) -> list[int] | None:
+        """Ready batches are repeated as a whole, and nobody knows how many samples they have."""
+        if self._batched:
+            return None
+        return [sys.maxsize if rank < share.real else 0 for rank in range(share.padded)]

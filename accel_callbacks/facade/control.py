@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.data.workers import stop_workers
+from accel_callbacks.data.loader import stop_workers
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.memory import release_memory
 from accel_callbacks.plugins.base import Handlers

@@ -11,8 +11,8 @@ import torch
 from accel_callbacks import checkpointing
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.abort import refuse_torn
+from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.facade.parts import Parts
-from accel_callbacks.half_loaded import refuse_half_loaded
 from accel_callbacks.modeling.compile import uncompile
 from accel_callbacks.project_saves import SavePlace, project_save, refuse_each_node
 from accel_callbacks.tensor_file import save_tensors

@@ -10,10 +10,10 @@ import torch
 
 from accel_callbacks.boundary import poll_outside
 from accel_callbacks.contexts import Accumulate
+from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.gradients import has_gradients
-from accel_callbacks.half_loaded import refuse_half_loaded
-from accel_callbacks.plugins.autocast import AutocastKwargs
+from accel_callbacks.plugins.precision import AutocastKwargs
 
 __all__ = ["StepMethods"]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from accel_callbacks.rng import capture_rng, restore_rng
+from accel_callbacks.distributed.rng import capture_rng, restore_rng
 
 __all__ = ["looking_at"]
 

@@ -1,12 +1,10 @@
 """Handlers of options: one file each."""
 
-from accel_callbacks.plugins.autocast import AutocastKwargs
 from accel_callbacks.plugins.base import Handlers, KwargsHandler, OptionEnum, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
-from accel_callbacks.plugins.fp8 import AORecipeKwargs
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
-from accel_callbacks.plugins.precision import GradScalerKwargs
+from accel_callbacks.plugins.precision import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
 __all__ = [

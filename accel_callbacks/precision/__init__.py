@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.fp8 import AORecipeKwargs
+from accel_callbacks.plugins.precision import AORecipeKwargs
+from accel_callbacks.precision.amp import BF16
 from accel_callbacks.precision.base import Precision
-from accel_callbacks.precision.bf16 import BF16
 from accel_callbacks.precision.fp8 import FP8
 from accel_callbacks.precision.fp16 import FP16
 

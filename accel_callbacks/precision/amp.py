@@ -1,4 +1,4 @@
-"""What the autocast precisions share: fp32 parameters, low-precision work, fp32 outputs."""
+"""Autocast precisions, bf16."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives import map_tensors
-from accel_callbacks.plugins.autocast import AutocastKwargs
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.precision.base import Precision, PreparedForward
 
-__all__ = ["Autocast"]
+__all__ = ["BF16", "Autocast"]
 
 
 class Autocast(Precision):
@@ -82,3 +82,18 @@ def _check_device(name: str, device: torch.device, dtype: torch.dtype) -> None:
             f"mixed_precision={name!r} does not work on {device}: {error}. Use 'no', or another "
             "precision that the device has."
         ) from error
+
+
+class BF16(Autocast):
+    """Autocast to bfloat16.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.precision import BF16
+        >>> model = BF16(torch.device("cpu")).wrap(torch.nn.Linear(2, 2))
+        >>> model(torch.ones(1, 2)).dtype
+        torch.float32
+    """
+
+    name = "bf16"
+    dtype = torch.bfloat16

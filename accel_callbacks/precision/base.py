@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.plugins.autocast import AutocastKwargs
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.precision import AutocastKwargs
 
 __all__ = ["Precision", "PreparedForward"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.plugins.fp8 import AORecipeKwargs
-from accel_callbacks.precision.bf16 import BF16
+from accel_callbacks.plugins.precision import AORecipeKwargs
+from accel_callbacks.precision.amp import BF16
 
 __all__ = ["FP8"]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import checkpoint_io
 from accel_callbacks import collectives
 from accel_callbacks.accelerator import Accelerator
-from accel_callbacks.rng import set_seed
+from accel_callbacks.distributed.rng import set_seed
 from accel_callbacks.selftest.check import Expectations, Lab, Skipped
 from accel_callbacks.selftest.small import flat_weights, samples, small_model
 from checkpoint_io.format.names import MANIFEST, new_save_id

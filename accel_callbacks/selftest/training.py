@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_callbacks.accelerator import Accelerator
-from accel_callbacks.rng import set_seed
+from accel_callbacks.distributed.rng import set_seed
 from accel_callbacks.selftest.check import Expectations, Lab
 from accel_callbacks.selftest.small import (
     flat_weights,

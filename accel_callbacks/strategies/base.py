@@ -12,9 +12,8 @@ import torch
 
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.modeling.compile import original
-from accel_callbacks.plain_modules import is_plain
 from accel_callbacks.plugins.base import Handlers
-from accel_callbacks.strategies.checks import refuse_empty
+from accel_callbacks.strategies.checks import is_plain, refuse_empty
 
 __all__ = ["Strategy"]
 

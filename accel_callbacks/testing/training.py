@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from accel_callbacks.accelerator import Accelerator
-from accel_callbacks.rng import capture_rng, restore_rng
+from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.run import TrainingRun
 from accel_callbacks.testing.recorder import Recorder
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from accel_callbacks.devices import own_accelerator
-from accel_callbacks.rng import capture_rng, restore_rng
+from accel_callbacks.distributed.rng import capture_rng, restore_rng
+from accel_callbacks.distributed.topology import own_accelerator
 
 __all__ = ["as_before"]
 

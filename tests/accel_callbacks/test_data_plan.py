@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from accel_callbacks.data.batch_plan import BatchPlan
 from accel_callbacks.data.iterable import IterableShards
-from accel_callbacks.data.order import epoch_order, mix_seed
-from accel_callbacks.data.shard import SamplePlan
+from accel_callbacks.data.sampler import epoch_order, mix_seed
+from accel_callbacks.data.shard import BatchPlan, SamplePlan
 
 WORLDS = (1, 2, 3, 4)
 

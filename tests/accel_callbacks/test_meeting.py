@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from accel_callbacks.meeting import agree_on_attempt, store_outlives
+from accel_callbacks.distributed.process_group import agree_on_attempt, store_outlives
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=20)
 

@@ -15,7 +15,7 @@ from tqdm import TMonitor
 
 from accel_callbacks import Accelerator, ResumeError, prepare_data_loader
 from accel_callbacks.data.config import DataLoaderConfiguration
-from accel_callbacks.data.dataset_shard import IterableDatasetShard
+from accel_callbacks.data.iterable import IterableDatasetShard
 
 
 class Stream(IterableDataset):

@@ -187,7 +187,7 @@ def test_any_structure_arrives_as_it_was(pool):
 
 def count_structures():
     """How often the structure was sent."""
-    from accel_callbacks.data import scattering
+    from accel_callbacks.data import dispatch as scattering
 
     sent = []
     original = scattering.Sender._structures
