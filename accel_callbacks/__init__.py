@@ -54,7 +54,7 @@ _HOME = {
     "broadcast_object": "collectives",
     "broadcast_object_list": "collectives",
     "clear_device_cache": "memory",
-    "debug_launcher": "launching.notebook",
+    "debug_launcher": "launch.notebook",
     "find_executable_batch_size": "memory",
     "gather": "collectives",
     "gather_object": "collectives",
@@ -66,7 +66,7 @@ _HOME = {
     "local_main_process_only": "distributed.process_control",
     "main_process_first": "distributed.process_control",
     "main_process_only": "distributed.process_control",
-    "notebook_launcher": "launching.notebook",
+    "notebook_launcher": "launch.notebook",
     "on_local_process": "distributed.process_control",
     "on_process": "distributed.process_control",
     "pad_across_processes": "collectives",
@@ -81,7 +81,7 @@ _HOME = {
     "synchronize_rng_state": "distributed.rng",
     "synchronize_rng_states": "distributed.rng",
     "tqdm": "logging",
-    "wait_for_everyone": "operations",
+    "wait_for_everyone": "utils.operations",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]
@@ -137,8 +137,8 @@ if TYPE_CHECKING:
     from accel_callbacks.errors import ResumeError as ResumeError
     from accel_callbacks.general_tracker import GeneralTracker as GeneralTracker
     from accel_callbacks.general_tracker import LoggerType as LoggerType
-    from accel_callbacks.launching.notebook import debug_launcher as debug_launcher
-    from accel_callbacks.launching.notebook import notebook_launcher as notebook_launcher
+    from accel_callbacks.launch.notebook import debug_launcher as debug_launcher
+    from accel_callbacks.launch.notebook import notebook_launcher as notebook_launcher
     from accel_callbacks.local_sgd import LocalSGD as LocalSGD
     from accel_callbacks.logging import MultiProcessAdapter as MultiProcessAdapter
     from accel_callbacks.logging import get_logger as get_logger
@@ -149,7 +149,6 @@ if TYPE_CHECKING:
     from accel_callbacks.modeling.load import (
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
-    from accel_callbacks.operations import wait_for_everyone as wait_for_everyone
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend
@@ -174,6 +173,7 @@ if TYPE_CHECKING:
     from accel_callbacks.state import AcceleratorState as AcceleratorState
     from accel_callbacks.state import GradientState as GradientState
     from accel_callbacks.state import PartialState as PartialState
+    from accel_callbacks.utils.operations import wait_for_everyone as wait_for_everyone
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

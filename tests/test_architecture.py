@@ -23,7 +23,7 @@ FORBIDDEN_ARROWS = {
     "loggers": {"accel_callbacks", "checkpoint_io", "examples", "tests"},
 }
 MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/torch_pickle.py"}
-MAY_WRITE_ENVIRON = {"accel_callbacks/launching/environment.py"}
+MAY_WRITE_ENVIRON = {"accel_callbacks/launch/environment.py"}
 MAX_LINES = 320
 HEAVY = [
     "wandb",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 
-from accel_callbacks.cli.options import CommandParser, positive_int
+from accel_callbacks.cli.parser import CommandParser, positive_int
 
 ACTIONS = {
     "ls": "what is in a folder of checkpoints: step, size, age, status",

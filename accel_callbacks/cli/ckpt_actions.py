@@ -15,8 +15,8 @@ from typing import Any
 import checkpoint_io
 from accel_callbacks.cli.ckpt_copy import copy
 from accel_callbacks.cli.ckpt_remove import remove
-from accel_callbacks.cli.ckpt_text import age_of, printable, shape_of, size_of, table, to_json
-from accel_callbacks.cli.options import CommandError
+from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.cli.text import age_of, printable, shape_of, size_of, table, to_json
 from checkpoint_io.weights.find import open_weights
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import checkpoint_io
 from accel_callbacks.cli.ckpt_pieces import pieces_of
-from accel_callbacks.cli.ckpt_text import printable, size_of
-from accel_callbacks.cli.options import CommandError
+from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.cli.text import printable, size_of
 from checkpoint_io.folder.removal import extra_files
 from checkpoint_io.format.manifest import Manifest, same_manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of, temporary_name

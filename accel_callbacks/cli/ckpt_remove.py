@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import checkpoint_io
-from accel_callbacks.cli.ckpt_text import printable, size_of
-from accel_callbacks.cli.options import CommandError
+from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.cli.text import printable, size_of
 from checkpoint_io.folder.removal import remove_all, remove_checkpoint
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from accel_callbacks.cli.options import CommandParser
+from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.cli.registry import COMMANDS, Command
-from accel_callbacks.launching.options import Option as Setting
+from accel_callbacks.launch.option import Option as Setting
 
 _REST = (argparse.PARSER, argparse.REMAINDER)
 

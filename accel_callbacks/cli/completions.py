@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from accel_callbacks.cli.options import CommandParser
+from accel_callbacks.cli.parser import CommandParser
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.cli.options import CommandError, CommandParser
-from accel_callbacks.launching.files import (
+from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.launch.config_file import (
     default_path,
     expanded,
     find_config,
     read_config,
     write_config,
 )
-from accel_callbacks.launching.options import SettingsError
+from accel_callbacks.launch.option import SettingsError
 
 ACTIONS = {
     "default": "write what fits this machine, without questions; the same as --default",
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
 def _default(args: Namespace) -> int:
     """Write what fits this machine."""
     from accel_callbacks.cli import config_questions
-    from accel_callbacks.launching.machine import look_around
+    from accel_callbacks.launch.machine import look_around
 
     machine = look_around(os.environ)
     values = config_questions.defaults(machine, args.mixed_precision)
@@ -85,7 +85,7 @@ def _default(args: Namespace) -> int:
 def _ask(args: Namespace) -> int:
     """Ask what matters here, then write."""
     from accel_callbacks.cli import config_questions
-    from accel_callbacks.launching.machine import look_around
+    from accel_callbacks.launch.machine import look_around
 
     if sys.stdin is None or not sys.stdin.isatty():
         raise CommandError(

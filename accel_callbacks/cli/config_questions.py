@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel_callbacks.launching.files import PROJECT_FILE, default_path
-from accel_callbacks.launching.machine import Machine
-from accel_callbacks.launching.settings import find
+from accel_callbacks.launch.config_file import PROJECT_FILE, default_path
+from accel_callbacks.launch.machine import Machine
+from accel_callbacks.launch.settings import find
 
 _Values = dict[str, Any]
 _Answer = TypeVar("_Answer")

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.cli.ckpt_text import printable, table
-from accel_callbacks.launching.files import PROJECT_FILE, default_path
-from accel_callbacks.launching.options import SettingsError
-from accel_callbacks.launching.resolving import Resolved, refuse_unbuilt, resolve_settings
-from accel_callbacks.launching.settings import all_options
+from accel_callbacks.cli.text import printable, table
+from accel_callbacks.launch.config_file import PROJECT_FILE, default_path
+from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
+from accel_callbacks.launch.settings import all_options
 
 
 def run(

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accel_callbacks import __version__
-from accel_callbacks.cli.ckpt_text import printable
-from accel_callbacks.cli.options import CommandError, CommandParser
+from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.cli.text import printable
 
 PACKAGES = (
     "numpy",
@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
 
 def _config_lines(named: str | None) -> Iterator[str]:
     """Show the config file that a launch from here would read."""
-    from accel_callbacks.launching.files import find_config, read_config
+    from accel_callbacks.launch.config_file import find_config, read_config
 
     try:
         path = named or find_config(None, os.environ)

@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.cli.ckpt_text import size_of, table, to_json
-from accel_callbacks.cli.options import CommandError, CommandParser, suggestion
+from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
+from accel_callbacks.cli.text import size_of, table, to_json
 
 if TYPE_CHECKING:
     import torch

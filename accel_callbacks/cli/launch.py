@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from accel_callbacks.cli.launch_machines import Here
 from accel_callbacks.cli.launch_options import configure, given_extras, read_program
-from accel_callbacks.cli.launch_plan import DirectPlan, Plan, TpuPlan, build_plan
-from accel_callbacks.cli.launch_report import exit_code
-from accel_callbacks.cli.options import CommandError
-from accel_callbacks.launching.environment import changed_environment
-from accel_callbacks.launching.machine import DRIVERS, usable_cores
-from accel_callbacks.launching.options import SettingsError
-from accel_callbacks.launching.orphans import guarded
-from accel_callbacks.launching.resolving import refuse_absent_gpus, refuse_unbuilt, resolve_settings
-from accel_callbacks.launching.settings import find
+from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.machine import DRIVERS, usable_cores
+from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.plan import DirectPlan, Plan, TpuPlan, build_plan
+from accel_callbacks.launch.rendezvous import Here
+from accel_callbacks.launch.report import exit_code
+from accel_callbacks.launch.resolve import refuse_absent_gpus, refuse_unbuilt, resolve_settings
+from accel_callbacks.launch.settings import find
+from accel_callbacks.launch.watchdog import guarded
 
 __all__ = ["configure", "run"]
 
@@ -80,7 +80,7 @@ def _start(plan: Plan, whole_process: bool) -> int:
     with guarded() as marks, changed_environment({**plan.env, **marks}):
         if isinstance(plan, TpuPlan):
             return _run_on_tpu(plan)
-        from accel_callbacks.cli.launch_agent import run_agent
+        from accel_callbacks.launch.agent import run_agent
 
         return run_agent(plan)
 
@@ -113,7 +113,7 @@ def _run_below(plan: DirectPlan) -> int:
 
 
 def _run_on_tpu(plan: TpuPlan) -> int:
-    from accel_callbacks.launching.tpu import launch_on_tpu
+    from accel_callbacks.launch.tpu import launch_on_tpu
 
     launch_on_tpu(plan.program.name, plan.program.arguments, plan.function, plan.one)
     return 0

@@ -14,9 +14,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.cli.launch_plan import Program
-from accel_callbacks.cli.options import CommandError, CommandParser, natural_int
-from accel_callbacks.launching.settings import all_options
+from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
+from accel_callbacks.launch.plan import Program
+from accel_callbacks.launch.settings import all_options
 
 _TITLES = {
     "Processes": "processes",

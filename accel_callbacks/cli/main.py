@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from accel_callbacks import __version__
-from accel_callbacks.cli.options import CommandError, CommandParser, suggestion
+from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
 from accel_callbacks.cli.pipes import pipe_may_close
 from accel_callbacks.cli.registry import COMMANDS
 

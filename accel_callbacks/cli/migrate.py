@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from accel_callbacks.cli.options import CommandError, CommandParser
+from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.cli.pipes import pipe_may_close
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv"}

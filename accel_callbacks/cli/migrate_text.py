@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 
-from accel_callbacks.cli.ckpt_text import printable
+from accel_callbacks.cli.text import printable
 from accel_callbacks.migrating.files import MovedFile
 from accel_callbacks.migrating.findings import Finding
 

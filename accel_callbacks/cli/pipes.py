@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from accel_callbacks.cli.options import CommandError
+from accel_callbacks.cli.parser import CommandError
 
 CLOSED = 128 + 13  # what a shell says of a process that SIGPIPE ended
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-from accel_callbacks.cli.options import CommandParser
+from accel_callbacks.cli.parser import CommandParser
 
 
 class CommandModule(Protocol):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_callbacks.cli import launch
-from accel_callbacks.cli.options import CommandError, CommandParser, suggestion
+from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
 
 CHECKS = (
     *("processes", "collectives", "determinism", "data", "workers", "precision", "gradients"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accel_callbacks.launching.options import option
+from accel_callbacks.launch.option import option
 
 __all__ = ["MegatronConfig"]
 

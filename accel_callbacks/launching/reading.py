@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.launching.options import Option, SettingsError, shown
-from accel_callbacks.launching.settings import all_options
+from accel_callbacks.launch.option import Option, SettingsError, shown
+from accel_callbacks.launch.settings import all_options
 
 __all__ = ["GONE", "values_of"]
 
@@ -39,7 +39,7 @@ def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dic
         ({'mixed_precision': 'fp16'}, {})
         >>> values_of({"num_proceses": 2}, "accel.yaml")
         Traceback (most recent call last):
-        accel_callbacks.launching.options.SettingsError: accel.yaml: has no key 'num_proceses'. ...
+        accel_callbacks.launch.option.SettingsError: accel.yaml: has no key 'num_proceses'. ...
     """
     _refuse_sagemaker(data, source)
     gone = {key: GONE[key] for key in data if key in GONE}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_callbacks.launching.options import SettingsError
+from accel_callbacks.launch.option import SettingsError
 
 __all__ = ["settle"]
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 
+from accel_callbacks.migrate.notebook import migrate_notebook
 from accel_callbacks.migrating.findings import Migration, UnreadableError
-from accel_callbacks.migrating.notebooks import migrate_notebook
 from accel_callbacks.migrating.scripts import migrate_script
 
 __all__ = ["MovedFile", "read_and_move"]

@@ -15,7 +15,7 @@ class UnreadableError(ValueError):
     """A text that is no Python, or a file that is no notebook; nothing can be done with it.
 
     Example:
-        >>> from accel_callbacks.migrating import UnreadableError, migrate_script
+        >>> from accel_callbacks.migrate import UnreadableError, migrate_script
         >>> try:
         ...     migrate_script("import (")
         ... except UnreadableError as error:
@@ -37,7 +37,7 @@ class Finding:
         cell: number of the notebook's cell, from 1; 0 in a script.
 
     Example:
-        >>> from accel_callbacks.migrating import migrate_script
+        >>> from accel_callbacks.migrate import migrate_script
         >>> [finding] = migrate_script("from accelerate import cpu_offload\\n").findings
         >>> finding.line, finding.name, finding.kind
         (1, 'cpu_offload', 'left')
@@ -65,7 +65,7 @@ class Migration:
         findings: what to look at, in the order of the file.
 
     Example:
-        >>> from accel_callbacks.migrating import migrate_script
+        >>> from accel_callbacks.migrate import migrate_script
         >>> migrate_script("print(1)\\n").changed
         False
     """

@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from accel_callbacks.migrating.bindings import Binding, below
-from accel_callbacks.migrating.names import OLD, TOP, UTILS, home_of, is_module
-from accel_callbacks.migrating.source import Edit, Source
+from accel_callbacks.migrate.imports import Binding, below
+from accel_callbacks.migrate.names import OLD, TOP, UTILS, home_of, is_module
+from accel_callbacks.migrate.source import Edit, Source
 
 _FROM = re.compile(r"from\s+([\w.]+)\s+import\b")
 

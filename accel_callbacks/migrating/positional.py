@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accel_callbacks.migrating.behaviour import look_through, named_arguments
-from accel_callbacks.migrating.source import Edit, Source
+from accel_callbacks.migrate.script import look_through, named_arguments
+from accel_callbacks.migrate.source import Edit, Source
 
 
 def positional_edits(source: Source) -> Iterator[Edit]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from accel_callbacks.migrating.behaviour import behaviour_findings
-from accel_callbacks.migrating.bindings import below, bindings_of, imports_of
+from accel_callbacks.migrate.imports import below, bindings_of, imports_of
+from accel_callbacks.migrate.names import OLD, advice_for, home_of, is_module
+from accel_callbacks.migrate.script import behaviour_findings
+from accel_callbacks.migrate.source import Edit, Source, apply_edits, parsed
 from accel_callbacks.migrating.findings import Finding, Migration, UnreadableError
 from accel_callbacks.migrating.imports import import_edits
-from accel_callbacks.migrating.names import OLD, advice_for, home_of, is_module
 from accel_callbacks.migrating.positional import positional_edits
-from accel_callbacks.migrating.source import Edit, Source, apply_edits, parsed
 from accel_callbacks.migrating.uses import use_edits, use_findings
 
 __all__ = ["analyse", "migrate_script"]
@@ -30,7 +30,7 @@ def migrate_script(text: str) -> Migration:
         UnreadableError: the text is no Python of this version.
 
     Example:
-        >>> from accel_callbacks.migrating import migrate_script
+        >>> from accel_callbacks.migrate import migrate_script
         >>> script = "import accelerate\\naccelerate.utils.set_seed(1)\\n"
         >>> print(migrate_script(script).after, end="")
         import accel_callbacks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accel_callbacks.migrating.bindings import Binding, Use
+from accel_callbacks.migrate.imports import Binding, Use
+from accel_callbacks.migrate.names import advice_for, home_of
+from accel_callbacks.migrate.source import Edit, Source
 from accel_callbacks.migrating.findings import Finding
-from accel_callbacks.migrating.names import advice_for, home_of
-from accel_callbacks.migrating.source import Edit, Source
 
 
 def use_edits(source: Source, binding: Binding) -> Iterator[Edit]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accel_callbacks.selftest import checkpoints, data, processes, training
+from accel_callbacks.selftest import checkpoints, data, processes
+from accel_callbacks.selftest import checks as training
 from accel_callbacks.selftest.check import Check
 
 __all__ = ["CHECKS"]

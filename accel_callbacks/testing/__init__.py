@@ -8,15 +8,15 @@ from accel_callbacks._lazy import lazy_names
 
 _HOME = {
     "Check": "checks",
-    "HostSync": "syncs",
+    "HostSync": "host_syncs",
     "Recorder": "recorder",
     "TinyTraining": "training",
     "callback_checks": "checks",
     "check_callback": "checks",
     "fire": "firing",
-    "host_syncs": "syncs",
+    "host_syncs": "host_syncs",
     "record": "recorder",
-    "simulate": "simulating",
+    "simulate": "hooks",
     "tiny_training": "training",
 }
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from accel_callbacks.testing.checks import callback_checks as callback_checks
     from accel_callbacks.testing.checks import check_callback as check_callback
     from accel_callbacks.testing.firing import fire as fire
+    from accel_callbacks.testing.hooks import simulate as simulate
+    from accel_callbacks.testing.host_syncs import HostSync as HostSync
+    from accel_callbacks.testing.host_syncs import host_syncs as host_syncs
     from accel_callbacks.testing.recorder import Recorder as Recorder
     from accel_callbacks.testing.recorder import record as record
-    from accel_callbacks.testing.simulating import simulate as simulate
-    from accel_callbacks.testing.syncs import HostSync as HostSync
-    from accel_callbacks.testing.syncs import host_syncs as host_syncs
     from accel_callbacks.testing.training import TinyTraining as TinyTraining
     from accel_callbacks.testing.training import tiny_training as tiny_training
 

@@ -10,7 +10,8 @@ import torch
 
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.errors import nearest
-from accel_callbacks.testing import fault_checks, running_checks, state_checks
+from accel_callbacks.testing import fault_checks, state_checks
+from accel_callbacks.testing import run_checks as running_checks
 from accel_callbacks.testing.subject import Subject, quietly
 from accel_callbacks.testing.training import own_randomness
 

@@ -10,8 +10,8 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.tuning.keeping import as_before
 from accel_callbacks.tuning.lr_result import LRResult
+from accel_callbacks.tuning.trial import as_before
 
 __all__ = ["find_learning_rate"]
 

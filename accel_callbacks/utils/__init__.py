@@ -12,38 +12,38 @@ import accel_callbacks
 from accel_callbacks._lazy import lazy_names
 
 _HOME = {
-    "PrecisionType": "unwrapping",
+    "PrecisionType": "utils.modeling",
     "SkipBatchSampler": "data.skip",
     "SkipDataLoader": "data.skip",
-    "TensorInformation": "operations",
-    "compare_versions": "availability",
-    "concatenate": "operations",
-    "convert_outputs_to_fp32": "operations",
-    "convert_to_fp32": "operations",
-    "extract_model_from_parallel": "unwrapping",
-    "find_batch_size": "operations",
-    "find_device": "operations",
-    "get_data_structure": "operations",
-    "get_shape": "operations",
-    "honor_type": "operations",
-    "initialize_tensors": "operations",
-    "is_bf16_available": "availability",
-    "is_compiled_module": "unwrapping",
-    "is_cuda_available": "availability",
-    "is_fp16_available": "availability",
-    "is_fp8_available": "availability",
+    "TensorInformation": "utils.operations",
+    "compare_versions": "utils.imports",
+    "concatenate": "utils.operations",
+    "convert_outputs_to_fp32": "utils.operations",
+    "convert_to_fp32": "utils.operations",
+    "extract_model_from_parallel": "utils.modeling",
+    "find_batch_size": "utils.operations",
+    "find_device": "utils.operations",
+    "get_data_structure": "utils.operations",
+    "get_shape": "utils.operations",
+    "honor_type": "utils.operations",
+    "initialize_tensors": "utils.operations",
+    "is_bf16_available": "utils.imports",
+    "is_compiled_module": "utils.modeling",
+    "is_cuda_available": "utils.imports",
+    "is_fp16_available": "utils.imports",
+    "is_fp8_available": "utils.imports",
     "is_initialized": "distributed.topology",
-    "is_mps_available": "availability",
-    "is_namedtuple": "operations",
-    "is_tensor_information": "operations",
-    "is_torch_tensor": "operations",
-    "is_torch_version": "availability",
-    "is_xpu_available": "availability",
-    "listify": "operations",
-    "pad_input_tensors": "operations",
-    "recursively_apply": "operations",
+    "is_mps_available": "utils.imports",
+    "is_namedtuple": "utils.operations",
+    "is_tensor_information": "utils.operations",
+    "is_torch_tensor": "utils.operations",
+    "is_torch_version": "utils.imports",
+    "is_xpu_available": "utils.imports",
+    "listify": "utils.operations",
+    "pad_input_tensors": "utils.operations",
+    "recursively_apply": "utils.operations",
     "should_reduce_batch_size": "memory",
-    "slice_tensors": "operations",
+    "slice_tensors": "utils.operations",
 }
 _SHARED = [name for name in accel_callbacks.__all__ if name != "__version__"]
 
@@ -119,40 +119,40 @@ if TYPE_CHECKING:
     from accel_callbacks import synchronize_rng_states as synchronize_rng_states
     from accel_callbacks import tqdm as tqdm
     from accel_callbacks import wait_for_everyone as wait_for_everyone
-    from accel_callbacks.availability import compare_versions as compare_versions
-    from accel_callbacks.availability import is_bf16_available as is_bf16_available
-    from accel_callbacks.availability import is_cuda_available as is_cuda_available
-    from accel_callbacks.availability import is_fp8_available as is_fp8_available
-    from accel_callbacks.availability import is_fp16_available as is_fp16_available
-    from accel_callbacks.availability import is_mps_available as is_mps_available
-    from accel_callbacks.availability import is_torch_version as is_torch_version
-    from accel_callbacks.availability import is_xpu_available as is_xpu_available
     from accel_callbacks.data.skip import SkipBatchSampler as SkipBatchSampler
     from accel_callbacks.data.skip import SkipDataLoader as SkipDataLoader
     from accel_callbacks.distributed.topology import is_initialized as is_initialized
     from accel_callbacks.memory import should_reduce_batch_size as should_reduce_batch_size
-    from accel_callbacks.operations import TensorInformation as TensorInformation
-    from accel_callbacks.operations import concatenate as concatenate
-    from accel_callbacks.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
-    from accel_callbacks.operations import convert_to_fp32 as convert_to_fp32
-    from accel_callbacks.operations import find_batch_size as find_batch_size
-    from accel_callbacks.operations import find_device as find_device
-    from accel_callbacks.operations import get_data_structure as get_data_structure
-    from accel_callbacks.operations import get_shape as get_shape
-    from accel_callbacks.operations import honor_type as honor_type
-    from accel_callbacks.operations import initialize_tensors as initialize_tensors
-    from accel_callbacks.operations import is_namedtuple as is_namedtuple
-    from accel_callbacks.operations import is_tensor_information as is_tensor_information
-    from accel_callbacks.operations import is_torch_tensor as is_torch_tensor
-    from accel_callbacks.operations import listify as listify
-    from accel_callbacks.operations import pad_input_tensors as pad_input_tensors
-    from accel_callbacks.operations import recursively_apply as recursively_apply
-    from accel_callbacks.operations import slice_tensors as slice_tensors
-    from accel_callbacks.unwrapping import PrecisionType as PrecisionType
-    from accel_callbacks.unwrapping import (
+    from accel_callbacks.utils.imports import compare_versions as compare_versions
+    from accel_callbacks.utils.imports import is_bf16_available as is_bf16_available
+    from accel_callbacks.utils.imports import is_cuda_available as is_cuda_available
+    from accel_callbacks.utils.imports import is_fp8_available as is_fp8_available
+    from accel_callbacks.utils.imports import is_fp16_available as is_fp16_available
+    from accel_callbacks.utils.imports import is_mps_available as is_mps_available
+    from accel_callbacks.utils.imports import is_torch_version as is_torch_version
+    from accel_callbacks.utils.imports import is_xpu_available as is_xpu_available
+    from accel_callbacks.utils.modeling import PrecisionType as PrecisionType
+    from accel_callbacks.utils.modeling import (
         extract_model_from_parallel as extract_model_from_parallel,
     )
-    from accel_callbacks.unwrapping import is_compiled_module as is_compiled_module
+    from accel_callbacks.utils.modeling import is_compiled_module as is_compiled_module
+    from accel_callbacks.utils.operations import TensorInformation as TensorInformation
+    from accel_callbacks.utils.operations import concatenate as concatenate
+    from accel_callbacks.utils.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from accel_callbacks.utils.operations import convert_to_fp32 as convert_to_fp32
+    from accel_callbacks.utils.operations import find_batch_size as find_batch_size
+    from accel_callbacks.utils.operations import find_device as find_device
+    from accel_callbacks.utils.operations import get_data_structure as get_data_structure
+    from accel_callbacks.utils.operations import get_shape as get_shape
+    from accel_callbacks.utils.operations import honor_type as honor_type
+    from accel_callbacks.utils.operations import initialize_tensors as initialize_tensors
+    from accel_callbacks.utils.operations import is_namedtuple as is_namedtuple
+    from accel_callbacks.utils.operations import is_tensor_information as is_tensor_information
+    from accel_callbacks.utils.operations import is_torch_tensor as is_torch_tensor
+    from accel_callbacks.utils.operations import listify as listify
+    from accel_callbacks.utils.operations import pad_input_tensors as pad_input_tensors
+    from accel_callbacks.utils.operations import recursively_apply as recursively_apply
+    from accel_callbacks.utils.operations import slice_tensors as slice_tensors
 
 
 _get, _ = lazy_names(__name__, {name: f".{home}" for name, home in _HOME.items()})
@@ -162,7 +162,7 @@ def __getattr__(name: str) -> Any:
     if name in _SHARED:
         return getattr(accel_callbacks, name)
     if name not in _HOME:
-        from accel_callbacks.availability import available_check
+        from accel_callbacks.utils.imports import available_check
 
         try:
             return available_check(name)

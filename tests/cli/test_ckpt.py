@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from accel_callbacks.cli.ckpt_text import age_of, size_of, to_json
 from accel_callbacks.cli.main import main
+from accel_callbacks.cli.text import age_of, size_of, to_json
 from checkpoint_io import CheckpointFolder, save, save_model
 
 

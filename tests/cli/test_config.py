@@ -17,10 +17,10 @@ import yaml
 
 from accel_callbacks.cli import config_questions
 from accel_callbacks.cli.main import main
-from accel_callbacks.launching.files import read_config
-from accel_callbacks.launching.machine import Machine, look_around
+from accel_callbacks.launch.config_file import read_config
+from accel_callbacks.launch.machine import Machine, look_around
+from accel_callbacks.launch.settings import all_options
 from accel_callbacks.launching.reading import values_of
-from accel_callbacks.launching.settings import all_options
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 COMMAND = [sys.executable, "-m", "accel_callbacks.cli", "config"]

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from accel_callbacks.launching.options import SettingsError
-from accel_callbacks.launching.resolving import Resolved, refuse_unbuilt, resolve_settings
-from accel_callbacks.launching.settings import all_options
+from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
+from accel_callbacks.launch.settings import all_options
 
 NAMES = [one.name for one in all_options() if not one.block]
 INNER = [one.name for one in all_options() if one.block]

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from accel_callbacks import Accelerator, TorchDynamoPlugin
-from accel_callbacks.launching.machine import DRIVERS, has_driver
+from accel_callbacks.launch.machine import DRIVERS, has_driver
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "examples" / "configs" / "accel.yaml"

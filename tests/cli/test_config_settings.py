@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from accel_callbacks.cli.options import CommandParser
+from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.config import _FROM_ENVIRONMENT
-from accel_callbacks.launching.options import SettingsError
-from accel_callbacks.launching.resolving import (
+from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.resolve import (
     Resolved,
     refuse_absent_gpus,
     refuse_unbuilt,
     resolve_settings,
 )
-from accel_callbacks.launching.settings import LaunchSettings, all_options, find
-from accel_callbacks.launching.unbuilt import IDLE, UNBUILT
+from accel_callbacks.launch.settings import LaunchSettings, all_options, find
+from accel_callbacks.launch.unsupported import IDLE, UNBUILT
 
 # The flags of `accelerate launch` that set something of a launch, from its reference.
 THEIRS = """

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks.launching import children, orphans
+from accel_callbacks.launch import watchdog as orphans
+from accel_callbacks.launch import worker as children
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

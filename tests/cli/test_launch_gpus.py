@@ -6,7 +6,7 @@ import pytest
 
 from accel_callbacks.cli import launch
 from accel_callbacks.cli.main import main
-from accel_callbacks.launching import machine
+from accel_callbacks.launch import machine
 
 
 @pytest.mark.parametrize(("word", "gpus", "count"), [("cpu", 4, 6), ("auto", 4, 4), ("auto", 0, 6)])

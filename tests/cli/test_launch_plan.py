@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from accel_callbacks.cli import launch
-from accel_callbacks.cli.launch_machines import Here
 from accel_callbacks.cli.launch_options import configure, given_extras, read_program
-from accel_callbacks.cli.launch_plan import AgentPlan, DirectPlan, Plan, TpuPlan, build_plan
-from accel_callbacks.cli.options import CommandError, CommandParser
-from accel_callbacks.launching.environment import changed_environment
-from accel_callbacks.launching.resolving import resolve_settings
-from accel_callbacks.launching.settings import all_options
+from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, TpuPlan, build_plan
+from accel_callbacks.launch.rendezvous import Here
+from accel_callbacks.launch.resolve import resolve_settings
+from accel_callbacks.launch.settings import all_options
 
 NOWHERE = {"ACCEL_HOME": "/nowhere"}
 

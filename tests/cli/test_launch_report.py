@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_callbacks.cli.launch_report import exit_code, failure_report, root_cause
+from accel_callbacks.launch.report import exit_code, failure_report, root_cause
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 import accel_callbacks
 from accel_callbacks.cli.main import main
-from accel_callbacks.cli.options import CommandParser, natural_int, positive_int
+from accel_callbacks.cli.parser import CommandParser, natural_int, positive_int
 from accel_callbacks.cli.registry import COMMANDS
 
 PROBE = """

@@ -10,9 +10,9 @@ import pytest
 
 import accel_callbacks
 from accel_callbacks import Accelerator, AcceleratorState, utils
-from accel_callbacks.migrating import migrate_script
-from accel_callbacks.migrating.names import home_of
-from accel_callbacks.migrating.rules import (
+from accel_callbacks.migrate import migrate_script
+from accel_callbacks.migrate.names import home_of
+from accel_callbacks.migrate.rules import (
     ANY,
     ARGUMENTS,
     ATTRIBUTES,

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_callbacks.cli.launch_machines import Here
 from accel_callbacks.cli.launch_options import configure, given_extras, read_program
-from accel_callbacks.cli.launch_plan import AgentPlan, DirectPlan, Plan, build_plan
-from accel_callbacks.cli.options import CommandError, CommandParser
+from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.distributed import topology as devices
-from accel_callbacks.launching.options import SettingsError
-from accel_callbacks.launching.resolving import resolve_settings
-from accel_callbacks.launching.slurm import expand_hosts, expand_tasks, slurm_place
+from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, build_plan
+from accel_callbacks.launch.rendezvous import Here
+from accel_callbacks.launch.resolve import resolve_settings
+from accel_callbacks.launch.slurm import expand_hosts, expand_tasks, slurm_place
 from tests.cli.fake_slurm import put_tools
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

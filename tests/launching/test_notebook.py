@@ -23,9 +23,10 @@ import torch.distributed as dist
 from accel_callbacks import Accelerator, PartialState, RemoteError, debug_launcher
 from accel_callbacks import notebook_launcher as launch
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
-from accel_callbacks.launching import lookahead, notebook
+from accel_callbacks.launch import fork_safety as lookahead
+from accel_callbacks.launch import notebook
+from accel_callbacks.launch.fork_safety import Prospect
 from accel_callbacks.launching.last_words import LastWords
-from accel_callbacks.launching.lookahead import Prospect
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_callbacks.tuning import find_batch_size
-from accel_callbacks.tuning.keeping import as_before
+from accel_callbacks.tuning.trial import as_before
 
 
 def fitting(limit: int) -> Any:

@@ -43,7 +43,7 @@ class Machine:
         torch_xla: the package that TPUs need is installed.
 
     Example:
-        >>> from accel_callbacks.launching.machine import Machine
+        >>> from accel_callbacks.launch.machine import Machine
         >>> Machine(gpus=("A100", "A100"), gpu_kind="cuda", cores=32).lines()[0]
         'GPUs: 2 (A100)'
     """
@@ -78,7 +78,7 @@ def look_around(environment: Mapping[str, str], root: Path = Path("/")) -> Machi
 
     Example:
         >>> import os
-        >>> from accel_callbacks.launching.machine import look_around
+        >>> from accel_callbacks.launch.machine import look_around
         >>> look_around(os.environ).cores >= 1
         True
     """
@@ -99,7 +99,7 @@ def usable_cores() -> int:
     """Cores that this process may use, which can be fewer than the machine has.
 
     Example:
-        >>> from accel_callbacks.launching.machine import usable_cores
+        >>> from accel_callbacks.launch.machine import usable_cores
         >>> usable_cores() >= 1
         True
     """
@@ -114,7 +114,7 @@ def has_driver(kind: str, root: Path = Path("/")) -> bool:
     Example:
         >>> from pathlib import Path
         >>> import sys
-        >>> from accel_callbacks.launching.machine import has_driver
+        >>> from accel_callbacks.launch.machine import has_driver
         >>> has_driver("MULTI_GPU", Path("/nowhere")) == (sys.platform != "linux")
         True
     """

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.launching.files import find_config, read_config
-from accel_callbacks.launching.options import Option, SettingsError
+from accel_callbacks.launch.config_file import find_config, read_config
+from accel_callbacks.launch.option import Option, SettingsError
+from accel_callbacks.launch.settings import LaunchSettings, all_options
+from accel_callbacks.launch.unsupported import IDLE, UNBUILT
 from accel_callbacks.launching.reading import values_of
 from accel_callbacks.launching.rivals import settle
-from accel_callbacks.launching.settings import LaunchSettings, all_options
-from accel_callbacks.launching.unbuilt import IDLE, UNBUILT
 
 __all__ = ["Resolved", "refuse_absent_gpus", "refuse_unbuilt", "resolve_settings"]
 
@@ -30,7 +30,7 @@ class Resolved:
         gone: keys of the file that no version reads any more, and why.
 
     Example:
-        >>> from accel_callbacks.launching.resolving import resolve_settings
+        >>> from accel_callbacks.launch.resolve import resolve_settings
         >>> found = resolve_settings({"num_processes": 2}, None, "/nowhere/a.py", {"HOME": "/x"})
         >>> found.settings.num_processes, found.origins["num_processes"]
         (2, 'command line')
@@ -94,7 +94,7 @@ def resolve_settings(
         SettingsError: one line that says which setting of which source is wrong, and how.
 
     Example:
-        >>> from accel_callbacks.launching.resolving import resolve_settings
+        >>> from accel_callbacks.launch.resolve import resolve_settings
         >>> place = {"ACCEL_HOME": "/nowhere", "ACCEL_DEBUG": "1"}
         >>> found = resolve_settings({}, None, "/nowhere/train.py", place)
         >>> found.settings.debug, found.origins["debug"]
@@ -166,11 +166,11 @@ def refuse_unbuilt(resolved: Resolved) -> None:
         SettingsError: one line: the setting, its value and origin, why, and what to give.
 
     Example:
-        >>> from accel_callbacks.launching.resolving import refuse_unbuilt, resolve_settings
+        >>> from accel_callbacks.launch.resolve import refuse_unbuilt, resolve_settings
         >>> found = resolve_settings({"distributed_type": "FSDP"}, None, "/x/a.py", {"HOME": "/x"})
         >>> refuse_unbuilt(found)
         Traceback (most recent call last):
-        accel_callbacks.launching.options.SettingsError: distributed_type: FSDP (command line): ...
+        accel_callbacks.launch.option.SettingsError: distributed_type: FSDP (command line): ...
     """
     for one in UNBUILT:
         if one.asked(resolved.settings):
@@ -187,10 +187,10 @@ def refuse_absent_gpus(resolved: Resolved, root: Path = Path("/")) -> None:
         SettingsError: one line: where the setting comes from, and what to give.
 
     Example:
-        >>> from accel_callbacks.launching.resolving import refuse_absent_gpus, resolve_settings
+        >>> from accel_callbacks.launch.resolve import refuse_absent_gpus, resolve_settings
         >>> refuse_absent_gpus(resolve_settings({"use_cpu": True}, None, "/x/a.py", {"HOME": "/x"}))
     """
-    from accel_callbacks.launching.machine import has_driver
+    from accel_callbacks.launch.machine import has_driver
 
     kind = resolved.settings.distributed_type
     if kind is not None and not has_driver(kind, root):

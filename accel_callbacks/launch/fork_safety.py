@@ -26,7 +26,7 @@ class Prospect:
         threaded: they may compute with several threads.
 
     Example:
-        >>> from accel_callbacks.launching.lookahead import Prospect
+        >>> from accel_callbacks.launch.fork_safety import Prospect
         >>> Prospect(devices=2).spoiled
         False
     """
@@ -50,7 +50,7 @@ def look_ahead(*, devices: bool, threads: int) -> Prospect:
         RuntimeError: the fork died or hung while it looked for devices.
 
     Example:
-        >>> from accel_callbacks.launching.lookahead import look_ahead
+        >>> from accel_callbacks.launch.fork_safety import look_ahead
         >>> look_ahead(devices=False, threads=1)
         Prospect(devices=0, spoiled=False, threaded=False)
     """

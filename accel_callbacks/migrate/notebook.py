@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from accel_callbacks.migrate.source import Edit, apply_edits, parsed
 from accel_callbacks.migrating.findings import Finding, Kind, Migration, UnreadableError
 from accel_callbacks.migrating.scripts import analyse
-from accel_callbacks.migrating.source import Edit, apply_edits, parsed
 
 __all__ = ["migrate_notebook"]
 
@@ -46,7 +46,7 @@ def migrate_notebook(text: str) -> Migration:
 
     Example:
         >>> import json
-        >>> from accel_callbacks.migrating import migrate_notebook
+        >>> from accel_callbacks.migrate import migrate_notebook
         >>> cell = {"cell_type": "code", "source": ["!ls\\n", "import accelerate"]}
         >>> moved = migrate_notebook(json.dumps({"nbformat": 4, "cells": [cell]}))
         >>> json.loads(moved.after)["cells"][0]["source"]

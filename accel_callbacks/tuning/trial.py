@@ -35,7 +35,7 @@ def as_before(objects: Sequence[Any]) -> Iterator[None]:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.tuning.keeping import as_before
+        >>> from accel_callbacks.tuning.trial import as_before
         >>> model = torch.nn.Linear(1, 1)
         >>> before = model.weight.item()
         >>> with as_before([model]):

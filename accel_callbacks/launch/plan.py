@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_callbacks.cli.launch_machines import (
+from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.launch import worker as children
+from accel_callbacks.launch.rendezvous import (
     Here,
     Meeting,
     fill_from_slurm,
     meet,
     placed_by_hand,
 )
-from accel_callbacks.cli.options import CommandError
-from accel_callbacks.launching import children
-from accel_callbacks.launching.resolving import Resolved
-from accel_callbacks.launching.settings import LaunchSettings, all_options
-from accel_callbacks.launching.slurm import SlurmPlace, slurm_place
+from accel_callbacks.launch.resolve import Resolved
+from accel_callbacks.launch.settings import LaunchSettings, all_options
+from accel_callbacks.launch.slurm import SlurmPlace, slurm_place
 
 _VISIBLE = {
     "MULTI_XPU": "ZE_AFFINITY_MASK",

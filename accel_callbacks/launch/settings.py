@@ -8,7 +8,14 @@ from typing import Any
 
 from accel_callbacks.config import PRECISIONS
 from accel_callbacks.errors import nearest
-from accel_callbacks.launching.blocks import (
+from accel_callbacks.launch.option import (
+    Option,
+    SettingsError,
+    described,
+    option,
+    options_of,
+)
+from accel_callbacks.launch.parallelism_settings import (
     DeepSpeedConfig,
     DynamoConfig,
     Fp8Config,
@@ -17,13 +24,6 @@ from accel_callbacks.launching.blocks import (
     ParallelismConfig,
 )
 from accel_callbacks.launching.megatron import MegatronConfig
-from accel_callbacks.launching.options import (
-    Option,
-    SettingsError,
-    described,
-    option,
-    options_of,
-)
 
 __all__ = ["LaunchSettings", "all_options", "find"]
 
@@ -229,7 +229,7 @@ class LaunchSettings(Blocks, Tpu, Running, Training, Machines, Processes):
     A block is None where nothing of it is given.
 
     Example:
-        >>> from accel_callbacks.launching.settings import LaunchSettings
+        >>> from accel_callbacks.launch.settings import LaunchSettings
         >>> LaunchSettings(num_processes=2).mixed_precision
         'no'
     """
@@ -240,7 +240,7 @@ def all_options() -> tuple[Option, ...]:
     """The table: each option, those of blocks after their block.
 
     Example:
-        >>> from accel_callbacks.launching.settings import all_options
+        >>> from accel_callbacks.launch.settings import all_options
         >>> [one.flag for one in all_options() if one.group == "Training"]
         ['--mixed_precision', '--gradient_accumulation_steps', '--debug']
     """
@@ -258,7 +258,7 @@ def find(path: str) -> Option:
         SettingsError: there is none; the text names the nearest.
 
     Example:
-        >>> from accel_callbacks.launching.settings import find
+        >>> from accel_callbacks.launch.settings import find
         >>> find("max_restarts").default
         0
     """

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel_callbacks.migrating.names import OLD, TOP, UTILS, home_of, is_module
-from accel_callbacks.migrating.source import Source
+from accel_callbacks.migrate.names import OLD, TOP, UTILS, home_of, is_module
+from accel_callbacks.migrate.source import Source
 
 Mode = Literal["rename", "alias", "beside", "leave"]
 _NAMED = (

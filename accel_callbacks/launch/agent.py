@@ -10,10 +10,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from accel_callbacks.cli.launch_plan import AgentPlan, escaped
-from accel_callbacks.cli.launch_report import exit_code, failure_report, root_cause
-from accel_callbacks.cli.options import CommandError
-from accel_callbacks.launching import children
+from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.launch import worker as children
+from accel_callbacks.launch.plan import AgentPlan, escaped
+from accel_callbacks.launch.report import exit_code, failure_report, root_cause
 
 _TOLD_BY_US = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
 

@@ -9,9 +9,9 @@ from accel_callbacks.callbacks.functions import checked_hook
 from accel_callbacks.callbacks.options import configured
 from accel_callbacks.callbacks.recognising import overrides, saves
 from accel_callbacks.testing.firing import arguments_of, fire
+from accel_callbacks.testing.host_syncs import host_syncs
 from accel_callbacks.testing.neighbours import Injected
 from accel_callbacks.testing.subject import Subject, hooks_of, kept_in_memory, name_of
-from accel_callbacks.testing.syncs import host_syncs
 from accel_callbacks.testing.training import TinyTraining
 
 __all__ = ["CHECKS"]

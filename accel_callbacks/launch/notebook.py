@@ -13,10 +13,10 @@ import torch.distributed as dist
 from accel_callbacks.config import PRECISIONS, resolve_config
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.errors import nearest
-from accel_callbacks.launching.environment import changed_environment
-from accel_callbacks.launching.forked import ForkPlan, run_forked
-from accel_callbacks.launching.lookahead import Prospect, look_ahead
-from accel_callbacks.launching.machine import usable_cores
+from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.fork import ForkPlan, run_forked
+from accel_callbacks.launch.fork_safety import Prospect, look_ahead
+from accel_callbacks.launch.machine import usable_cores
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

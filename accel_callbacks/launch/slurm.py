@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_callbacks.launching.options import SettingsError
+from accel_callbacks.launch.option import SettingsError
 
 __all__ = ["SlurmPlace", "expand_hosts", "expand_tasks", "slurm_place"]
 
@@ -31,7 +31,7 @@ class SlurmPlace:
         port: the same on all machines, another for each step.
 
     Example:
-        >>> from accel_callbacks.launching.slurm import SlurmPlace
+        >>> from accel_callbacks.launch.slurm import SlurmPlace
         >>> SlurmPlace(("a", "b"), True, tasks=8, tasks_here=4).task_is_process
         True
     """
@@ -63,7 +63,7 @@ def slurm_place(environment: Mapping[str, str]) -> SlurmPlace | None:
         SettingsError: a variable is missing or is not what SLURM writes.
 
     Example:
-        >>> from accel_callbacks.launching.slurm import slurm_place
+        >>> from accel_callbacks.launch.slurm import slurm_place
         >>> variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[01-02]"}
         >>> slurm_place(variables).hosts
         ('node01', 'node02')
@@ -140,7 +140,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
         SettingsError: the brackets do not fit.
 
     Example:
-        >>> from accel_callbacks.launching.slurm import expand_hosts
+        >>> from accel_callbacks.launch.slurm import expand_hosts
         >>> expand_hosts("login,node[01-03,7]")
         ('login', 'node01', 'node02', 'node03', 'node7')
     """
@@ -180,7 +180,7 @@ def expand_tasks(text: str) -> tuple[int, ...]:
         SettingsError: it is no such text.
 
     Example:
-        >>> from accel_callbacks.launching.slurm import expand_tasks
+        >>> from accel_callbacks.launch.slurm import expand_tasks
         >>> expand_tasks("2(x3),1")
         (2, 2, 2, 1)
     """

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.launching.options import SettingsError, shown
+from accel_callbacks.launch.option import SettingsError, shown
 
 __all__ = [
     "cache_folder",
@@ -36,7 +36,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         SettingsError: ``~name`` of a user who has no home here.
 
     Example:
-        >>> from accel_callbacks.launching.files import expanded
+        >>> from accel_callbacks.launch.config_file import expanded
         >>> expanded("conf/accel.yaml").as_posix()
         'conf/accel.yaml'
     """
@@ -50,7 +50,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     """The folder of the user's own config file.
 
     Example:
-        >>> from accel_callbacks.launching.files import cache_folder
+        >>> from accel_callbacks.launch.config_file import cache_folder
         >>> cache_folder({"HF_HOME": "/data"}).as_posix()
         '/data/accelerate'
     """
@@ -69,7 +69,7 @@ def default_path(environment: Mapping[str, str]) -> Path:
     """Where ``accel config`` writes if it is not told.
 
     Example:
-        >>> from accel_callbacks.launching.files import default_path
+        >>> from accel_callbacks.launch.config_file import default_path
         >>> default_path({"ACCEL_HOME": "/data"}).name
         'default_config.yaml'
     """
@@ -87,7 +87,7 @@ def find_config(script: str | None, environment: Mapping[str, str]) -> Path | No
         SettingsError: a variable names the home of a user who has none here.
 
     Example:
-        >>> from accel_callbacks.launching.files import find_config
+        >>> from accel_callbacks.launch.config_file import find_config
         >>> find_config("/nowhere/train.py", {"ACCEL_HOME": "/nowhere"}) is None
         True
     """
@@ -111,7 +111,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Example:
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
-        >>> from accel_callbacks.launching.files import read_config
+        >>> from accel_callbacks.launch.config_file import read_config
         >>> with TemporaryDirectory() as folder:
         ...     path = Path(folder, "accel.yaml")
         ...     _ = path.write_text("num_processes: 2")
@@ -243,7 +243,7 @@ def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Pat
     Example:
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
-        >>> from accel_callbacks.launching.files import read_config, write_config
+        >>> from accel_callbacks.launch.config_file import read_config, write_config
         >>> with TemporaryDirectory() as folder:
         ...     read_config(write_config(Path(folder, "accel.yaml"), {"use_cpu": True}))
         {'use_cpu': True}

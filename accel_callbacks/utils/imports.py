@@ -77,7 +77,7 @@ def is_package_available(name: str) -> bool:
     """Whether a package can be imported; it is not imported for that.
 
     Example:
-        >>> from accel_callbacks.availability import is_package_available
+        >>> from accel_callbacks.utils.imports import is_package_available
         >>> is_package_available("torch"), is_package_available("no_such_package")
         (True, False)
     """

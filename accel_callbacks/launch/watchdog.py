@@ -27,7 +27,7 @@ def guarded() -> Iterator[dict[str, str]]:
     Only on Linux, where a process can read the environment of others. Elsewhere it yields nothing.
 
     Example:
-        >>> from accel_callbacks.launching.orphans import guarded
+        >>> from accel_callbacks.launch.watchdog import guarded
         >>> with guarded() as variables:
         ...     len(variables) <= 1
         True
@@ -56,7 +56,7 @@ def end_marked(mark: str, grace: float = _GRACE) -> None:
     """End all processes of a launch: with SIGTERM, and with SIGKILL what is left after a while.
 
     Example:
-        >>> from accel_callbacks.launching.orphans import end_marked
+        >>> from accel_callbacks.launch.watchdog import end_marked
         >>> end_marked("of no launch")
     """
     text = f"{MARK}={mark}".encode()

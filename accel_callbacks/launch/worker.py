@@ -21,7 +21,7 @@ def main() -> None:
     """Run ``script PATH`` or ``module NAME`` from ``sys.argv``, with the arguments after it.
 
     Example:
-        >>> from accel_callbacks.launching import children
+        >>> from accel_callbacks.launch import children
         >>> callable(children.main)
         True
     """

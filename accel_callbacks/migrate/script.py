@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from accel_callbacks.migrating.bindings import below
-from accel_callbacks.migrating.findings import Finding
-from accel_callbacks.migrating.names import TOP
-from accel_callbacks.migrating.rules import (
+from accel_callbacks.migrate.imports import below
+from accel_callbacks.migrate.names import TOP
+from accel_callbacks.migrate.rules import (
     ANY,
     ARGUMENTS,
     ATTRIBUTES,
@@ -23,7 +22,8 @@ from accel_callbacks.migrating.rules import (
     STATE_ATTRIBUTES,
     VARIABLES,
 )
-from accel_callbacks.migrating.source import Source
+from accel_callbacks.migrate.source import Source
+from accel_callbacks.migrating.findings import Finding
 
 _USUAL = {"accelerator", "accel"}
 _COMMAND = re.compile(r"\baccelerate (launch|config|env|test|estimate-memory|merge-weights)\b")

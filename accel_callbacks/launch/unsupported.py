@@ -22,7 +22,7 @@ class Unbuilt:
         instead: what to give.
 
     Example:
-        >>> from accel_callbacks.launching.unbuilt import UNBUILT
+        >>> from accel_callbacks.launch.unsupported import UNBUILT
         >>> {one.path for one in UNBUILT} >= {"distributed_type"}
         True
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accel_callbacks.launching.options import option
+from accel_callbacks.launch.option import option
 
 __all__ = [
     "DeepSpeedConfig",
@@ -25,7 +25,7 @@ class DynamoConfig:
     """torch.compile of prepared models.
 
     Example:
-        >>> from accel_callbacks.launching.blocks import DynamoConfig
+        >>> from accel_callbacks.launch.parallelism_settings import DynamoConfig
         >>> DynamoConfig(dynamo_backend="INDUCTOR").dynamo_mode
         'default'
     """
@@ -61,7 +61,7 @@ class Fp8Config:
     """Options of ``mixed_precision: fp8``.
 
     Example:
-        >>> from accel_callbacks.launching.blocks import Fp8Config
+        >>> from accel_callbacks.launch.parallelism_settings import Fp8Config
         >>> Fp8Config(backend="AO").pad_inner_dim is None
         True
     """
@@ -107,7 +107,7 @@ class FsdpConfig:
     """Fully sharded data parallelism.
 
     Example:
-        >>> from accel_callbacks.launching.blocks import FsdpConfig
+        >>> from accel_callbacks.launch.parallelism_settings import FsdpConfig
         >>> FsdpConfig().fsdp_version
         1
     """
@@ -155,7 +155,7 @@ class ParallelismConfig:
     """Sizes of the axes of parallelism.
 
     Example:
-        >>> from accel_callbacks.launching.blocks import ParallelismConfig
+        >>> from accel_callbacks.launch.parallelism_settings import ParallelismConfig
         >>> ParallelismConfig().parallelism_config_tp_size
         1
     """
@@ -184,7 +184,7 @@ class DeepSpeedConfig:
     """DeepSpeed.
 
     Example:
-        >>> from accel_callbacks.launching.blocks import DeepSpeedConfig
+        >>> from accel_callbacks.launch.parallelism_settings import DeepSpeedConfig
         >>> DeepSpeedConfig().zero_stage
         2
     """
@@ -219,7 +219,7 @@ class MpirunConfig:
     """Start with ``mpirun``.
 
     Example:
-        >>> from accel_callbacks.launching.blocks import MpirunConfig
+        >>> from accel_callbacks.launch.parallelism_settings import MpirunConfig
         >>> MpirunConfig().mpirun_hostfile is None
         True
     """

@@ -55,7 +55,7 @@ def is_torch_tensor(tensor: Any) -> bool:
     """True for a tensor.
 
     Example:
-        >>> from accel_callbacks.operations import is_torch_tensor
+        >>> from accel_callbacks.utils.operations import is_torch_tensor
         >>> is_torch_tensor([1.0])
         False
     """
@@ -67,7 +67,7 @@ def is_namedtuple(data: Any) -> bool:
 
     Example:
         >>> from typing import NamedTuple
-        >>> from accel_callbacks.operations import is_namedtuple
+        >>> from accel_callbacks.utils.operations import is_namedtuple
         >>> Pair = NamedTuple("Pair", [("left", int), ("right", int)])
         >>> is_namedtuple(Pair(1, 2)), is_namedtuple((1, 2))
         (True, False)
@@ -79,7 +79,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """The items as a list, tuple or named tuple of the class of ``obj``.
 
     Example:
-        >>> from accel_callbacks.operations import honor_type
+        >>> from accel_callbacks.utils.operations import honor_type
         >>> honor_type((0, 0), [1, 2])
         (1, 2)
     """
@@ -110,7 +110,7 @@ def recursively_apply(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.operations import recursively_apply
+        >>> from accel_callbacks.utils.operations import recursively_apply
         >>> recursively_apply(torch.add, {"x": torch.ones(1), "name": "a"}, 2)
         {'x': tensor([3.]), 'name': 'a'}
     """
@@ -126,7 +126,7 @@ def listify(data: Any) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.operations import listify
+        >>> from accel_callbacks.utils.operations import listify
         >>> listify({"x": torch.ones(2, dtype=torch.bfloat16)})
         {'x': [1.0, 1.0]}
     """
@@ -149,7 +149,7 @@ def slice_tensors(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.operations import slice_tensors
+        >>> from accel_callbacks.utils.operations import slice_tensors
         >>> slice_tensors([torch.arange(4)], slice(1, 3))
         [tensor([1, 2])]
     """
@@ -168,7 +168,7 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.operations import concatenate
+        >>> from accel_callbacks.utils.operations import concatenate
         >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
         {'x': tensor([1., 0.])}
     """
@@ -193,7 +193,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.operations import convert_to_fp32
+        >>> from accel_callbacks.utils.operations import convert_to_fp32
         >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16)])
         [tensor([1.])]
     """
@@ -206,7 +206,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.operations import convert_outputs_to_fp32
+        >>> from accel_callbacks.utils.operations import convert_outputs_to_fp32
         >>> convert_outputs_to_fp32(torch.nn.Linear(1, 1).bfloat16())(
         ...     torch.ones(1).bfloat16()
         ... ).dtype
@@ -232,7 +232,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.operations import pad_input_tensors
+        >>> from accel_callbacks.utils.operations import pad_input_tensors
         >>> pad_input_tensors(torch.ones(3), batch_size=3, num_processes=2)
         tensor([1., 1., 1., 0.])
     """

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from accel_callbacks.launching.options import SettingsError
+from accel_callbacks.launch.option import SettingsError
 
 __all__ = ["call_main", "launch_on_tpu"]
 
@@ -24,11 +24,11 @@ def launch_on_tpu(script: str, arguments: Sequence[str], function: str, one: boo
         SettingsError: torch_xla is not installed.
 
     Example:
-        >>> from accel_callbacks.launching.tpu import launch_on_tpu
+        >>> from accel_callbacks.launch.tpu import launch_on_tpu
         >>> launch_on_tpu("train.py", [], "main", one=True)
         Traceback (most recent call last):
         ...
-        accel_callbacks.launching.options.SettingsError: a launch on a TPU needs torch_xla...
+        accel_callbacks.launch.option.SettingsError: a launch on a TPU needs torch_xla...
     """
     from importlib import import_module
 
@@ -58,11 +58,11 @@ def call_main(index: int, script: str, arguments: Sequence[str], function: str) 
         SettingsError: the script has no such function.
 
     Example:
-        >>> from accel_callbacks.launching.tpu import call_main
+        >>> from accel_callbacks.launch.tpu import call_main
         >>> call_main(0, "timeit", [], "default_timer_of_no_module")
         Traceback (most recent call last):
         ...
-        accel_callbacks.launching.options.SettingsError: timeit has no function ...
+        accel_callbacks.launch.option.SettingsError: timeit has no function ...
     """
     import inspect
 

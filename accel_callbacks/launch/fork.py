@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_callbacks.launching.environment import changed_environment
+from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launching.in_fork import InFork
 from accel_callbacks.launching.kernel import left_as_it_was
 from accel_callbacks.launching.last_words import LastWords
@@ -41,7 +41,7 @@ class ForkPlan:
         on_cpu: the processes use no accelerator.
 
     Example:
-        >>> from accel_callbacks.launching.forked import ForkPlan
+        >>> from accel_callbacks.launch.fork import ForkPlan
         >>> ForkPlan(where="debug_launcher", processes=2).endpoint
         'localhost:0'
     """

@@ -20,7 +20,7 @@ class SettingsError(ValueError):
     """A mistake in a setting; its text is one line that says what to do.
 
     Example:
-        >>> from accel_callbacks.launching.options import SettingsError
+        >>> from accel_callbacks.launch.option import SettingsError
         >>> issubclass(SettingsError, ValueError)
         True
     """
@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
     """A value for an error message: short and on one line, however hostile it is.
 
     Example:
-        >>> from accel_callbacks.launching.options import shown
+        >>> from accel_callbacks.launch.option import shown
         >>> shown("x" * 100)
         "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
     """
@@ -69,7 +69,7 @@ class Option:
         model: for a block, its class.
 
     Example:
-        >>> from accel_callbacks.launching.settings import find
+        >>> from accel_callbacks.launch.settings import find
         >>> find("num_processes").read(2)
         2
     """
@@ -232,7 +232,7 @@ def option(default: Any, help: str, **facts: Any) -> Any:
 
     Example:
         >>> from dataclasses import dataclass
-        >>> from accel_callbacks.launching.options import option, options_of
+        >>> from accel_callbacks.launch.option import option, options_of
         >>> @dataclass(frozen=True)
         ... class Mine:
         ...     steps: int = option(1, "how many", least=1)
@@ -246,8 +246,8 @@ def described(model: type[Any], help: str) -> dict[str, Any]:
     """What a field says of the block that it holds.
 
     Example:
-        >>> from accel_callbacks.launching.blocks import DynamoConfig
-        >>> from accel_callbacks.launching.options import described
+        >>> from accel_callbacks.launch.parallelism_settings import DynamoConfig
+        >>> from accel_callbacks.launch.option import described
         >>> described(DynamoConfig, "torch.compile")["help"]
         'torch.compile'
     """
@@ -258,8 +258,8 @@ def options_of(owner: type[Any]) -> tuple[Option, ...]:
     """The options that a class of settings declares, in its order.
 
     Example:
-        >>> from accel_callbacks.launching.blocks import DynamoConfig
-        >>> from accel_callbacks.launching.options import options_of
+        >>> from accel_callbacks.launch.parallelism_settings import DynamoConfig
+        >>> from accel_callbacks.launch.option import options_of
         >>> options_of(DynamoConfig)[0].path
         'dynamo_config.dynamo_backend'
     """

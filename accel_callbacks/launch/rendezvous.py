@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accel_callbacks.cli.options import CommandError
-from accel_callbacks.launching.resolving import Resolved
-from accel_callbacks.launching.settings import LaunchSettings
-from accel_callbacks.launching.slurm import SlurmPlace
+from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.launch.resolve import Resolved
+from accel_callbacks.launch.settings import LaunchSettings
+from accel_callbacks.launch.slurm import SlurmPlace
 
 DEFAULT_PORT = 29500
 _PLACES = ("num_machines", "nnodes", "machine_rank", "main_process_ip", "rdzv_endpoint")

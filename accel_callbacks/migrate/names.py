@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import accel_callbacks
 from accel_callbacks import utils
-from accel_callbacks.availability import available_check
+from accel_callbacks.utils.imports import available_check
 
 OLD = "accelerate"
 TOP = "accel_callbacks"
@@ -78,7 +78,7 @@ def home_of(path: Sequence[str]) -> str | None:
     """Return the package that has a name (given as its path below accelerate), or None.
 
     Example:
-        >>> from accel_callbacks.migrating.names import home_of
+        >>> from accel_callbacks.migrate.names import home_of
         >>> home_of(["utils", "set_seed"]), home_of(["utils", "listify"]), home_of(["cpu_offload"])
         ('accel_callbacks', 'accel_callbacks.utils', None)
     """
