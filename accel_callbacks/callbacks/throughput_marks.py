@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_callbacks.describing import find_batch_size
+from accel_callbacks.utils.operations import find_batch_size
 
 __all__ = ["Mark", "first_dimension", "speed_between"]
 

@@ -1,4 +1,4 @@
-"""``accel ckpt cp``: a whole checkpoint to another store, its manifest last.
+"""Accel ckpt cp.
 
 What has been copied whole stays if the copy breaks off, and is checked and taken over by the next
 one. Until the manifest is there, the target is no checkpoint.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import checkpoint_io
-from accel_callbacks.cli.ckpt_pieces import pieces_of
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.cli.text import printable, size_of
 from checkpoint_io.folder.removal import extra_files
@@ -23,10 +25,104 @@ from checkpoint_io.format.names import MANIFEST, save_id_of, temporary_name
 from checkpoint_io.format.parse import parse_manifest
 from checkpoint_io.loader.files import check_sizes, manifest_of
 from checkpoint_io.loader.source import Source
+from checkpoint_io.loader.transfer import Bytes, Want
 from checkpoint_io.storage.base import protocol_of
 from checkpoint_io.storage.open import Store, open_store
 
+WINDOW = 32 << 20
 _PIECE = 8 << 20
+
+
+class _Run(NamedTuple):
+    """Bytes that have checksums of their own: the head of a file, or a chunk of a tensor."""
+
+    begin: int
+    end: int
+    checksums: tuple[str, ...]
+    label: str
+
+
+class _Shifted:
+    """Puts the bytes of a run where they belong in a window of the file."""
+
+    def __init__(self, window: Bytes, shift: int) -> None:
+        self._window, self._shift = window, shift
+
+    def take(self, offset: int, data: Bytes) -> None:
+        """Copy the bytes that start `offset` bytes after the start of the run."""
+        at = self._shift + offset
+        self._window[at : at + data.size] = data
+
+
+class Pieces:
+    """Iterates over a file; the next piece is read while one is being written."""
+
+    def __init__(self, source: Source, index: int) -> None:
+        self._source, self._index = source, index
+
+    def __iter__(self) -> Iterator[memoryview[int]]:
+        windows = list(self._windows())
+        with ThreadPoolExecutor(1) as pool:
+            ahead = [pool.submit(self._read, window) for window in windows[:1]]
+            for number in range(len(windows)):
+                data = ahead.pop().result()
+                if number + 1 < len(windows):
+                    ahead.append(pool.submit(self._read, windows[number + 1]))
+                yield data.data
+
+    def _runs(self) -> list[_Run]:
+        """List what the file consists of, in its order."""
+        manifest, index = self._source.manifest, self._index
+        entry = manifest.files[index]
+        head = _Run(0, entry.covered, entry.checksums, "")
+        chunks = [
+            _Run(chunk.begin, chunk.end, chunk.checksums, key)
+            for key, chunk in manifest.tensors_of_file(index)
+            if chunk.end > chunk.begin
+        ]
+        return [head, *chunks]
+
+    def _windows(self) -> Iterator[list[tuple[_Run, range]]]:
+        """Cut the file, at the edges of parts, into windows of some size."""
+        size = self._source.manifest.part_size
+        room = max(1, WINDOW // size)
+        window: list[tuple[_Run, range]] = []
+        held = 0
+        for run in self._runs():
+            done = 0
+            while done < len(run.checksums):
+                count = min(room - held, len(run.checksums) - done)
+                window.append((run, range(done, done + count)))
+                done, held = done + count, held + count
+                if held >= room:
+                    yield window
+                    window, held = [], 0
+        if window:
+            yield window
+
+    def _read(self, window: list[tuple[_Run, range]]) -> Bytes:
+        """Read and verify one window."""
+        size = self._source.manifest.part_size
+        first, parts = window[0]
+        last, tail = window[-1]
+        begin = first.begin + parts.start * size
+        end = min(last.end, last.begin + tail.stop * size)
+        data = np.empty(end - begin, dtype=np.uint8)
+        wants = [
+            Want(
+                *(self._index, run.begin, run.end, run.checksums, run.label),
+                sink=_Shifted(data, run.begin - begin),
+                parts=numbers,
+            )
+            for run, numbers in window
+        ]
+        self._source.transfer(wants)
+        return data
+
+
+def pieces_of(source: Source, index: int) -> Iterator[memoryview[int]]:
+    """Yield the verified bytes of a file, in order."""
+    return iter(Pieces(source, index))
 
 
 def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[str, Any]) -> int:

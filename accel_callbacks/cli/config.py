@@ -1,31 +1,290 @@
-"""``accel config``: write a config file, bring one up to date, show what is in effect."""
+"""Accel config."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.cli.text import printable, table
 from accel_callbacks.launch.config_file import (
+    PROJECT_FILE,
     default_path,
     expanded,
     find_config,
     read_config,
     write_config,
 )
+from accel_callbacks.launch.machine import Machine
 from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
+from accel_callbacks.launch.settings import all_options, find
 
+_Values = dict[str, Any]
+_Answer = TypeVar("_Answer")
 ACTIONS = {
     "default": "write what fits this machine, without questions; the same as --default",
     "update": "write a file again with the keys of this version",
     "show": "show every setting and where its value comes from",
 }
+
+
+def defaults(machine: Machine, mixed_precision: str | None) -> _Values:
+    """What fits this machine: all of its GPUs, or one process on the CPU."""
+    chosen = _on_all_gpus(machine) if machine.gpus else _on_one_core(machine)
+    chosen = _left_to_slurm(chosen) if machine.slurm_nodes else chosen
+    return _complete(chosen, {"mixed_precision": mixed_precision or "no"})
+
+
+def answers(machine: Machine, mixed_precision: str | None) -> _Values:
+    """Ask, and return the lines of the file; EOFError if the input ends."""
+    chosen = _pick("Where does it run?", _places(machine))(machine)
+    if machine.slurm_nodes:
+        print("Machines, ranks and addresses come from SLURM at each launch.")
+        chosen = _left_to_slurm(chosen)
+    else:
+        chosen |= _machines(chosen)
+    training: _Values = {"mixed_precision": mixed_precision or _precision(chosen)}
+    if yes_or_no("Compile models with torch.compile?"):
+        training["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+    return _complete(chosen, training)
+
+
+def place(environment: Mapping[str, str]) -> Path:
+    """Ask where the file goes."""
+    project, own = Path.cwd() / PROJECT_FILE, default_path(environment)
+    texts = {f"scripts in this folder: {project}": project, f"all that you launch: {own}": own}
+    return _pick("What is the file for?", texts)
+
+
+def yes_or_no(question: str) -> bool:
+    """Ask for yes or no; no if nothing is typed."""
+    words = {"": False, "n": False, "no": False, "y": True, "yes": True}
+    return _until(f"{question} [y/N] ", lambda text: words[text.lower()], "type y or n")
+
+
+def _complete(chosen: _Values, training: _Values) -> _Values:
+    return {"compute_environment": "LOCAL_MACHINE", **chosen, **training}
+
+
+# --- where it runs ---------------------------------------------------------------------------
+
+
+def _places(machine: Machine) -> dict[str, Callable[[Machine], _Values]]:
+    """What this machine offers, the best first."""
+    count = len(machine.gpus)
+    found: dict[str, Callable[[Machine], _Values]] = {}
+    if machine.tpu and machine.torch_xla:
+        found["the TPU"] = lambda _: {"distributed_type": "XLA", "use_cpu": False}
+    if count > 1:
+        found[f"all {count} GPUs, a process each"] = _on_all_gpus
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # whose numbers would not be these
+            found["some of the GPUs"] = _on_some_gpus
+    if count:
+        found["one GPU"] = lambda _: _one_process(use_cpu=False)
+    found["one process on the CPU"] = _on_one_core
+    found["several processes on the CPU"] = _on_many_cores
+    return found
+
+
+def _one_process(use_cpu: bool) -> _Values:
+    return {"distributed_type": "NO", "num_machines": 1, "num_processes": 1, "use_cpu": use_cpu}
+
+
+def _on_one_core(machine: Machine) -> _Values:
+    return _one_process(use_cpu=True)
+
+
+def _on_all_gpus(machine: Machine) -> _Values:
+    count = len(machine.gpus)
+    if count == 1 or machine.gpu_kind == "mps":
+        return _one_process(use_cpu=False)
+    return _one_process(use_cpu=False) | {"distributed_type": "MULTI_GPU", "num_processes": count}
+
+
+def _on_some_gpus(machine: Machine) -> _Values:
+    count = len(machine.gpus)
+
+    def read(text: str) -> list[str]:
+        words = [word.strip() for word in text.split(",")]
+        if not all(word.isdecimal() and int(word) < count for word in words):
+            raise ValueError
+        return list(dict.fromkeys(words))
+
+    ids = _until("Which GPUs, such as 0,1? ", read, f"type numbers below {count}, such as 0,1")
+    kind = {"distributed_type": "MULTI_GPU"} if len(ids) > 1 else {}
+    return _one_process(False) | {"gpu_ids": ",".join(ids), "num_processes": len(ids)} | kind
+
+
+def _on_many_cores(machine: Machine) -> _Values:
+    count = _ask_number("num_processes", "How many processes on this machine?", machine.cores)
+    kind = "MULTI_CPU" if count > 1 else "NO"
+    return _one_process(use_cpu=True) | {"distributed_type": kind, "num_processes": count}
+
+
+def _left_to_slurm(chosen: _Values) -> _Values:
+    """The machines are those of the job, so a file counts the processes of each."""
+    kept = {key: value for key, value in chosen.items() if key not in ("num_machines",)}
+    count = kept.pop("num_processes", 1)
+    if kept["distributed_type"] == "NO":
+        kept.pop("distributed_type")
+    return kept | {"nproc_per_node": count}
+
+
+def _machines(chosen: _Values) -> _Values:
+    """Ask for other machines, and how this one finds them."""
+    count = _ask_number("num_machines", "How many machines take part?", 1)
+    if count == 1:
+        return {}
+    rank = _until(
+        f"Which of them is this, from 0 (the first) to {count - 1}? [0] ",
+        lambda text: _at_most(find("machine_rank").parse(text or "0"), count - 1),
+        f"type a number from 0 to {count - 1}",
+    )
+    address = _until("Address of machine 0, seen from the others? ", _word, "type an address")
+    port = _ask_number("main_process_port", "A free port on it?", 29500)
+    several = {"NO": "MULTI_CPU" if chosen.get("use_cpu") else "MULTI_GPU"}
+    kind = chosen["distributed_type"]
+    return {
+        "distributed_type": several.get(kind, kind),
+        "num_machines": count,
+        "num_processes": count * chosen.get("num_processes", 1),
+        "machine_rank": rank,
+        "main_process_ip": address,
+        "main_process_port": port,
+        "rdzv_backend": "static",
+    }
+
+
+def _at_most(number: int, most: int) -> int:
+    if number > most:
+        raise ValueError
+    return number
+
+
+def _word(text: str) -> str:
+    if not text or len(text.split()) != 1:
+        raise ValueError
+    return text
+
+
+def _precision(chosen: Mapping[str, Any]) -> str:
+    words = ("no", "bf16") if chosen.get("use_cpu") else find("mixed_precision").choices
+    texts = {"no": "no: float32 throughout", "fp8": "fp8: on GPUs that have it, with torchao"}
+    return _pick("Mixed precision?", {texts.get(word, word): word for word in words})
+
+
+# --- asking ----------------------------------------------------------------------------------
+
+
+def _ask_number(name: str, question: str, default: int) -> int:
+    """Ask for the value of a setting; the table of settings knows what it may be."""
+    one = find(name)
+    return _until(f"{question} [{default}] ", lambda text: int(one.parse(text or str(default))))
+
+
+def _pick(question: str, choices: Mapping[str, _Answer]) -> _Answer:
+    """Show numbered choices and return what stands for the one taken, the first by default."""
+    texts: Sequence[str] = list(choices)
+    print(question)
+    print("\n".join(f"  {number}) {text}" for number, text in enumerate(texts, 1)))
+
+    def read(text: str) -> _Answer:
+        number = int(text or "1")
+        if not 1 <= number <= len(texts):
+            raise ValueError
+        return choices[texts[number - 1]]
+
+    return _until("Number [1] ", read, f"type a number from 1 to {len(texts)}")
+
+
+def _until(prompt: str, read: Callable[[str], _Answer], hint: str = "") -> _Answer:
+    """Ask again until the answer can be read."""
+    while True:
+        try:
+            return read(input(prompt).strip())
+        except (ValueError, KeyError) as error:
+            print(f"  {hint or error}")
+
+
+def _print_settings(
+    config_file: str | None, script: str | None, as_json: bool, environment: Mapping[str, str]
+) -> int:
+    """Print what a launch would use, the command line apart."""
+    resolved = resolve_settings({}, config_file, script, environment)
+    print(_json(resolved) if as_json else _text(resolved, script, environment))
+    return 0
+
+
+def _text(resolved: Resolved, script: str | None, environment: Mapping[str, str]) -> str:
+    lines = [_file_line(resolved, script, environment), ""]
+    idle = resolved.idle()
+    lines.append(table(("SETTING", "VALUE", "FROM"), _rows(resolved, idle)))
+    if refused := _refusal(resolved):
+        lines += ["", printable(f"accel launch stops: {refused}")]
+    return "\n".join(lines)
+
+
+def _file_line(resolved: Resolved, script: str | None, environment: Mapping[str, str]) -> str:
+    if resolved.file is not None:
+        return printable(f"config file: {resolved.file}")
+    start = Path.cwd() if script is None else Path(script).resolve().parent
+    own = default_path(environment)
+    return printable(f"config file: none ({PROJECT_FILE} in {start} or above it, then {own})")
+
+
+def _rows(resolved: Resolved, idle: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """One row a setting; a block of which nothing is given has one row of its own."""
+    shown = {one.block for one in all_options() if one.block and resolved.given(one.path)}
+    for one in all_options():
+        if one.model is not None and one.name in shown:
+            continue
+        if one.block and one.block not in shown:
+            continue
+        origin = "default" if one.model is not None else resolved.origins[one.path]
+        reason = f"; no effect: {idle[one.path]}" if one.path in idle else ""
+        yield one.path, _shown(resolved.value(one.path)), f"{origin}{reason}"
+    for key, reason in resolved.gone.items():
+        yield key, "...", f"{resolved.file}; no effect: {reason}"
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _refusal(resolved: Resolved) -> str:
+    try:
+        refuse_unbuilt(resolved)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+def _json(resolved: Resolved) -> str:
+    idle = resolved.idle()
+    settings = {
+        one.path: {
+            "value": resolved.value(one.path),
+            "origin": resolved.origins[one.path],
+            "no_effect": idle.get(one.path),
+        }
+        for one in all_options()
+        if one.model is None
+    }
+    file = None if resolved.file is None else str(resolved.file)
+    facts = {"file": file, "refused": _refusal(resolved) or None, "settings": settings}
+    return json.dumps(facts, indent=2)
 
 
 def configure(parser: CommandParser) -> None:
@@ -71,11 +330,10 @@ def run(args: Namespace) -> int:
 
 def _default(args: Namespace) -> int:
     """Write what fits this machine."""
-    from accel_callbacks.cli import config_questions
     from accel_callbacks.launch.machine import look_around
 
     machine = look_around(os.environ)
-    values = config_questions.defaults(machine, args.mixed_precision)
+    values = defaults(machine, args.mixed_precision)
     path = expanded(args.config_file or default_path(os.environ))
     if os.path.lexists(path) and not args.force:
         raise CommandError(f"{path} is there already: --force replaces it", exit_code=1)
@@ -84,7 +342,6 @@ def _default(args: Namespace) -> int:
 
 def _ask(args: Namespace) -> int:
     """Ask what matters here, then write."""
-    from accel_callbacks.cli import config_questions
     from accel_callbacks.launch.machine import look_around
 
     if sys.stdin is None or not sys.stdin.isatty():
@@ -94,10 +351,10 @@ def _ask(args: Namespace) -> int:
     machine = look_around(os.environ)
     print("\n".join(["This machine:", *(f"  {line}" for line in machine.lines())]))
     try:
-        values = config_questions.answers(machine, args.mixed_precision)
-        path = expanded(args.config_file or config_questions.place(os.environ))
+        values = answers(machine, args.mixed_precision)
+        path = expanded(args.config_file or place(os.environ))
         known = os.path.lexists(path) and not args.force
-        if known and not config_questions.yes_or_no(f"{path} is there already. Replace it?"):
+        if known and not yes_or_no(f"{path} is there already. Replace it?"):
             raise CommandError("nothing was written; --config_file names another", exit_code=1)
     except EOFError:
         raise CommandError("the input ended; nothing was written", exit_code=1) from None
@@ -106,7 +363,7 @@ def _ask(args: Namespace) -> int:
 
 def _write(path: Path, values: Mapping[str, Any]) -> int:
     """Check what is to be written as a launch would, write it, and say how to launch."""
-    from accel_callbacks.launching.reading import values_of
+    from accel_callbacks.launch.config_file import values_of
 
     values_of(values, str(path))
     written = write_config(path, values)
@@ -132,7 +389,7 @@ def _commands(path: Path, values: Mapping[str, Any]) -> list[str]:
 
 def _update(args: Namespace) -> int:
     """Rename old keys and drop those that no version reads, in place."""
-    from accel_callbacks.launching.reading import values_of
+    from accel_callbacks.launch.config_file import values_of
 
     path = Path(args.config_file) if args.config_file else find_config(None, os.environ)
     if path is None:
@@ -160,9 +417,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _show(args: Namespace) -> int:
-    from accel_callbacks.cli import config_show
-
-    return config_show.run(args.config_file, args.script, args.json, os.environ)
+    return _print_settings(args.config_file, args.script, args.json, os.environ)
 
 
 _ACTIONS: Mapping[str, Callable[[Namespace], int]] = {

@@ -1,18 +1,46 @@
-"""The entry point of ``accel``: find the subcommand, import it, run it."""
+"""Accel: find the subcommand, run it."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from accel_callbacks import __version__
 from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
-from accel_callbacks.cli.pipes import pipe_may_close
 from accel_callbacks.cli.registry import COMMANDS
 
 __all__ = ["main"]
+
+CLOSED = 128 + 13  # what a shell says of a process that SIGPIPE ended
+
+
+@contextmanager
+def pipe_may_close() -> Iterator[None]:
+    """End quietly if standard output is closed; a CommandError if it cannot hold the text.
+
+    Example:
+        >>> from accel_callbacks.cli.main import pipe_may_close
+        >>> with pipe_may_close():
+        ...     print("one")
+        one
+    """
+    try:
+        try:
+            yield
+        finally:  # --help ends by SystemExit
+            sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        raise SystemExit(CLOSED) from None
+    except UnicodeEncodeError as error:
+        text = f"standard output is {error.encoding}, which cannot hold all of this"
+        raise CommandError(f"{text}: set PYTHONIOENCODING=utf-8", 1) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

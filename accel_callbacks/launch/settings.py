@@ -20,10 +20,10 @@ from accel_callbacks.launch.parallelism_settings import (
     DynamoConfig,
     Fp8Config,
     FsdpConfig,
+    MegatronConfig,
     MpirunConfig,
     ParallelismConfig,
 )
-from accel_callbacks.launching.megatron import MegatronConfig
 
 __all__ = ["LaunchSettings", "all_options", "find"]
 

@@ -10,7 +10,7 @@ Example:
 """
 
 from accel_callbacks.migrate.notebook import migrate_notebook
-from accel_callbacks.migrating.findings import Finding, Migration, UnreadableError
-from accel_callbacks.migrating.scripts import migrate_script
+from accel_callbacks.migrate.script import migrate_script
+from accel_callbacks.migrate.source import Finding, Migration, UnreadableError
 
 __all__ = ["Finding", "Migration", "UnreadableError", "migrate_notebook", "migrate_script"]

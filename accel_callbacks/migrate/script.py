@@ -1,4 +1,4 @@
-"""Finding the calls, arguments and attributes of a script that the rules speak of."""
+"""One script: edits and findings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from accel_callbacks.migrate.imports import below
-from accel_callbacks.migrate.names import TOP
+from accel_callbacks.migrate.imports import (
+    below,
+    bindings_of,
+    import_edits,
+    imports_of,
+    use_edits,
+    use_findings,
+)
+from accel_callbacks.migrate.names import OLD, TOP, advice_for, home_of, is_module
 from accel_callbacks.migrate.rules import (
     ANY,
     ARGUMENTS,
@@ -22,8 +29,17 @@ from accel_callbacks.migrate.rules import (
     STATE_ATTRIBUTES,
     VARIABLES,
 )
-from accel_callbacks.migrate.source import Source
-from accel_callbacks.migrating.findings import Finding
+from accel_callbacks.migrate.source import (
+    Edit,
+    Finding,
+    Migration,
+    Source,
+    UnreadableError,
+    apply_edits,
+    parsed,
+)
+
+__all__ = ["analyse", "migrate_script"]
 
 _USUAL = {"accelerator", "accel"}
 _COMMAND = re.compile(r"\baccelerate (launch|config|env|test|estimate-memory|merge-weights)\b")
@@ -195,3 +211,80 @@ def _of_text(node: ast.Constant, text: str, source: Source) -> Iterator[Finding]
         yield Finding(line, f"{text[:40]!r}", "the command is accel here", "note")
     elif _MODULE.fullmatch(text):
         yield Finding(line, f"{text!r}", "a text that names accelerate: change it by hand", "note")
+
+
+def positional_edits(source: Source) -> Iterator[Edit]:
+    """Yield a name for each positional argument of Accelerator, however that was imported."""
+    script = look_through(source.nodes)
+    for node in source.nodes:
+        if not (isinstance(node, ast.Call) and script.function(node.func) == "Accelerator"):
+            continue
+        if any(isinstance(one, ast.JoinedStr) for one in source.ancestors(node)):
+            continue
+        floor = source.text.index("(", source.span(node.func)[1]) + 1 if node.args else 0
+        for name, argument in named_arguments(node):
+            start = source.span(argument)[0]
+            while (before := source.text[floor:start].rstrip()).endswith("("):
+                start = floor + len(before) - 1  # the parser leaves out the parentheses around it
+            yield Edit(start, start, f"{name}=")
+
+
+def migrate_script(text: str) -> Migration:
+    """Move a Python script from accelerate to accel_callbacks, without running it.
+
+    Imports and uses of the modules of accelerate are rewritten where a name is here too; all else
+    is left as it is and told. The result parses, and moving it again changes nothing.
+
+    Args:
+        text: the whole script.
+
+    Raises:
+        UnreadableError: the text is no Python of this version.
+
+    Example:
+        >>> from accel_callbacks.migrate import migrate_script
+        >>> script = "import accelerate\\naccelerate.utils.set_seed(1)\\n"
+        >>> print(migrate_script(script).after, end="")
+        import accel_callbacks
+        accel_callbacks.set_seed(1)
+    """
+    edits, findings = analyse(text)
+    after = apply_edits(text, edits)
+    try:
+        parsed(after)
+    except UnreadableError as error:
+        raise UnreadableError(f"cannot be rewritten without breaking it ({error})") from error
+    return Migration(text, after, findings)
+
+
+def analyse(text: str) -> tuple[list[Edit], Sequence[Finding]]:
+    """Return the edits that move a text, and what is to be told."""
+    source = Source(text)
+    bindings = bindings_of(source)
+    edits: list[Edit] = []
+    findings: set[Finding] = set()
+    added: set[str] = set()
+    for statement, aliases in imports_of(source):
+        edits += import_edits(source, statement, aliases, bindings, added)
+        if isinstance(statement, ast.ImportFrom):
+            findings |= set(_left(statement))
+    for binding in bindings.values():
+        edits += use_edits(source, binding)
+        findings |= set(use_findings(binding))
+    edits += positional_edits(source)
+    findings |= set(behaviour_findings(source))
+    return edits, sorted(findings)
+
+
+def _left(statement: ast.ImportFrom) -> list[Finding]:
+    """List the names of a statement that are not here."""
+    path = below(statement.module or "") or ()
+    found = []
+    for alias in statement.names:
+        if alias.name == "*":
+            advice = "import what you use by name, then migrate again"
+            found.append(Finding(statement.lineno, f"from {OLD} import *", advice, "left"))
+        elif not is_module((*path, alias.name)) and home_of((*path, alias.name)) is None:
+            line = alias.lineno
+            found.append(Finding(line, alias.name, advice_for(alias.name), "left"))
+    return found

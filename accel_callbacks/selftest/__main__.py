@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 from accel_callbacks.distributed.topology import destroy_topology, process_rank
 from accel_callbacks.selftest.check import Check, Lab
+from accel_callbacks.selftest.checks import CHECKS
 from accel_callbacks.selftest.runner import Outcome, run_checks
-from accel_callbacks.selftest.table import CHECKS
 
 __all__ = ["main"]
 

@@ -1,28 +1,286 @@
-"""Checks of the arithmetic: repeatable, in the precision asked for, the same as one process."""
+"""Processes, data, arithmetic, checkpoints."""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import checkpoint_io
+from accel_callbacks import __version__, collectives
 from accel_callbacks.accelerator import Accelerator
+from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.distributed.rng import set_seed
-from accel_callbacks.selftest.check import Expectations, Lab
-from accel_callbacks.selftest.small import (
-    flat_weights,
-    same_on_all,
-    samples,
-    small_model,
-    train_plainly,
-)
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.selftest.check import Check, Expectations, Lab, Skipped
+from checkpoint_io.format.names import MANIFEST, new_save_id
+from checkpoint_io.storage.open import open_store
 
-__all__ = ["accumulation_equals_one_batch", "gradients_average", "precision_holds", "repeats"]
+__all__ = [
+    "CHECKS",
+    "accumulation_equals_one_batch",
+    "collectives_carry_values",
+    "every_sample_once",
+    "flat_weights",
+    "gradients_average",
+    "precision_holds",
+    "repeats",
+    "resume_is_exact",
+    "same_on_all",
+    "samples",
+    "small_model",
+    "topology_is_whole",
+    "train_plainly",
+    "workers_deliver",
+]
 
+_MANY = 1 << 20
 _BATCH = 4
+_WIDE = 1 << 16
 _ROUNDING = 1e-4
 _COMPUTED_IN = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _LOW_ROUNDING = {"no": 1e-2, "fp16": 1e-2, "bf16": 4e-2, "fp8": 0.2}
+_SAVE_AFTER = 2
+_BATCHES = 5
+_ALL = (
+    Check(
+        "processes",
+        topology_is_whole,
+        "install the same versions on all machines, and start one process for each GPU; "
+        "`accel launch --dry_run` shows what is started",
+    ),
+    Check(
+        "collectives",
+        collectives_carry_values,
+        "test the network and its driver: --cpu takes gloo in place of the GPUs; NCCL_DEBUG=INFO "
+        "shows what NCCL does; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 leave out a broken path; "
+        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME name the interface",
+    ),
+    Check(
+        "determinism",
+        repeats,
+        "run again: if it varies, look for other work on the device, and at its health (ECC "
+        "errors); if only some ranks differ, they have other hardware or versions",
+    ),
+    Check(
+        "data",
+        every_sample_once,
+        "look whether packages that change torch's DataLoader are installed; report it with the "
+        "output of `accel env`",
+    ),
+    Check(
+        "workers",
+        workers_deliver,
+        "give the container more shared memory (docker run --shm-size=8g), or train with "
+        "num_workers=0",
+    ),
+    Check(
+        "precision",
+        precision_holds,
+        "choose another --mixed_precision: bf16 needs an Ampere GPU or newer, fp8 a Hopper one "
+        "and torchao",
+    ),
+    Check(
+        "gradients",
+        gradients_average,
+        "do not train like this: gradients of the processes are not averaged. Update torch and "
+        "the driver, then look at the collectives above",
+    ),
+    Check(
+        "accumulation",
+        accumulation_equals_one_batch,
+        "do not accumulate gradients like this; report it with the output of `accel env`",
+    ),
+    Check(
+        "checkpoint",
+        resume_is_exact,
+        "look for room and for rights to write in the folder; --folder names another, which all "
+        "processes must see (a local path or any fsspec URL)",
+    ),
+)
+
+
+def small_model(seed: int = 3, dropout: float = 0.0) -> nn.Module:
+    """A few layers, with the same numbers wherever the seed is the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return nn.Sequential(
+            nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4)
+        )
+
+
+def samples(count: int) -> TensorDataset:
+    """Inputs and targets, the same on all processes."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 8, generator=generator)
+    return TensorDataset(inputs, inputs[:, :4] * 2 - 1)
+
+
+def train_plainly(
+    windows: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+) -> torch.Tensor:
+    """Train in plain torch, in one process, a step for each window; returns the weights."""
+    model = small_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in windows:
+        loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat_weights(model)
+
+
+def flat_weights(model: nn.Module) -> torch.Tensor:
+    """All parameters in one row."""
+    return torch.cat([one.detach().float().flatten() for one in model.parameters()])
+
+
+def same_on_all(rows: torch.Tensor) -> Iterator[int]:
+    """The ranks whose row is not that of rank 0."""
+    return (rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0]))
+
+
+def topology_is_whole(lab: Lab) -> str:
+    """Each rank is there once, on a device of its own, with the same software and settings."""
+    here, config = lab.accelerator().topology, lab.config
+    everyone = collectives.all_objects(_facts(here, config))
+    expect = Expectations()
+    ranks = [one["rank"] for one in everyone]
+    expect.equal("the list of ranks", ranks, list(range(here.world_size)))
+    for name in ("torch", "accel-callbacks", "python", "precision", "accumulation", "kind"):
+        values = {str(one[name]) for one in everyone}
+        expect.that(len(values) == 1, f"processes differ in {name}: {', '.join(sorted(values))}")
+    if here.device.type != "cpu":
+        used = Counter((one["host"], one["device"]) for one in everyone)
+        shared = [f"{device} of {host}" for (host, device), n in used.items() if n > 1]
+        expect.that(not shared, f"processes share {', '.join(shared)}")
+    expect.done()
+    machines = len({one["host"] for one in everyone})
+    backend = f", {here.backend}" if here.backend else ""
+    return (
+        f"{_count(here.world_size, 'process', 'es')} on {_count(machines, 'machine')}, "
+        f"{_device(here.device)}{backend}, precision {config.mixed_precision}"
+    )
+
+
+def _facts(here: Topology, config: AcceleratorConfig) -> dict[str, Any]:
+    """What the processes compare."""
+    return {
+        "rank": here.rank,
+        "host": f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}",
+        "device": str(here.device),
+        "kind": here.device.type,
+        "torch": torch.__version__,
+        "accel-callbacks": __version__,
+        "python": platform.python_version(),
+        "precision": config.mixed_precision,
+        "accumulation": config.gradient_accumulation_steps,
+    }
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{plural if number != 1 else ''}"
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device.type} ({torch.cuda.get_device_name(device)})"
+    return device.type
+
+
+def collectives_carry_values(lab: Lab) -> str:
+    """Every kind of collective gives exactly the values that it must, small and large."""
+    accel = lab.accelerator()
+    rank, world = accel.process_index, accel.num_processes
+    expect = Expectations()
+    ranks = torch.arange(float(world), device=accel.device)
+    mine = torch.full((2,), float(rank), device=accel.device)
+    expect.equal("gather", collectives.gather(mine), ranks.repeat_interleave(2))
+    total = world * (world - 1) / 2
+    expect.equal("reduce sum", collectives.reduce(mine, "sum"), [total, total])
+    expect.equal("reduce mean", collectives.reduce(mine, "mean"), [total / world] * 2)
+    expect.equal("broadcast", collectives.broadcast(mine, world - 1), [world - 1.0] * 2)
+    padded = collectives.pad_across_processes(torch.ones(rank + 1, device=accel.device))
+    expect.equal("pad_across_processes", padded, [1.0] * (rank + 1) + [0.0] * (world - rank - 1))
+    objects = collectives.gather_object({"rank": rank})
+    expect.equal("gather_object", objects, [{"rank": one} for one in range(world)])
+    sent = collectives.broadcast_object(f"from {rank}", 0)
+    expect.equal("broadcast_object", sent, "from 0")
+    many = torch.arange(_MANY, dtype=torch.int64, device=accel.device) * (rank + 1)
+    summed = collectives.reduce(many, "sum")
+    first = torch.arange(_MANY, dtype=torch.int64, device=accel.device)
+    expect.equal("reduce of 8 MB", summed, first * (world * (world + 1) // 2))
+    accel.wait_for_everyone()
+    expect.done()
+    return "gather, reduce, broadcast, pad, objects, 8 MB"
+
+
+def every_sample_once(lab: Lab) -> str:
+    """Two shuffled epochs over a number of samples that does not divide."""
+    accel = lab.accelerator()
+    count = 2 * _BATCH * accel.num_processes + 3
+    loader = accel.prepare(DataLoader(_Numbers(count), _BATCH, shuffle=True))
+    epochs = [
+        [int(n) for batch in loader for n in accel.gather_for_metrics(batch)] for _ in range(2)
+    ]
+    expect = Expectations()
+    for number, seen in enumerate(epochs, 1):
+        lost = sorted(set(range(count)) - set(seen))
+        twice = sorted({n for n in seen if seen.count(n) > 1})
+        expect.that(not lost, f"epoch {number} lost samples {lost[:5]}")
+        expect.that(not twice, f"epoch {number} had samples {twice[:5]} more than once")
+    expect.that(epochs[0] != epochs[1], "the second epoch had the order of the first")
+    expect.done()
+    return f"{count} samples, two epochs, none lost, none twice"
+
+
+def workers_deliver(lab: Lab) -> str:
+    """Batches of some size that worker processes make arrive whole."""
+    accel = lab.accelerator()
+    count = 3 * accel.num_processes
+    loader = accel.prepare(DataLoader(_Wide(count), 1, num_workers=1))
+    expect, seen = Expectations(), []
+    for batch in loader:
+        number = int(batch[0, 0])
+        expect.that(bool((batch == number).all()), f"sample {number} came with other values")
+        seen += accel.gather_for_metrics(batch.amax(dim=1)).tolist()
+    expect.equal("samples of the workers", sorted(seen), list(range(count)))
+    expect.done()
+    return "one worker a process, through shared memory"
+
+
+class _Numbers(Dataset[int]):
+    """The numbers below a count."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class _Wide(Dataset[torch.Tensor]):
+    """Half a megabyte a sample, full of its own number."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((_WIDE,), index, dtype=torch.int64)
 
 
 def repeats(lab: Lab) -> str:
@@ -135,3 +393,77 @@ def _trained(accel: Accelerator, count: int) -> tuple[torch.Tensor, torch.Tensor
             optimizer.zero_grad()
     weights = flat_weights(accel.unwrap_model(model))
     return weights, accel.gather(weights[None])
+
+
+def resume_is_exact(lab: Lab) -> str:
+    """Interrupted and resumed training ends with the weights of one that went on, bit by bit."""
+    accel = lab.accelerator()
+    if lab.folder is None:
+        raise Skipped("several machines: name a folder that all of them see with --folder")
+    with _own_folder(lab.folder) as folder:
+        set_seed(7, device_specific=True)
+        parts = _prepare(accel, seed=3)
+        straight, left = _train_and_save(accel, parts, save_to=folder)
+        if accel.is_main_process:
+            checkpoint_io.verify(folder)
+        again = lab.accelerator()
+        set_seed(8, device_specific=True)
+        parts = _prepare(again, seed=4)
+        again.load_state(folder)
+        resumed, left_again = _train_and_save(again, parts)
+        manifest = checkpoint_io.read_manifest(folder)
+        collectives.barrier()  # nobody reads any more
+    expect = Expectations()
+    expect.equal("the batches after the resume", left_again, left)
+    expect.that(torch.equal(straight, resumed), "weights after the resume differ")
+    expect.done()
+    files = len(manifest.files)
+    return f"saved in mid-epoch, verified, resumed bit by bit ({files} files in {lab.folder})"
+
+
+def _prepare(accel: Accelerator, seed: int) -> Any:
+    """Model, optimizer and a shuffled loader."""
+    model = small_model(seed, dropout=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = samples(_BATCH * _BATCHES * accel.num_processes)
+    return accel.prepare(model, optimizer, DataLoader(data, _BATCH, shuffle=True))
+
+
+def _train_and_save(
+    accel: Accelerator, parts: Any, save_to: str | None = None
+) -> tuple[torch.Tensor, list[float]]:
+    """Train to the end of the epoch; returns the weights, and marks of batches since the save."""
+    model, optimizer, loader = parts
+    seen = []
+    for number, (inputs, targets) in enumerate(loader, 1):
+        accel.backward(nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(inputs.sum()))
+        if save_to is not None and number == _SAVE_AFTER:
+            accel.save_state(save_to)
+            seen.clear()
+    return flat_weights(accel.unwrap_model(model)), seen
+
+
+@contextmanager
+def _own_folder(base: str) -> Iterator[str]:
+    """A folder of this check alone, the same on all processes, which is removed again."""
+    name = collectives.broadcast_object(f"accel-test-{new_save_id()}", 0)
+    folder = f"{base.rstrip('/')}/{name}"
+    try:
+        yield folder
+    finally:
+        if collectives.rank() == 0:
+            _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Remove what is in it, and itself."""
+    with suppress(Exception):  # what was wrong with the folder has been told
+        store = open_store(folder)
+        store.remove_many([MANIFEST, *(name for name in store.sizes() if name != MANIFEST)])
+        store.remove_folder()
+
+
+CHECKS: Mapping[str, Check] = {check.name: check for check in _ALL}

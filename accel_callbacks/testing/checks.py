@@ -12,7 +12,7 @@ from accel_callbacks.distributed.topology import destroy_topology, is_initialize
 from accel_callbacks.errors import nearest
 from accel_callbacks.testing import fault_checks, state_checks
 from accel_callbacks.testing import run_checks as running_checks
-from accel_callbacks.testing.subject import Subject, quietly
+from accel_callbacks.testing.run_checks import Subject, quietly
 from accel_callbacks.testing.training import own_randomness
 
 __all__ = ["Check", "callback_checks", "check_callback"]

@@ -1,21 +1,44 @@
-"""Checks that run a callback: all its hooks, in loops of several kinds, beside others."""
+"""Checks that run a callback."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import logging
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS
 from accel_callbacks.callbacks.functions import checked_hook
 from accel_callbacks.callbacks.options import configured
-from accel_callbacks.callbacks.recognising import overrides, saves
-from accel_callbacks.testing.firing import arguments_of, fire
+from accel_callbacks.callbacks.recognising import accepted, overrides, saves
+from accel_callbacks.testing.hooks import arguments_of, fire
 from accel_callbacks.testing.host_syncs import host_syncs
-from accel_callbacks.testing.neighbours import Injected
-from accel_callbacks.testing.subject import Subject, hooks_of, kept_in_memory, name_of
 from accel_callbacks.testing.training import TinyTraining
 
-__all__ = ["CHECKS"]
+__all__ = [
+    "CHECKS",
+    "Injected",
+    "Neighbour",
+    "Raises",
+    "SavesEachPlace",
+    "Subject",
+    "Witness",
+    "kept_in_memory",
+    "quietly",
+]
 
+_AWAY = ("validation", "test", "log", "checkpoint", "exception", "preempt")
+#: Hooks in which the models hold the weights that are trained.
+_TRAINED = [
+    hook for hook in HOOKS if hook not in EXIT_HOOKS and not any(word in hook for word in _AWAY)
+]
 #: Hooks of each batch and step, which must not wait for the device.
 _HOT = (
     *("on_train_batch_start", "on_before_backward", "on_after_backward"),
@@ -23,6 +46,188 @@ _HOT = (
     *("on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end"),
     *("on_test_batch_start", "on_test_batch_end", "on_log"),
 )
+
+
+class Injected(Exception):
+    """The error that a check injects."""
+
+
+class Neighbour:
+    """Stands where the checked callback does: among the first, or among those that run last.
+
+    Args:
+        like: the checked callback.
+        name: its state key.
+    """
+
+    def __init__(self, like: Any, name: str) -> None:
+        self.runs_last = bool(getattr(like, "runs_last", False))
+        self.state_key = name
+
+
+class Raises(Neighbour):
+    """Raises in one hook, while it is armed.
+
+    Args:
+        like: the checked callback.
+        name: its state key.
+
+    Attributes:
+        raised: it has, since it was armed.
+    """
+
+    def __init__(self, like: Any, name: str) -> None:
+        super().__init__(like, name)
+        self.hook = ""
+        self.raised = False
+        for hook in HOOKS:
+            setattr(self, hook, self._raiser(hook))
+
+    def _raiser(self, hook: str) -> Callable[..., None]:
+        def come(*args: Any) -> None:
+            if self.hook == hook and not self.raised:
+                self.raised = True
+                raise Injected(f"{self.state_key} raises in {hook}")
+
+        return come
+
+    def arm(self, hook: str) -> None:
+        """Raise the next time that this hook comes, once."""
+        self.hook, self.raised = hook, False
+
+
+class Witness(Neighbour):
+    """Remembers the weights that are trained, wherever no evaluation has borrowed them.
+
+    Args:
+        like: the checked callback.
+        earlier: the witness that is called before it, which sees what an error hides from this one.
+    """
+
+    def __init__(self, like: Any, earlier: Witness | None = None) -> None:
+        super().__init__(like, "Witness" if earlier is None else "LateWitness")
+        self.runs_last = self.runs_last and earlier is not None
+        self.weights: dict[str, torch.Tensor] = {} if earlier is None else earlier.weights
+        for hook in _TRAINED:
+            setattr(self, hook, self._look)
+
+    def _look(self, run: Any, model: Any, *args: Any) -> None:
+        if not run.accelerator.loop.evaluating:
+            self.weights.update((n, w.detach().clone()) for n, w in model.state_dict().items())
+
+    def changed(self, model: torch.nn.Module) -> list[str]:
+        """Names of the weights that are not those that were seen last."""
+        now = model.state_dict()
+        return [name for name, weight in self.weights.items() if not weight.equal(now[name])]
+
+
+class SavesEachPlace:
+    """Saves the training state at the end of each batch and each epoch, after everyone else.
+
+    Args:
+        root: folder or URL.
+    """
+
+    runs_last = True
+    state_key = "SavesEachPlace"
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.places: dict[str, str] = {}
+
+    def on_train_batch_end(self, run: Any, model: Any, *args: Any) -> None:
+        """A step is over."""
+        self._save(run, f"step {run.global_step}, batch {run.batch_idx}")
+
+    def on_train_epoch_end(self, run: Any, model: Any) -> None:
+        """An epoch is over."""
+        self._save(run, f"the end of epoch {run.current_epoch}")
+
+    def _save(self, run: Any, place: str) -> None:
+        if place not in self.places:
+            self.places[place] = f"{self.root}/{len(self.places)}"
+            run.accelerator.save_state(self.places[place])
+
+
+class Subject:
+    """A callback's factory, and how its trainings are made.
+
+    Args:
+        factory: makes a new callback, or a list of one and those that it cannot do without.
+        allow_sync: hooks that may wait for the device.
+        options: of the trainings.
+
+    Attributes:
+        kept: what several checks need, and one has made.
+    """
+
+    def __init__(
+        self, factory: Callable[[], Any], allow_sync: Sequence[str], options: dict[str, Any]
+    ) -> None:
+        self._factory = factory
+        self.allow_sync = {checked_hook(hook) for hook in allow_sync}
+        self._options = options
+        self.kept: dict[str, Any] = {}
+
+    def make(self) -> tuple[Any, list[Any]]:
+        """A new callback, as it is registered, and those that come with it."""
+        made = self._factory()
+        callback, *others = made if isinstance(made, (list, tuple)) else (made,)
+        return accepted(callback), others
+
+    def training(
+        self,
+        *,
+        before: Sequence[Any] = (),
+        after: Sequence[Any] = (),
+        made: tuple[Any, list[Any]] | None = None,
+        **options: Any,
+    ) -> tuple[Any, TinyTraining]:
+        """A callback (a new one unless ``made`` is given), and a training that it is in."""
+        callback, others = made or self.make()
+        settings = {**options, **self._options}
+        return callback, TinyTraining([*before, callback, *others, *after], **settings)
+
+
+def hooks_of(callback: Any) -> list[str]:
+    """The hooks that a callback has."""
+    return [hook for hook in HOOKS if overrides(callback, hook)]
+
+
+def name_of(callback: Any) -> str:
+    """What a callback is called in what a check says."""
+    return str(getattr(callback, "state_key", None) or type(callback).__qualname__)
+
+
+@contextmanager
+def quietly() -> Iterator[io.StringIO]:
+    """What is printed, logged or warned of in the block is not shown; gives what went to stderr."""
+    errors, log = io.StringIO(), logging.getLogger("accel_callbacks")
+    level = log.level
+    with (
+        contextlib.ExitStack() as stack,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(errors),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        log.setLevel(logging.CRITICAL + 1)
+        stack.callback(log.setLevel, level)
+        yield errors
+
+
+@contextmanager
+def kept_in_memory() -> Iterator[str]:
+    """A URL for checkpoints, which are gone after the block."""
+    import fsspec
+
+    root = f"accel-testing-{uuid.uuid4().hex}"
+    try:
+        yield f"memory://{root}"
+    finally:
+        store = fsspec.filesystem("memory")
+        if store.exists(f"/{root}"):
+            store.rm(f"/{root}", recursive=True)
 
 
 def takes_arguments(subject: Subject) -> None:

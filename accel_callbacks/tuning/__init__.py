@@ -8,7 +8,7 @@ from accel_callbacks._lazy import lazy_names
 
 _HOME = {
     "BatchSizeResult": "batch_size",
-    "LRResult": "lr_result",
+    "LRResult": "learning_rate",
     "Trial": "batch_size",
     "find_batch_size": "batch_size",
     "find_learning_rate": "learning_rate",
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from accel_callbacks.tuning.batch_size import BatchSizeResult as BatchSizeResult
     from accel_callbacks.tuning.batch_size import Trial as Trial
     from accel_callbacks.tuning.batch_size import find_batch_size as find_batch_size
+    from accel_callbacks.tuning.learning_rate import LRResult as LRResult
     from accel_callbacks.tuning.learning_rate import find_learning_rate as find_learning_rate
-    from accel_callbacks.tuning.lr_result import LRResult as LRResult
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -13,8 +13,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import group_is_torn
 from accel_callbacks.distributed.topology import resolve_topology
 from accel_callbacks.memory import attempt, clear_device_cache
-from accel_callbacks.tuning.drawing import new_axes
-from accel_callbacks.tuning.trial import as_before
+from accel_callbacks.tuning.trial import as_before, new_axes
 
 __all__ = ["BatchSizeResult", "Trial", "find_batch_size"]
 

@@ -1,8 +1,9 @@
-"""Trying something out with models and optimizers that are as before afterwards, bit by bit."""
+"""Try, and put everything back; plotting axes."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,32 @@ from torch.nn.parameter import is_lazy
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.distributed.topology import own_accelerator
 
-__all__ = ["as_before"]
+__all__ = ["as_before", "new_axes"]
 
 Undo = Callable[[], None]
+
+
+def new_axes(instead: str) -> Any:
+    """The axes of a new matplotlib figure, which is their ``figure``.
+
+    Args:
+        instead: what else to do, for the error.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+
+    Example:
+        >>> from accel_callbacks.tuning.trial import new_axes
+        >>> new_axes("look at the trials").figure  # doctest: +SKIP
+        <Figure size 700x400 with 1 Axes>
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise ImportError(
+            f"plot() draws with matplotlib: pip install matplotlib. Or {instead}."
+        ) from None
+    return figures.Figure(figsize=(7, 4), layout="constrained").subplots()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_callbacks.cli import ckpt_pieces
+from accel_callbacks.cli import ckpt_copy as ckpt_pieces
 from accel_callbacks.cli.main import main
 from checkpoint_io import CheckpointFolder, load, save, verify
 from checkpoint_io.format.names import MANIFEST

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks.cli.completion_spec import places, spelled
+from accel_callbacks.cli.completions import places, spelled
 from accel_callbacks.cli.main import main
 from accel_callbacks.cli.registry import COMMANDS
 

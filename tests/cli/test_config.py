@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_callbacks.cli import config_questions
+from accel_callbacks.cli import config
 from accel_callbacks.cli.main import main
-from accel_callbacks.launch.config_file import read_config
+from accel_callbacks.launch.config_file import read_config, values_of
 from accel_callbacks.launch.machine import Machine, look_around
 from accel_callbacks.launch.settings import all_options
-from accel_callbacks.launching.reading import values_of
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 COMMAND = [sys.executable, "-m", "accel_callbacks.cli", "config"]
@@ -84,7 +83,7 @@ def test_asks_and_writes_and_says_how_to_launch(tmp_path: Path) -> None:
     shell.until("This machine:")
     shell.answer("Number [1] ", "9")
     shell.until("type a number from 1 to")
-    shell.answer("Number [1] ", str(len(config_questions._places(look_around(os.environ)))))
+    shell.answer("Number [1] ", str(len(config._places(look_around(os.environ)))))
     shell.answer("How many processes on this machine?", "none")
     shell.until("must be an integer")
     shell.answer("How many processes on this machine?", "2")
@@ -163,7 +162,7 @@ def ask(
         return left.pop(0)
 
     monkeypatch.setattr("builtins.input", answer)
-    values = config_questions.answers(machine, None)
+    values = config.answers(machine, None)
     assert left == []
     values_of(values, "what was asked")
     return values, asked
@@ -193,7 +192,7 @@ def test_in_slurm_nothing_is_asked_that_slurm_knows(monkeypatch: pytest.MonkeyPa
 def test_a_tpu_is_offered_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     values, _ = ask(monkeypatch, Machine(tpu=True, torch_xla=True), "", "", "", "")
     assert values["distributed_type"] == "XLA"
-    assert "the TPU" not in config_questions._places(Machine(tpu=True))
+    assert "the TPU" not in config._places(Machine(tpu=True))
 
 
 # --- --default, update ---------------------------------------------------------------------
@@ -230,13 +229,13 @@ def test_a_tilde_that_the_shell_left_is_the_home_for_all_actions(
 
 
 def test_default_in_slurm_leaves_the_machines_to_it() -> None:
-    values = config_questions.defaults(Machine(gpus=("A100",) * 4, slurm_nodes=2), None)
+    values = config.defaults(Machine(gpus=("A100",) * 4, slurm_nodes=2), None)
     assert values["nproc_per_node"] == 4
     assert not {"num_machines", "num_processes"} & set(values)
 
 
 def test_default_on_gpus_takes_all() -> None:
-    values = config_questions.defaults(GPUS, "bf16")
+    values = config.defaults(GPUS, "bf16")
     assert (values["num_processes"], values["mixed_precision"]) == (4, "bf16")
 
 

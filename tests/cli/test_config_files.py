@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from accel_callbacks.launch.config_file import expanded, find_config, read_config, write_config
+from accel_callbacks.launch.config_file import (
+    expanded,
+    find_config,
+    read_config,
+    values_of,
+    write_config,
+)
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.resolve import resolve_settings
-from accel_callbacks.launching.reading import values_of
 
 SAMPLE = Path(__file__).resolve().parents[2] / "examples" / "configs" / "accel.yaml"
 # What `accelerate config` of 1.15 writes for two GPUs, before each block is added to it.

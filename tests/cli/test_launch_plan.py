@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel_callbacks.cli import launch
-from accel_callbacks.cli.launch_options import configure, given_extras, read_program
+from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, TpuPlan, build_plan

@@ -16,8 +16,8 @@ from accel_callbacks.cli.main import main
 from accel_callbacks.cli.test import CHECKS as NAMES
 from accel_callbacks.selftest.__main__ import main as selftest
 from accel_callbacks.selftest.check import Check, Expectations, Failed, Lab, Skipped
+from accel_callbacks.selftest.checks import CHECKS
 from accel_callbacks.selftest.runner import run_checks
-from accel_callbacks.selftest.table import CHECKS
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -29,7 +29,7 @@ from accel_callbacks.selftest import data, processes, training
 from accel_callbacks.selftest.__main__ import main as selftest
 from accel_callbacks.selftest.check import Check, Lab
 from accel_callbacks.selftest.runner import run_checks
-from accel_callbacks.selftest.table import CHECKS
+from accel_callbacks.selftest.checks import CHECKS
 from accel_callbacks.distributed.topology import destroy_topology, process_rank
 
 rank = process_rank()[0]
@@ -152,7 +152,7 @@ KILLED = """
 import os, signal, sys
 class Hook:
     def find_spec(self, name, path=None, target=None):
-        if name == "accel_callbacks.selftest.table":
+        if name == "accel_callbacks.selftest.checks":
             os.kill(os.getpid(), signal.SIGKILL)
 if os.environ.get("RANK") == "1":
     sys.meta_path.insert(0, Hook())

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_callbacks.cli.launch_options import configure, given_extras, read_program
+from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.distributed import topology as devices
 from accel_callbacks.launch.option import SettingsError

@@ -25,8 +25,8 @@ from accel_callbacks import notebook_launcher as launch
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.launch import fork_safety as lookahead
 from accel_callbacks.launch import notebook
+from accel_callbacks.launch.fork import LastWords
 from accel_callbacks.launch.fork_safety import Prospect
-from accel_callbacks.launching.last_words import LastWords
 
 pytestmark = pytest.mark.distributed
 
