@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks.accumulation import GradientWindow
-from accel_callbacks.callbacks.dispatch import Dispatcher
+from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
 from accel_callbacks.config import launched_handlers, launched_plugin, resolve_config
 from accel_callbacks.data.config import (
     DataLoaderConfiguration,

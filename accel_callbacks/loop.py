@@ -10,7 +10,7 @@ import torch
 
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.background_saves import BackgroundSaves
-from accel_callbacks.callbacks.dispatch import Dispatcher
+from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.deliveries import Deliveries
 from accel_callbacks.evaluating import evaluation_pass

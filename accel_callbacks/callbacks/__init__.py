@@ -9,8 +9,8 @@ from accel_callbacks._lazy import lazy_names
 _HOME = {
     "Callback": "base",
     "CallbackHandle": "handle",
-    "CallbackReport": "ledger",
-    "CallbackTime": "ledger",
+    "CallbackReport": "dispatch.ledger",
+    "CallbackTime": "dispatch.ledger",
     "Checkpoint": "checkpoint",
     "DeviceStats": "device_stats",
     "EMA": "weight_averaging",
@@ -19,9 +19,9 @@ _HOME = {
     "FunctionHandle": "handle",
     "GradientAccumulationScheduler": "accumulation_scheduler",
     "GradientNorm": "gradient_norm",
-    "Interval": "intervals",
+    "Interval": "interval",
     "LayerSummary": "model_summary",
-    "LearningRateMonitor": "learning_rate",
+    "LearningRateMonitor": "learning_rate_monitor",
     "ModelSummary": "model_summary",
     "NonFinite": "non_finite",
     "Preemption": "preemption",
@@ -33,7 +33,7 @@ _HOME = {
     "Throughput": "throughput",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
-    "configured": "options",
+    "configured": "dispatch.registration",
     "summarize": "model_summary",
 }
 
@@ -75,21 +75,23 @@ if TYPE_CHECKING:
     from accel_callbacks.callbacks.base import Callback as Callback
     from accel_callbacks.callbacks.checkpoint import Checkpoint as Checkpoint
     from accel_callbacks.callbacks.device_stats import DeviceStats as DeviceStats
+    from accel_callbacks.callbacks.dispatch.ledger import CallbackReport as CallbackReport
+    from accel_callbacks.callbacks.dispatch.ledger import CallbackTime as CallbackTime
+    from accel_callbacks.callbacks.dispatch.registration import configured as configured
     from accel_callbacks.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from accel_callbacks.callbacks.freeze import Freeze as Freeze
     from accel_callbacks.callbacks.gradient_norm import GradientNorm as GradientNorm
     from accel_callbacks.callbacks.handle import CallbackHandle as CallbackHandle
     from accel_callbacks.callbacks.handle import FunctionHandle as FunctionHandle
-    from accel_callbacks.callbacks.intervals import Interval as Interval
-    from accel_callbacks.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
-    from accel_callbacks.callbacks.ledger import CallbackReport as CallbackReport
-    from accel_callbacks.callbacks.ledger import CallbackTime as CallbackTime
+    from accel_callbacks.callbacks.interval import Interval as Interval
+    from accel_callbacks.callbacks.learning_rate_monitor import (
+        LearningRateMonitor as LearningRateMonitor,
+    )
     from accel_callbacks.callbacks.model_summary import LayerSummary as LayerSummary
     from accel_callbacks.callbacks.model_summary import ModelSummary as ModelSummary
     from accel_callbacks.callbacks.model_summary import Summary as Summary
     from accel_callbacks.callbacks.model_summary import summarize as summarize
     from accel_callbacks.callbacks.non_finite import NonFinite as NonFinite
-    from accel_callbacks.callbacks.options import configured as configured
     from accel_callbacks.callbacks.preemption import Preemption as Preemption
     from accel_callbacks.callbacks.profiler import Profiler as Profiler
     from accel_callbacks.callbacks.progress_bar import ProgressBar as ProgressBar

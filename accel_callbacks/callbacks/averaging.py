@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_callbacks.callbacks.averages import Averages, Rule
+from accel_callbacks.callbacks.averaged_weights import Averages, Rule
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.modeling.compile import original
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks import checkpointing, collectives
 from accel_callbacks.background_saves import Then, check_when_busy
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.checkpoint_error import save_after_error
 from accel_callbacks.callbacks.checkpoint_keep import Keep, Retention
 from accel_callbacks.callbacks.checkpoint_notes import Place, SaveNotes
 from accel_callbacks.callbacks.checkpoint_schedule import Schedule
 from accel_callbacks.callbacks.monitor import Monitor
+from accel_callbacks.callbacks.on_exception_checkpoint import save_after_error
 from accel_callbacks.distributed.failures import shared_failure
 
 if TYPE_CHECKING:

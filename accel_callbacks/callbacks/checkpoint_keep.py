@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from accel_callbacks.callbacks.checkpoint_error import is_after_error
 from accel_callbacks.callbacks.monitor import Monitor
+from accel_callbacks.callbacks.on_exception_checkpoint import is_after_error
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointFolder, CheckpointInfo

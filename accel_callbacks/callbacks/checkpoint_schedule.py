@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from accel_callbacks.callbacks.intervals import Cadence, Interval
+from accel_callbacks.callbacks.interval import Cadence, Interval
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun

@@ -9,8 +9,8 @@ from time import perf_counter_ns
 from typing import Any
 
 from accel_callbacks.callbacks.base import HOOKS
-from accel_callbacks.callbacks.ledger import Ledger, Tally
-from accel_callbacks.callbacks.options import Configured, as_tuple, checked_policy
+from accel_callbacks.callbacks.dispatch.ledger import Ledger, Tally
+from accel_callbacks.callbacks.dispatch.registration import Configured, as_tuple, checked_policy
 from accel_callbacks.callbacks.recognising import accepted, overrides, saves
 
 __all__ = ["Entry", "Hook"]

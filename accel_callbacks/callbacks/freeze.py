@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.intervals import Interval
+from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.callbacks.own_groups import give_own_groups
 from accel_callbacks.errors import nearest
 

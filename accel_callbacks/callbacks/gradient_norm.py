@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.finiteness import step_of
+from accel_callbacks.callbacks.finite import step_of
 from accel_callbacks.callbacks.freeze import Freeze
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.averaging import Averaging
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.finiteness import (
+from accel_callbacks.callbacks.finite import (
     Finding,
     GradientLook,
     look_at,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_callbacks.callbacks.base import HOOKS
-from accel_callbacks.callbacks.dispatch import Dispatcher
+from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
 from accel_callbacks.callbacks.entry import Entry
 
 __all__ = ["firing_plan"]
@@ -13,7 +13,7 @@ def firing_plan(dispatch: Dispatcher) -> str:
     """The callbacks in the order of their calls, and for each hook those that have it.
 
     Example:
-        >>> from accel_callbacks.callbacks.dispatch import Dispatcher
+        >>> from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
         >>> from accel_callbacks.callbacks.plan import firing_plan
         >>> firing_plan(Dispatcher())
         'no callbacks'

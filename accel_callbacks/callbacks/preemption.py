@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.checkpoint import Checkpoint
-from accel_callbacks.callbacks.intervals import Interval
+from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.callbacks.requeue import requeue_slurm
 from accel_callbacks.callbacks.signals import SignalCatcher, read_signals
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.intervals import Interval
+from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.modeling.undisturbed import looking_at
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.intervals import Interval
+from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from accel_callbacks.callbacks.averages import Rule
+from accel_callbacks.callbacks.averaged_weights import Rule
 from accel_callbacks.callbacks.averaging import Averaging
 
 if TYPE_CHECKING:

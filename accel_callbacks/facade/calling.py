@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from accel_callbacks.callbacks.dispatch.functions import (
+    Filters,
+    FunctionCallback,
+    checked_hook,
+    name_of,
+)
+from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
+from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.callbacks.entry import Entry
-from accel_callbacks.callbacks.functions import Filters, FunctionCallback, checked_hook, name_of
 from accel_callbacks.callbacks.handle import CallbackHandle, FunctionHandle
-from accel_callbacks.callbacks.ledger import CallbackReport
-from accel_callbacks.callbacks.options import configured
 from accel_callbacks.callbacks.plan import firing_plan
 from accel_callbacks.facade.parts import Parts
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.dispatch import Dispatcher
-from accel_callbacks.callbacks.functions import checked_hook
+from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
+from accel_callbacks.callbacks.dispatch.functions import checked_hook
 from accel_callbacks.callbacks.recognising import accepted, overrides
 from accel_callbacks.errors import nearest
 from accel_callbacks.run import TrainingRun

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 
 from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.callbacks.base import HOOKS, Callback
-from accel_callbacks.callbacks.functions import checked_hook
+from accel_callbacks.callbacks.dispatch.functions import checked_hook
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.run import TrainingRun
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_callbacks import Accelerator, Callback, DistributedDataParallelKwargs
 from accel_callbacks.callbacks import EMA, Checkpoint, Freeze, GradientNorm, NonFinite
-from accel_callbacks.callbacks.averages import Averages
-from accel_callbacks.callbacks.finiteness import Finding, look_at
+from accel_callbacks.callbacks.averaged_weights import Averages
+from accel_callbacks.callbacks.finite import Finding, look_at
 from accel_callbacks.callbacks.gradient_norm import total_norm
 
 pytestmark = pytest.mark.distributed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.callbacks.adapters.packages import LightningPackage
+from accel_callbacks.integrations.lightning.packages import LightningPackage
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun

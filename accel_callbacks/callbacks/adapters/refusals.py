@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_callbacks.callbacks.adapters.packages import LightningPackage
+from accel_callbacks.integrations.lightning.packages import LightningPackage
 
 __all__ = ["refuse_trainer_bound"]
 

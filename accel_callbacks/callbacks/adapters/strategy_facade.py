@@ -11,7 +11,7 @@ from accel_callbacks.callbacks.adapters.missing import Part
 from accel_callbacks.callbacks.adapters.removal import remove_saved
 
 if TYPE_CHECKING:
-    from accel_callbacks.callbacks.adapters.trainer_facade import TrainerFacade
+    from accel_callbacks.integrations.lightning.trainer import TrainerFacade
 
 __all__ = ["StrategyFacade"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.callbacks.adapters.packages import LightningPackage
 from accel_callbacks.callbacks.adapters.trainer_constants import TrainerConstants
+from accel_callbacks.integrations.lightning.packages import LightningPackage
 from accel_callbacks.trainer_attributes import length_of
 
 if TYPE_CHECKING:

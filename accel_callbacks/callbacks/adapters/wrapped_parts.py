@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.callbacks.adapters.packages import LightningPackage
+from accel_callbacks.integrations.lightning.packages import LightningPackage
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator
-from accel_callbacks.callbacks.intervals import Cadence, Interval
+from accel_callbacks.callbacks.interval import Cadence, Interval
 
 
 @pytest.mark.parametrize(

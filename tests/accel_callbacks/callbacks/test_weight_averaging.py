@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from accel_callbacks import Accelerator, Callback, ResumeError
 from accel_callbacks.callbacks import EMA, Checkpoint, WeightAveraging
-from accel_callbacks.callbacks.averages import Averages
+from accel_callbacks.callbacks.averaged_weights import Averages
 
 
 def network() -> torch.nn.Module:

@@ -8,9 +8,9 @@ from typing import Any
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.adapters.host import Host
-from accel_callbacks.callbacks.adapters.run_view import RunView
+from accel_callbacks.callbacks.dispatch.ledger import Ledger
 from accel_callbacks.callbacks.entry import Entry
-from accel_callbacks.callbacks.ledger import Ledger
+from accel_callbacks.integrations.host import RunView
 
 __all__ = ["Outward"]
 
@@ -38,7 +38,7 @@ class Outward:
 
     Example:
         >>> from accel_callbacks.callbacks import EarlyStopping
-        >>> from accel_callbacks.callbacks.adapters.outward import Outward
+        >>> from accel_callbacks.integrations.foreign_trainer import Outward
         >>> Outward(EarlyStopping("loss"), None, never=()).has("on_log")
         True
     """

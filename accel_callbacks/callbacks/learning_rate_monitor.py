@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.intervals import Cadence, Interval
+from accel_callbacks.callbacks.interval import Cadence, Interval
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun

@@ -7,8 +7,8 @@ from typing import Any
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS
+from accel_callbacks.callbacks.dispatch.ledger import Ledger
 from accel_callbacks.callbacks.entry import Entry, Hook
-from accel_callbacks.callbacks.ledger import Ledger
 from accel_callbacks.callbacks.ordering import check_targets, in_order
 
 __all__ = ["Dispatcher"]
@@ -34,7 +34,7 @@ class Dispatcher:
         ValueError: two callbacks have one ``state_key``, or constraints that cannot be met.
 
     Example:
-        >>> from accel_callbacks.callbacks.dispatch import Dispatcher
+        >>> from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
         >>> class Hello:
         ...     def on_train_start(self, run, model):
         ...         print("hello")

@@ -44,7 +44,7 @@ class Interval:
         ValueError: the amount makes no sense for the unit, or an unknown unit.
 
     Example:
-        >>> from accel_callbacks.callbacks.intervals import Interval
+        >>> from accel_callbacks.callbacks.interval import Interval
         >>> Interval.parse("1h 30min")
         Interval(amount=5400.0, unit='seconds')
         >>> str(Interval.parse("100 steps")), str(Interval.parse("01:30:00"))
@@ -99,7 +99,7 @@ class Interval:
             ValueError: it is counted in something else.
 
         Example:
-            >>> from accel_callbacks.callbacks.intervals import Interval
+            >>> from accel_callbacks.callbacks.interval import Interval
             >>> Interval.seconds("10 min")
             600.0
         """
@@ -127,7 +127,7 @@ class Cadence:
 
     Example:
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.callbacks.intervals import Cadence
+        >>> from accel_callbacks.callbacks.interval import Cadence
         >>> run, cadence = Accelerator(cpu=True).current_run, Cadence("2 steps")
         >>> cadence.start(run)
         >>> for run.global_step in (1, 2, 2, 3, 4):

@@ -11,7 +11,7 @@ class Tally:
     """One line of the ledger, counted up by every call.
 
     Example:
-        >>> from accel_callbacks.callbacks.ledger import Tally
+        >>> from accel_callbacks.callbacks.dispatch.ledger import Tally
         >>> Tally().calls
         0
     """
@@ -93,7 +93,7 @@ class Ledger:
     """The tallies of all callbacks, those that were removed too.
 
     Example:
-        >>> from accel_callbacks.callbacks.ledger import Ledger
+        >>> from accel_callbacks.callbacks.dispatch.ledger import Ledger
         >>> ledger = Ledger()
         >>> ledger.tally("EMA", "on_log").calls += 1
         >>> ledger.report().rows[0].calls

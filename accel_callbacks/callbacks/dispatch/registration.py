@@ -22,7 +22,7 @@ class Configured:
 
     Example:
         >>> from accel_callbacks.callbacks import Callback
-        >>> from accel_callbacks.callbacks.options import Configured
+        >>> from accel_callbacks.callbacks.dispatch.registration import Configured
         >>> Configured(Callback(), on_error="warn").on_error
         'warn'
     """

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.adapters.grown_groups import GrownGroups
-from accel_callbacks.callbacks.adapters.packages import LightningPackage
 from accel_callbacks.callbacks.adapters.pruned_weights import PrunedWeights
+from accel_callbacks.integrations.lightning.packages import LightningPackage
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
@@ -31,7 +31,7 @@ class CheckpointView:
         key: under which the callback's state is saved.
 
     Example:
-        >>> from accel_callbacks.callbacks.adapters.checkpoint_view import CheckpointView
+        >>> from accel_callbacks.integrations.lightning.checkpoint import CheckpointView
         >>> sorted(name for name in vars(CheckpointView) if not name.startswith("_"))
         ['begin', 'given', 'load', 'needed_by', 'save']
     """

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.adapters.beginning_anew import BeginningAnew
-from accel_callbacks.callbacks.adapters.checkpoint_view import CheckpointView
 from accel_callbacks.callbacks.adapters.late_epoch_end import LateEpochEnd
 from accel_callbacks.callbacks.adapters.missing import Missing
-from accel_callbacks.callbacks.adapters.module_facade import module_facade
-from accel_callbacks.callbacks.adapters.packages import LightningPackage
 from accel_callbacks.callbacks.adapters.refusals import refuse_trainer_bound
-from accel_callbacks.callbacks.adapters.trainer_facade import TrainerFacade
 from accel_callbacks.callbacks.adapters.wrapped_parts import bare
 from accel_callbacks.callbacks.base import HOOKS
+from accel_callbacks.integrations.lightning.checkpoint import CheckpointView
+from accel_callbacks.integrations.lightning.module import module_facade
+from accel_callbacks.integrations.lightning.packages import LightningPackage
+from accel_callbacks.integrations.lightning.trainer import TrainerFacade
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
@@ -72,7 +72,7 @@ class LightningAdapter:
         lightning_callback: the callback as the user made it.
 
     Example:
-        >>> from accel_callbacks.callbacks.adapters.lightning_inward import LightningAdapter
+        >>> from accel_callbacks.integrations.lightning.from_lightning import LightningAdapter
         >>> LightningAdapter.runs_last
         False
     """
@@ -224,7 +224,7 @@ class StatefulLightningAdapter(LightningAdapter):
     """One whose callback has something to save.
 
     Example:
-        >>> from accel_callbacks.callbacks.adapters.lightning_inward import (
+        >>> from accel_callbacks.integrations.lightning.from_lightning import (
         ...     StatefulLightningAdapter,
         ... )
         >>> hasattr(StatefulLightningAdapter, "state_dict")

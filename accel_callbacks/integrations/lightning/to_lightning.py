@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from accel_callbacks.callbacks.adapters.lightning_host import FreshMetrics, LightningHost
-from accel_callbacks.callbacks.adapters.outward import Outward
-from accel_callbacks.callbacks.adapters.packages import LightningPackage, import_lightning
+from accel_callbacks.integrations.foreign_trainer import Outward
+from accel_callbacks.integrations.lightning.packages import LightningPackage, import_lightning
 
 __all__ = ["to_lightning"]
 

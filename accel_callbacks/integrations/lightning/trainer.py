@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks import checkpointing, collectives
 from accel_callbacks.callbacks.adapters.logged_values import LoggedValues
 from accel_callbacks.callbacks.adapters.logger_facade import logger_facade
-from accel_callbacks.callbacks.adapters.loops_facade import (
-    LoggerConnectorFacade,
-    evaluation_loop_facade,
-    fit_loop_facade,
-)
 from accel_callbacks.callbacks.adapters.metrics_view import MetricsView
 from accel_callbacks.callbacks.adapters.missing import Missing
-from accel_callbacks.callbacks.adapters.packages import LightningPackage
 from accel_callbacks.callbacks.adapters.strategy_facade import StrategyFacade
 from accel_callbacks.callbacks.adapters.trainer_position import TrainerPosition
 from accel_callbacks.callbacks.adapters.wrapped_parts import (
     bare_optimizers,
     lightning_callbacks,
     scheduler_configs,
+)
+from accel_callbacks.integrations.lightning.packages import LightningPackage
+from accel_callbacks.integrations.lightning.trainer_parts import (
+    LoggerConnectorFacade,
+    evaluation_loop_facade,
+    fit_loop_facade,
 )
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks.callbacks.adapters.packages import LightningPackage
+from accel_callbacks.integrations.lightning.packages import LightningPackage
 
 if TYPE_CHECKING:
-    from accel_callbacks.callbacks.adapters.trainer_facade import TrainerFacade
+    from accel_callbacks.integrations.lightning.trainer import TrainerFacade
 
 __all__ = ["module_facade"]
 

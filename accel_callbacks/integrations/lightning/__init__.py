@@ -16,12 +16,12 @@ _HOME = {
 __all__ = ["NotInAPlainLoop", "from_lightning", "to_lightning", "to_transformers"]
 
 if TYPE_CHECKING:
-    from accel_callbacks.callbacks.adapters.lightning_inward import (
+    from accel_callbacks.callbacks.adapters.missing import NotInAPlainLoop as NotInAPlainLoop
+    from accel_callbacks.integrations.lightning.from_lightning import (
         from_lightning as from_lightning,
     )
-    from accel_callbacks.callbacks.adapters.lightning_outward import to_lightning as to_lightning
-    from accel_callbacks.callbacks.adapters.missing import NotInAPlainLoop as NotInAPlainLoop
-    from accel_callbacks.callbacks.adapters.transformers_outward import (
+    from accel_callbacks.integrations.lightning.to_lightning import to_lightning as to_lightning
+    from accel_callbacks.integrations.transformers import (
         to_transformers as to_transformers,
     )
 

@@ -36,7 +36,7 @@ class RunView:
         votes: what this process has asked for, and not all have agreed on yet.
 
     Example:
-        >>> from accel_callbacks.callbacks.adapters.run_view import RunView
+        >>> from accel_callbacks.integrations.host import RunView
         >>> RunView.data_wait_s, RunView.preempted
         (0.0, False)
     """

@@ -24,7 +24,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.callbacks.averages import local_part
+        >>> from accel_callbacks.callbacks.averaged_weights import local_part
         >>> local_part(torch.ones(1))
         tensor([1.])
     """
@@ -51,7 +51,7 @@ class Averages:
     Example:
         >>> import torch
         >>> from torch.optim.swa_utils import get_ema_multi_avg_fn
-        >>> from accel_callbacks.callbacks.averages import Averages
+        >>> from accel_callbacks.callbacks.averaged_weights import Averages
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> averages, ema = Averages([model], use_buffers=True), get_ema_multi_avg_fn(0.5)
         >>> for value in (1.0, 3.0):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks.callbacks.adapters.missing import Missing, Part
 
 if TYPE_CHECKING:
-    from accel_callbacks.callbacks.adapters.trainer_facade import TrainerFacade
+    from accel_callbacks.integrations.lightning.trainer import TrainerFacade
 
 __all__ = ["LoggerConnectorFacade", "evaluation_loop_facade", "fit_loop_facade"]
 

@@ -8,8 +8,8 @@ import re
 import warnings
 from typing import Any
 
-from accel_callbacks.callbacks.adapters.outward import Outward
 from accel_callbacks.callbacks.adapters.transformers_host import TransformersHost
+from accel_callbacks.integrations.foreign_trainer import Outward
 
 __all__ = ["to_transformers"]
 

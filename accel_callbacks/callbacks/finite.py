@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.averages import local_part
+from accel_callbacks.callbacks.averaged_weights import local_part
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
@@ -39,7 +39,7 @@ class GradientLook:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.callbacks.finiteness import look_at
+        >>> from accel_callbacks.callbacks.finite import look_at
         >>> weight = torch.ones(2, requires_grad=True)
         >>> (weight * torch.tensor([1.0, torch.inf])).sum().backward()
         >>> look_at([weight]).names({id(weight): "weight"})
@@ -110,7 +110,7 @@ class Finding:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.callbacks.finiteness import Finding
+        >>> from accel_callbacks.callbacks.finite import Finding
         >>> finding = Finding(3, torch.tensor(torch.nan), None)
         >>> finding.is_bad()
         True

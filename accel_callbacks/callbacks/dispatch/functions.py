@@ -33,7 +33,7 @@ class Filters:
         ValueError: ``every`` is below 1, or ``after`` below 0.
 
     Example:
-        >>> from accel_callbacks.callbacks.functions import Filters
+        >>> from accel_callbacks.callbacks.dispatch.functions import Filters
         >>> [n for n in range(1, 10) if Filters(every=2, after=5).take(n)]
         [6, 8]
     """
@@ -72,7 +72,7 @@ class FunctionCallback(Callback):
         TypeError: the function wants what the hook has not.
 
     Example:
-        >>> from accel_callbacks.callbacks.functions import Filters, FunctionCallback
+        >>> from accel_callbacks.callbacks.dispatch.functions import Filters, FunctionCallback
         >>> def show(step, metrics):
         ...     print(step, metrics)
         >>> callback = FunctionCallback(show, "on_log", Filters(every=2), "show", print)
@@ -146,7 +146,7 @@ def checked_hook(hook: str) -> str:
         ValueError: there is no such hook.
 
     Example:
-        >>> from accel_callbacks.callbacks.functions import checked_hook
+        >>> from accel_callbacks.callbacks.dispatch.functions import checked_hook
         >>> checked_hook("log"), checked_hook("on_log"), checked_hook("setup")
         ('on_log', 'on_log', 'setup')
     """

@@ -25,7 +25,7 @@ def is_after_error(name: str) -> bool:
     """Whether a checkpoint's name says that an error ended the run there.
 
     Example:
-        >>> from accel_callbacks.callbacks.checkpoint_error import is_after_error
+        >>> from accel_callbacks.callbacks.on_exception_checkpoint import is_after_error
         >>> is_after_error("exception-step-00000012"), is_after_error("step-00000012")
         (True, False)
     """

@@ -1,0 +1,1 @@
+"""Registration, order and firing of callbacks."""

@@ -1,0 +1,1 @@
+"""Callbacks of other trainers in ours, and ours in theirs."""
