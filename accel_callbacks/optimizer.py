@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.callbacks.entry import Hook
+from accel_callbacks.callbacks.dispatch.dispatcher import Hook
 from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.gradients import has_gradients, multiply_gradients
 from accel_callbacks.loop import Loop

@@ -8,7 +8,7 @@ from accel_callbacks._lazy import lazy_names
 
 _HOME = {
     "Callback": "base",
-    "CallbackHandle": "handle",
+    "CallbackHandle": "dispatch.functions",
     "CallbackReport": "dispatch.ledger",
     "CallbackTime": "dispatch.ledger",
     "Checkpoint": "checkpoint",
@@ -16,7 +16,7 @@ _HOME = {
     "EMA": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "Freeze": "freeze",
-    "FunctionHandle": "handle",
+    "FunctionHandle": "dispatch.functions",
     "GradientAccumulationScheduler": "accumulation_scheduler",
     "GradientNorm": "gradient_norm",
     "Interval": "interval",
@@ -75,14 +75,14 @@ if TYPE_CHECKING:
     from accel_callbacks.callbacks.base import Callback as Callback
     from accel_callbacks.callbacks.checkpoint import Checkpoint as Checkpoint
     from accel_callbacks.callbacks.device_stats import DeviceStats as DeviceStats
+    from accel_callbacks.callbacks.dispatch.functions import CallbackHandle as CallbackHandle
+    from accel_callbacks.callbacks.dispatch.functions import FunctionHandle as FunctionHandle
     from accel_callbacks.callbacks.dispatch.ledger import CallbackReport as CallbackReport
     from accel_callbacks.callbacks.dispatch.ledger import CallbackTime as CallbackTime
     from accel_callbacks.callbacks.dispatch.registration import configured as configured
     from accel_callbacks.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from accel_callbacks.callbacks.freeze import Freeze as Freeze
     from accel_callbacks.callbacks.gradient_norm import GradientNorm as GradientNorm
-    from accel_callbacks.callbacks.handle import CallbackHandle as CallbackHandle
-    from accel_callbacks.callbacks.handle import FunctionHandle as FunctionHandle
     from accel_callbacks.callbacks.interval import Interval as Interval
     from accel_callbacks.callbacks.learning_rate_monitor import (
         LearningRateMonitor as LearningRateMonitor,

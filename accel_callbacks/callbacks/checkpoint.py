@@ -1,11 +1,11 @@
-"""Save the whole training state at intervals, keep the newest and the best, find the newest."""
+"""Checkpoint: when to save, what to keep, what it remembers."""
 
 from __future__ import annotations
 
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,18 +13,289 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks import checkpointing, collectives
 from accel_callbacks.background_saves import Then, check_when_busy
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.checkpoint_keep import Keep, Retention
-from accel_callbacks.callbacks.checkpoint_notes import Place, SaveNotes
-from accel_callbacks.callbacks.checkpoint_schedule import Schedule
+from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
-from accel_callbacks.callbacks.on_exception_checkpoint import save_after_error
+from accel_callbacks.callbacks.on_exception_checkpoint import is_after_error, save_after_error
 from accel_callbacks.distributed.failures import shared_failure
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
-    from checkpoint_io import CheckpointFolder
+    from checkpoint_io import CheckpointFolder, CheckpointInfo
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "Every", "Keep", "Place", "Retention", "SaveNotes", "Schedule"]
+
+Keep = Callable[[Sequence["CheckpointInfo"]], Iterable["CheckpointInfo"]]
+Place = tuple[int, int, bool]  # steps, epochs done, whether an epoch is open
+Every = str | float | timedelta | Interval
+
+
+class Retention:
+    """What a Checkpoint keeps: so many, or what a policy picks.
+
+    Args:
+        keep_last: newest ones to keep; ``None`` keeps all.
+        keep_best: best ones to keep, where there is a monitor.
+        keep_every: keep multiples of this step as well.
+        monitor: what best means.
+        keep: a policy of ``checkpoint_io``, instead of the numbers.
+
+    Raises:
+        ValueError: a number below 1, or a policy and numbers.
+        TypeError: ``keep`` is no policy.
+
+    Example:
+        >>> from accel_callbacks.callbacks.checkpoint import Retention
+        >>> Retention(keep_last=3, keep_best=1)([])
+        []
+    """
+
+    def __init__(
+        self,
+        keep_last: int | None = None,
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        monitor: Monitor | None = None,
+        keep: Keep | None = None,
+    ) -> None:
+        numbers = {"keep_last": keep_last, "keep_best": keep_best, "keep_every": keep_every}
+        for name, value in numbers.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        if keep is not None and not callable(keep):
+            raise TypeError(f"keep={keep!r} is no policy: write keep_last(3) | keep_every(1000).")
+        self._keep = keep
+        self._last, self._best, self._every = keep_last, keep_best, keep_every
+        self._monitor = monitor
+
+    @property
+    def keeps_all(self) -> bool:
+        """Nothing is ever removed."""
+        return self._keep is None and self._last is None
+
+    def __call__(self, infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """Those to keep; of what was saved after an error, always the newest."""
+        normal = [info for info in infos if not is_after_error(info.name)]
+        after_errors = [info for info in infos if is_after_error(info.name)]
+        return [*self._policy()(normal), *after_errors[-1:]]
+
+    def _policy(self) -> Keep:
+        from checkpoint_io import any_of, keep_best, keep_every, keep_last
+
+        if self._keep is not None:
+            return self._keep
+        if self._last is None:
+            return lambda infos: infos
+        policies = [keep_last(self._last)]
+        if self._every is not None:
+            policies.append(keep_every(self._every))
+        if self._monitor is not None:
+            policies.append(keep_best(self._best, self._monitor.name, self._monitor.mode))
+        return any_of(*policies)
+
+    def prune(self, folder: CheckpointFolder, run_id: str, resumed_from: str | None) -> None:
+        """Remove what is not to be kept of this run; never the one that it resumed from."""
+        if self.keeps_all:
+            return
+        protected = () if resumed_from is None else (resumed_from,)
+        try:
+            folder.prune(self, run_id=run_id, protect=protected)
+        except Exception as error:  # each store's driver has errors of its own
+            # The new checkpoint is safe; old ones that stay only take up room.
+            problem = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"older checkpoints in {folder.url} were not removed: {problem}", stacklevel=2
+            )
+
+
+class SaveNotes:
+    """The place of the last save, and the monitored values: fresh, saved, best.
+
+    Args:
+        monitor: the metric that scores checkpoints, if there is one.
+
+    Attributes:
+        saved_at: steps, epochs done and whether an epoch was open at the last save.
+        fresh_score: logged since the last save; it scores the next checkpoint and no later one.
+        saved_score: of the last save.
+        best_score: of all saves.
+        best_path: of the best save, durable or on its way.
+
+    Example:
+        >>> from accel_callbacks.callbacks.checkpoint import SaveNotes
+        >>> from accel_callbacks.callbacks.monitor import Monitor
+        >>> notes = SaveNotes(Monitor("loss"))
+        >>> notes.read({"loss": 0.5})
+        >>> notes.improved
+        True
+        >>> notes.take((100, 1, False), "runs/step-00000100")
+        {'score': {'monitor': 'loss', 'value': 0.5}}
+    """
+
+    def __init__(self, monitor: Monitor | None = None) -> None:
+        self.monitor = monitor
+        self.saved_at: Place | None = None
+        self._fresh: Any = None  # a tensor stays on its device until the score is needed
+        self.saved_score: float | None = None
+        self.best_score: float | None = None
+        self.best_path: str | None = None
+
+    def read(self, metrics: Mapping[str, Any]) -> None:
+        """Note the monitored value, if it was logged."""
+        if self.monitor is not None:
+            value = metrics.get(self.monitor.name)
+            self._fresh = self._fresh if value is None else value
+
+    @property
+    def fresh_score(self) -> float | None:
+        """Logged since the last save; reading it waits for the device."""
+        if self._fresh is not None:
+            self._fresh = float(self._fresh)
+        return self._fresh
+
+    @fresh_score.setter
+    def fresh_score(self, value: float | None) -> None:
+        self._fresh = value
+
+    @property
+    def improved(self) -> bool:
+        """Whether the fresh value is better than all that was saved."""
+        if self.monitor is None or self.fresh_score is None:
+            return False
+        return self.monitor.is_better(self.fresh_score, than=self.best_score)
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the last save."""
+        return None if self.saved_at is None else self.saved_at[0]
+
+    def take(self, place: Place, path: str) -> dict[str, Any]:
+        """Note that this place is saved now; returns what its manifest says of its score."""
+        score = self._score_at(place[0])
+        if self.improved:
+            self.best_score, self.best_path = self.fresh_score, path
+        self.fresh_score, self.saved_score, self.saved_at = None, score, place
+        if score is None or self.monitor is None:
+            return {}
+        return {"score": {"monitor": self.monitor.name, "value": score}}
+
+    def undo(self, before: dict[str, Any]) -> None:
+        """The save has failed: as before it, but for a value that was logged since."""
+        fresh = self.fresh_score
+        self.load_state_dict(before)
+        if fresh is not None:
+            self.fresh_score = fresh
+
+    def _score_at(self, step: int) -> float | None:
+        """The fresh score; where a step is saved again, the better one of its scores."""
+        fresh, earlier = self.fresh_score, self.saved_score
+        if self.monitor is None or earlier is None or step != self.saved_step:
+            return fresh
+        better = fresh is not None and self.monitor.is_better(fresh, than=earlier)
+        return fresh if better else earlier
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        names = ("saved_at", "fresh_score", "saved_score", "best_score", "best_path")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore in place."""
+        saved_at = state_dict["saved_at"]
+        self.saved_at = None if saved_at is None else (saved_at[0], saved_at[1], saved_at[2])
+        self.fresh_score = state_dict["fresh_score"]
+        self.saved_score = state_dict["saved_score"]
+        self.best_score = state_dict["best_score"]
+        self.best_path = state_dict["best_path"]
+
+
+class Schedule:
+    """The intervals of a Checkpoint.
+
+    Args:
+        every_n_steps: optimizer steps.
+        every_n_epochs: epochs.
+        every_seconds: a time.
+        every: one of them, or a part of the run, as text.
+
+    Attributes:
+        is_empty: no interval was given.
+        needs_votes: time and parts of the run are measured on the main process, whose decision
+            the others follow by a vote.
+
+    Raises:
+        ValueError: an interval of nothing, or one that is given twice.
+
+    Example:
+        >>> from accel_callbacks.callbacks.checkpoint import Schedule
+        >>> schedule = Schedule(every="100 steps")
+        >>> schedule.step_is_due(200), schedule.step_is_due(250), schedule.needs_votes
+        (True, False, False)
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        every_seconds: Every | None = None,
+        every: Every | None = None,
+    ) -> None:
+        for name, count in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count} must be at least 1.")
+        self._steps, self._epochs = every_n_steps, every_n_epochs
+        self._clock: Cadence | None = None
+        if every_seconds is not None:
+            self._clock = Cadence(Interval.seconds(every_seconds, "every_seconds"))
+        if every is not None:
+            self._take(every)
+
+    def _take(self, every: Every) -> None:
+        """``every`` stands for one of the others."""
+        if isinstance(every, (int, float)):
+            raise ValueError(f"every={every!r} has no unit: write '{every} steps' or '{every} s'.")
+        interval = Interval.parse(every)
+        name = {"steps": "every_n_steps", "epochs": "every_n_epochs"}.get(interval.unit)
+        others = {"every_n_steps": self._steps, "every_n_epochs": self._epochs}
+        if (self._clock if name is None else others[name]) is not None:
+            raise ValueError(f"every={every!r} and {name or 'every_seconds'}: give one of the two.")
+        if interval.unit == "steps":
+            self._steps = int(interval.amount)
+        elif interval.unit == "epochs":
+            self._epochs = int(interval.amount)
+        else:
+            self._clock = Cadence(interval)
+
+    @property
+    def is_empty(self) -> bool:
+        """No interval was given."""
+        return self._steps is None and self._epochs is None and self._clock is None
+
+    @property
+    def needs_votes(self) -> bool:
+        """The processes could not agree without one."""
+        return self._clock is not None
+
+    @property
+    def clock(self) -> str:
+        """The interval by the clock, as text; empty if there is none."""
+        return "" if self._clock is None else f"every {self._clock.interval}"
+
+    def step_is_due(self, step: int, saved_step: int | None = None) -> bool:
+        """Whether a step interval is over at this step, which is not saved yet."""
+        return self._steps is not None and 0 < step != saved_step and step % self._steps == 0
+
+    def epoch_is_due(self, epochs_done: int) -> bool:
+        """Whether an epoch interval is over."""
+        return self._epochs is not None and epochs_done % self._epochs == 0
+
+    def clock_is_due(self, run: TrainingRun) -> bool:
+        """On the main process: whether the clock says that it is time; False on the others."""
+        return self._clock is not None and run.is_global_zero and self._clock.is_due(run)
+
+    def restart_clock(self, run: TrainingRun) -> None:
+        """A run begins, or something was saved: the time counts from here."""
+        if self._clock is not None:
+            self._clock.start(run)
 
 
 class Checkpoint(Callback):

@@ -1,9 +1,10 @@
-"""What a model is made of: layers, parameters, types, and with an example shapes and FLOPs."""
+"""ModelSummary."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -11,13 +12,149 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.example_pass import ExamplePass, run_example
-from accel_callbacks.callbacks.table_text import as_table, count_text, size_text
+from accel_callbacks.callbacks.flops import FlopCounter
+from accel_callbacks.collectives import tensors_in
+from accel_callbacks.modeling.undisturbed import looking_at
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
 
-__all__ = ["LayerSummary", "ModelSummary", "Summary", "summarize"]
+__all__ = [
+    "ExamplePass",
+    "LayerSummary",
+    "ModelSummary",
+    "Summary",
+    "as_table",
+    "count_text",
+    "run_example",
+    "size_text",
+    "summarize",
+]
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class ExamplePass:
+    """What a module did in the pass.
+
+    Attributes:
+        inputs: shapes of the tensors that its first call was given.
+        outputs: shapes of the tensors that its first call returned.
+        flops: of all its calls.
+    """
+
+    inputs: Shapes = ()
+    outputs: Shapes = ()
+    flops: int = 0
+
+
+def run_example(
+    model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], example: Any
+) -> dict[str, ExamplePass]:
+    """Call a model once, and tell what each of some of its modules did.
+
+    Args:
+        model: called in eval mode and without gradients, and as before afterwards.
+        modules: those to watch, by name.
+        example: an input, a tuple of inputs, or a mapping of keyword arguments.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks.model_summary import run_example
+        >>> model = torch.nn.Linear(2, 3)
+        >>> run_example(model, {"": model}, torch.ones(1, 2))
+        {'': ExamplePass(inputs=((1, 2),), outputs=((1, 3),), flops=12)}
+    """
+    args: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, Mapping):
+        args, kwargs = (), {str(name): value for name, value in example.items()}
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    counter, passes = FlopCounter(), {name: ExamplePass() for name in modules}
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # a model may be compiled: not anew for the hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(looking_at([model], device))
+        for name, module in modules.items():
+            _watch(stack, module, counter, passes[name])
+        with counter:
+            model(*args, **kwargs)
+    return passes
+
+
+def _watch(
+    stack: ExitStack, module: torch.nn.Module, counter: FlopCounter, seen: ExamplePass
+) -> None:
+    """Put two hooks on a module, which the stack takes away again."""
+    begun: list[int] = []
+
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        begun.append(counter.total)
+        seen.inputs = seen.inputs or _shapes_in((args, kwargs))
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        seen.flops += counter.total - begun.pop()
+        seen.outputs = seen.outputs or _shapes_in(output)
+
+    for handle in (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after),
+    ):
+        stack.callback(handle.remove)
+
+
+def _shapes_in(data: Any) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(data))
+
+
+def as_table(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines of left-aligned columns under their titles; none without rows.
+
+    Example:
+        >>> from accel_callbacks.callbacks.model_summary import as_table
+        >>> as_table({"name": ["a", "bcd"], "size": ["1", "2"]})
+        ['name  size', 'a     1', 'bcd   2']
+    """
+    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
+    if len(rows) == 1:
+        return []
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def count_text(count: float) -> str:
+    """A number with at most four digits and a letter for its thousands.
+
+    Example:
+        >>> from accel_callbacks.callbacks.model_summary import count_text
+        >>> count_text(999), count_text(124_439_808), count_text(1.5e12)
+        ('999', '124.4 M', '1.5 T')
+    """
+    return _scaled(count, 1000, ("", " K", " M", " G", " T", " P"))
+
+
+def size_text(size: float) -> str:
+    """Bytes in units of 1024.
+
+    Example:
+        >>> from accel_callbacks.callbacks.model_summary import size_text
+        >>> size_text(12), size_text(3 << 29)
+        ('12 B', '1.5 GiB')
+    """
+    return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while round(value, 1) >= base and power < len(units) - 1:
+        value /= base
+        power += 1
+    number = f"{value:.1f}".removesuffix(".0")
+    return number + units[power]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.averaging import Averaging
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.finite import (
     Finding,
@@ -23,6 +22,7 @@ from accel_callbacks.callbacks.finite import (
 )
 from accel_callbacks.callbacks.freeze import Freeze
 from accel_callbacks.callbacks.rollback import roll_back, save_is_due
+from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TextIO
 
-from accel_callbacks.callbacks.progress_bar import ProgressBar
-from accel_callbacks.callbacks.progress_display import Bar, Pass, Screen
+from accel_callbacks.callbacks.progress_bar import Bar, Pass, ProgressBar, Screen
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -1,26 +1,109 @@
-"""How fast training goes: samples, tokens, FLOP/s, and how long it waits for its data."""
+"""Throughput, MFU."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.flops import FlopCounter, matmul_precision, peak_flops_of
-from accel_callbacks.callbacks.throughput_marks import Mark, first_dimension, speed_between
-from accel_callbacks.callbacks.training_clock import TrainingClock
+from accel_callbacks.utils.operations import find_batch_size
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
 
-__all__ = ["Throughput"]
+__all__ = ["Mark", "Throughput", "TrainingClock", "first_dimension", "speed_between"]
 
 # Steps of a process that are left out: they compile, allocate, and count FLOPs.
 _WARMUP = 2
+
+
+class Mark(NamedTuple):
+    """What a process has done up to a step; counts may be tensors on the device.
+
+    Attributes:
+        seconds: of training.
+        waited: seconds of it that went into waiting for the loader.
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    steps: Any = 0
+    batches: Any = 0
+    samples: Any = 0
+    tokens: Any = 0
+    flops: Any = 0.0
+
+
+def speed_between(first: Mark, last: Mark) -> Mark:
+    """Each count per second of training, and ``waited`` as a part of the time.
+
+    Example:
+        >>> from accel_callbacks.callbacks.throughput import Mark, speed_between
+        >>> speed_between(Mark(seconds=1.0, steps=2), Mark(seconds=3.0, steps=8)).steps
+        3.0
+    """
+    seconds = max(last.seconds - first.seconds, 1e-9)
+    speeds = [(after - before) / seconds for before, after in zip(first, last, strict=True)]
+    return Mark(*speeds)._replace(seconds=seconds)
+
+
+def first_dimension(batch: Any) -> int | None:
+    """The samples of a batch; of usual ones without looking at all that is in it.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks.throughput import first_dimension
+        >>> first_dimension({"x": torch.ones(4, 2)}), first_dimension(["a text"])
+        (4, None)
+    """
+    item = batch
+    while isinstance(item, (list, tuple, dict)) and item:
+        item = item[0] if isinstance(item, (list, tuple)) else next(iter(item.values()))
+    usual = isinstance(item, torch.Tensor) and item.dim() > 0
+    return int(item.shape[0]) if usual else find_batch_size(batch)
+
+
+class TrainingClock:
+    """Counts seconds of training; it stands still while something else is done.
+
+    Example:
+        >>> from accel_callbacks.callbacks.throughput import TrainingClock
+        >>> clock = TrainingClock()
+        >>> clock.go(waited=0.0)
+        >>> clock.stop(waited=0.0)
+        >>> clock.read() == clock.read()
+        True
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+        self._waited: float | None = None
+
+    def go(self, waited: float) -> None:
+        """Training goes on; ``waited`` is what it has waited for its data so far, in seconds."""
+        if self._since is None:
+            # Between a save and the next batch, only the wait for that batch is training.
+            self._seconds += 0.0 if self._waited is None else waited - self._waited
+            self._since = time.perf_counter()
+
+    def stop(self, waited: float, at: float | None = None) -> None:
+        """Something else begins, or has begun ``at`` an earlier ``time.perf_counter()``."""
+        if self._since is None:
+            return
+        early = 0.0 if at is None else max(time.perf_counter() - max(at, self._since), 0.0)
+        self._seconds, self._since, self._waited = self.read() - early, None, waited
+
+    def read(self) -> float:
+        """Seconds so far."""
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self._seconds + running
 
 
 class Throughput(Callback):

@@ -1,19 +1,290 @@
-"""Averages of the weights over training: exponential, or of equal parts."""
+"""EMA, WeightAveraging."""
 
 from __future__ import annotations
 
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from accel_callbacks.callbacks.averaged_weights import Rule
-from accel_callbacks.callbacks.averaging import Averaging
+from accel_callbacks.callbacks.averaged_weights import Averages, Rule
+from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.modeling.compile import original
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
 
-__all__ = ["EMA", "WeightAveraging"]
+__all__ = ["EMA", "Averaging", "WeightAveraging"]
+
+
+class Averaging(Callback, ABC):
+    """An average of the weights beside the models that have something to train.
+
+    A subclass says when they are taken in, and how.
+
+    Args:
+        use_buffers: ``True``, or ``"copy"`` to leave buffers out of the average.
+        device: where the average is kept.
+        evaluate_with_average: put it into the models for evaluations.
+        name: tells several of one class apart.
+
+    Attributes:
+        updates: how often the weights were taken in.
+    """
+
+    #: Its state is made of weights, so a rollback takes it back together with them.
+    rolls_back = True
+    saves_alike = True
+
+    def __init__(
+        self,
+        *,
+        use_buffers: bool | str,
+        device: torch.device | str | None,
+        evaluate_with_average: bool,
+        name: str | None,
+    ) -> None:
+        if use_buffers not in (True, "copy"):
+            raise ValueError(f"use_buffers={use_buffers!r} is unknown; use True or 'copy'.")
+        self.use_buffers = use_buffers
+        self.device = device
+        self.evaluate_with_average = evaluate_with_average
+        self.name = name
+        self._averages: Averages | None = None
+        self._loaded: Mapping[str, Any] | None = None  # for a setup that is still to come
+        self._lent = False  # to an evaluation
+        self._forget()
+
+    def _forget(self) -> None:
+        """What a new run begins with."""
+        self.updates = 0
+        self._step = -1  # of the newest update
+        self._loaded = None
+        if self._averages is not None:
+            self._averages.restore()
+            self._averages.load({})
+
+    @property
+    def state_key(self) -> str:
+        """The name of the class, with ``name`` where one was given."""
+        kind = type(self).__qualname__
+        return kind if self.name is None else f"{kind}:{self.name}"
+
+    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
+        """Begin anew, unless ``load_state`` has told where the run stands."""
+        self._give_back()
+        known = [] if self._averages is None else self._averages.models  # may be frozen by now
+        models = [
+            one
+            for one in run.models
+            if any(one is other for other in known)
+            or any(p.requires_grad for p in one.parameters())
+        ]
+        # An evaluation after the end of a run sets up too, and wants the average of that run.
+        if run.begins_anew:
+            self._forget()
+        elif self._averages is not None and self._averages.models != models:
+            self._loaded = self._loaded or self.state_dict()
+        if self._averages is None or self._averages.models != models:
+            with_buffers = self.use_buffers is True
+            self._averages = Averages(models, use_buffers=with_buffers, device=self.device)
+        if self._loaded is not None:
+            self.load_state_dict(dict(self._loaded))
+
+    # --- taking the weights in ----------------------------------------------------------------
+
+    @abstractmethod
+    def _rule(self, before: int) -> Rule:
+        """How the average moves when the weights were taken in so often before."""
+
+    def _update(self, run: TrainingRun, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take the weights in; of several optimizers that step in turn, each one's own."""
+        if self._averages is None:  # a step that no run is around
+            self.setup(run, None, "fit")
+        assert self._averages is not None
+        first = run.global_step != self._step
+        if optimizer is None and not first:  # nothing was trained since
+            return
+        if first:
+            self._step = run.global_step
+            self.updates += 1
+        self._averages.update(self._rule(self.updates - 1), _share(run, optimizer, first))
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def on_validation_start(self, run: TrainingRun, model: Any) -> None:
+        """Put the average into the models."""
+        self._lend(run)
+
+    def on_validation_end(self, run: TrainingRun, model: Any) -> None:
+        """Put the weights back."""
+        self._take_back(run)
+
+    def on_test_start(self, run: TrainingRun, model: Any) -> None:
+        """Put the average into the models."""
+        self._lend(run)
+
+    def on_test_end(self, run: TrainingRun, model: Any) -> None:
+        """Put the weights back."""
+        self._take_back(run)
+
+    def _lend(self, run: TrainingRun) -> None:
+        averages = self._averages
+        if not self.evaluate_with_average or averages is None or not averages.begun:
+            return
+        # Of several, one: they would be taken back in the order in which they were lent.
+        others = (one for one in getattr(run, "callbacks", ()) if one is not self)
+        if not any(isinstance(one, Averaging) and one._lent for one in others):
+            self._lent = self._lent or not averages.applied
+            averages.apply()
+
+    def _take_back(self, run: TrainingRun) -> None:
+        """Unless this is the end of an evaluation inside of another."""
+        if not run.accelerator.loop.evaluating:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._lent and self._averages is not None:
+            self._averages.restore()
+        self._lent = False
+
+    # An evaluation that an error ended has no end hook: what comes next puts the weights back.
+
+    def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
+        """Put back what an evaluation that broke off has left."""
+        self._take_back(run)
+
+    def on_train_batch_start(
+        self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Likewise."""
+        self._take_back(run)
+
+    def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
+        """Likewise, where no prepared loader told that training goes on."""
+        if self._lent and not run.accelerator.loop.evaluating:
+            self._give_back()
+            warnings.warn(
+                "an evaluation broke off with an error, and the forward pass after it has still "
+                "used the averaged weights: call zero_grad() and compute this batch again.",
+                stacklevel=2,
+            )
+
+    def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
+        """Put the weights back, if the error came out of an evaluation."""
+        self._give_back()
+
+    def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
+        """The models keep their own weights; ``copy_to`` and ``applied`` still work."""
+        self._give_back()
+
+    # --- using it -----------------------------------------------------------------------------
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the prepared models hold the average.
+
+        Raises:
+            RuntimeError: there is no average yet.
+        """
+        averages = self._begun()
+        outermost = not averages.applied
+        averages.apply()
+        try:
+            yield
+        finally:
+            if outermost:
+                averages.restore()
+
+    def copy_to(self, model: torch.nn.Module, *, number: int = 0) -> None:
+        """Write the average into a model for good: the trained one, or one of the same build.
+
+        Args:
+            model: prepared or not.
+            number: of several averaged models, which one's average.
+
+        Raises:
+            RuntimeError: there is no average yet.
+            ValueError: the model is built in another way.
+        """
+        averages = self._begun()
+        self._give_back()
+        if not 0 <= number < len(averages.models):
+            raise ValueError(f"number={number}: {len(averages.models)} models are averaged.")
+        averages.write_to(_bare(model), str(number))
+
+    def _begun(self) -> Averages:
+        if self._averages is None or not self._averages.begun:
+            raise RuntimeError(
+                f"{self.state_key} has no average yet: it begins with the first step that is taken "
+                "in, or with a checkpoint that was saved after it."
+            )
+        return self._averages
+
+    # --- state --------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
+        """While the models hold the average, their own weights are saved all the same."""
+        if self._averages is not None and self._averages.applied:
+            _save_displaced(self._averages, run.models, checkpoint["models"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, and when it was updated."""
+        if self._averages is None:
+            return dict(self._loaded or {})
+        return {
+            "updates": self.updates,
+            "step": self._step,
+            "average": self._averages.state(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore in place; kept for ``setup`` where that is still to come."""
+        self.updates, self._step = state_dict["updates"], state_dict["step"]
+        self._lent = False
+        self._loaded = state_dict if self._averages is None else None
+        if self._averages is not None:
+            self._averages.load(state_dict["average"])
+
+
+def _share(
+    run: TrainingRun, optimizer: torch.optim.Optimizer | None, first: bool
+) -> Callable[[torch.Tensor], bool] | None:
+    """Which weights an optimizer's step has changed; the first of a step also has nobody's."""
+    others = [one for one in run.optimizers if one is not optimizer]
+    if optimizer is None or not others:
+        return None
+    own = _parameters([optimizer])
+    if not first:
+        return lambda weight: id(weight) in own
+    theirs = _parameters(others) - own
+    return lambda weight: id(weight) not in theirs
+
+
+def _parameters(optimizers: list[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+
+
+def _save_displaced(
+    averages: Averages, models: list[torch.nn.Module], saved: dict[str, Any]
+) -> None:
+    """Put the weights that wait beside their models into what is about to be saved of these."""
+    for number, model in enumerate(averages.models):
+        weights = saved.get(str(next(i for i, one in enumerate(models) if one is model)))
+        if weights is not None:
+            displaced = averages.weights_of(str(number)).items()
+            weights.update({name: held for name, held in displaced if name in weights})
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The model as the user built it."""
+    inner = original(model)
+    return _bare(inner.module) if isinstance(inner, DistributedDataParallel) else inner
 
 
 class EMA(Averaging):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from accel_callbacks.callbacks.dispatch.dispatcher import Entry, firing_plan
 from accel_callbacks.callbacks.dispatch.functions import (
+    CallbackHandle,
     Filters,
     FunctionCallback,
+    FunctionHandle,
     checked_hook,
     name_of,
 )
 from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
 from accel_callbacks.callbacks.dispatch.registration import configured
-from accel_callbacks.callbacks.entry import Entry
-from accel_callbacks.callbacks.handle import CallbackHandle, FunctionHandle
-from accel_callbacks.callbacks.plan import firing_plan
 from accel_callbacks.facade.parts import Parts
 
 __all__ = ["CallingMethods"]

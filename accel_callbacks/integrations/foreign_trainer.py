@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.adapters.host import Host
+from accel_callbacks.callbacks.dispatch.dispatcher import Entry
 from accel_callbacks.callbacks.dispatch.ledger import Ledger
-from accel_callbacks.callbacks.entry import Entry
-from accel_callbacks.integrations.host import RunView
+from accel_callbacks.integrations.host import Host, RunView
 
 __all__ = ["Outward"]
 

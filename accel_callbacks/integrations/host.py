@@ -1,21 +1,135 @@
-"""What our callbacks see as their run inside of another library's trainer."""
+"""What a foreign trainer must tell and do; our run over it."""
 
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.adapters.host import Host
-from accel_callbacks.callbacks.adapters.missing import Missing, Part
 from accel_callbacks.distributed.votes import Votes
 
-__all__ = ["RunView"]
+__all__ = ["Host", "Missing", "NotInAPlainLoop", "Part", "RunView"]
 
 _FP = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}
+
+
+class Host(ABC):
+    """One trainer, as :class:`RunView` asks it; a subclass for each library.
+
+    Example:
+        >>> from accel_callbacks.integrations.host import Host
+        >>> "stop" in Host.__abstractmethods__
+        True
+    """
+
+    #: What an error calls the trainer.
+    title: str
+    #: Whether the trainer can be asked to save.
+    can_save = False
+
+    @abstractmethod
+    def get(self, name: str) -> Any:
+        """An attribute of ``TrainingRun`` that tells where it stands; KeyError for others.
+
+        At least global_step, current_epoch, max_epochs, num_training_batches, num_val_batches,
+        num_test_batches, is_last_batch, resumed_from, precision and accumulate_grad_batches.
+        """
+
+    @abstractmethod
+    def models(self) -> list[torch.nn.Module]:
+        """The models that are trained, as the user built them."""
+
+    @abstractmethod
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, without wrappers."""
+
+    @abstractmethod
+    def schedulers(self) -> list[Any]:
+        """The schedulers of the learning rate."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, Any]:
+        """The last values by name; what is set in it stays."""
+
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where this process computes."""
+
+    @abstractmethod
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """To the trackers that the trainer has."""
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """Ask the trainer to stop; called on all processes."""
+
+    def save_now(self, reason: str) -> None:
+        """Ask the trainer to save, where it ``can_save``; called on all processes."""
+        raise NotImplementedError(f"{self.title} cannot be asked to save")
+
+    @abstractmethod
+    def accumulate(self, batches: int) -> None:
+        """Set the micro-batches of a step."""
+
+
+class NotInAPlainLoop(AttributeError):
+    """A callback asks for something that only the Trainer of its own world has.
+
+    It is an ``AttributeError`` too, so that ``hasattr`` and ``getattr`` with a default work.
+
+    Example:
+        >>> from accel_callbacks.callbacks.adapters import NotInAPlainLoop
+        >>> issubclass(NotInAPlainLoop, AttributeError)
+        True
+    """
+
+
+class Missing:
+    """Says who asks for what: the callback's name, and how the error ends.
+
+    Example:
+        >>> from accel_callbacks.integrations.host import Missing
+        >>> str(Missing("Mine")("trainer.fit_loop.x"))
+        'Mine needs trainer.fit_loop.x, which only pl.Trainer has'
+    """
+
+    def __init__(self, who: str, owner: str = "pl.Trainer") -> None:
+        self.who = who
+        self.owner = owner
+
+    def __call__(self, what: str) -> NotInAPlainLoop:
+        """The error to raise."""
+        return NotInAPlainLoop(f"{self.who} needs {what}, which only {self.owner} has")
+
+
+class Part:
+    """A stand-in for a part of the Trainer: what it does not have is an error that names it.
+
+    Example:
+        >>> from accel_callbacks.integrations.host import Missing, Part
+        >>> part = Part("trainer.fit_loop", Missing("Mine"), max_epochs=3)
+        >>> part.max_epochs, hasattr(part, "restarting")
+        (3, False)
+    """
+
+    def __init__(self, path: str, missing: Missing, **values: Any) -> None:
+        vars(self).update(values, _path=path, _missing=missing)
+
+    def __getattr__(self, name: str) -> Any:
+        known = vars(self)
+        if name.startswith("__") or "_path" not in known:
+            raise AttributeError(name)
+        raise known["_missing"](f"{known['_path']}.{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        settable = getattr(type(self), name, None)
+        if not (isinstance(settable, property) and settable.fset is not None):
+            raise self._missing(f"to set {self._path}.{name}")
+        object.__setattr__(self, name, value)
 
 
 class RunView:

@@ -11,7 +11,7 @@ import torch
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
 from accel_callbacks.callbacks.dispatch.functions import checked_hook
-from accel_callbacks.callbacks.recognising import accepted, overrides
+from accel_callbacks.callbacks.dispatch.registration import accepted, overrides
 from accel_callbacks.errors import nearest
 from accel_callbacks.run import TrainingRun
 from accel_callbacks.testing.training import TinyTraining

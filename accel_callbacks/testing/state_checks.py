@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.callbacks.recognising import overrides
+from accel_callbacks.callbacks.dispatch.registration import overrides
 from accel_callbacks.testing.run_checks import SavesEachPlace, Subject, kept_in_memory, name_of
 from accel_callbacks.testing.training import FOLDER_PREFIX, TinyTraining
 

@@ -1,28 +1,43 @@
-"""from_lightning: a callback written for Lightning's Trainer, called from a plain loop."""
+"""A Lightning callback called from a plain loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.adapters.beginning_anew import BeginningAnew
-from accel_callbacks.callbacks.adapters.late_epoch_end import LateEpochEnd
-from accel_callbacks.callbacks.adapters.missing import Missing
-from accel_callbacks.callbacks.adapters.refusals import refuse_trainer_bound
-from accel_callbacks.callbacks.adapters.wrapped_parts import bare
 from accel_callbacks.callbacks.base import HOOKS
+from accel_callbacks.integrations.host import Missing
 from accel_callbacks.integrations.lightning.checkpoint import CheckpointView
 from accel_callbacks.integrations.lightning.module import module_facade
-from accel_callbacks.integrations.lightning.packages import LightningPackage
+from accel_callbacks.integrations.lightning.packages import LightningPackage, bare
 from accel_callbacks.integrations.lightning.trainer import TrainerFacade
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
 
-__all__ = ["LightningAdapter", "from_lightning"]
+__all__ = [
+    "BeginningAnew",
+    "LateEpochEnd",
+    "LightningAdapter",
+    "from_lightning",
+    "refuse_trainer_bound",
+]
 
+_REASONS = {
+    "BatchSizeFinder": "it drives the Trainer's own loops; use "
+    "`accel_callbacks.tuning.find_batch_size` before the run",
+    "LearningRateFinder": "it drives the Trainer's own loops; use "
+    "`accel_callbacks.tuning.find_learning_rate` before the run",
+    "BasePredictionWriter": "it reads the Trainer's prediction loop; write what your loop predicts "
+    "where you predict it",
+    "StochasticWeightAveraging": "its BatchNorm statistics need another epoch that the Trainer "
+    "drives, and would be silently wrong; use "
+    "`accel_callbacks.callbacks.WeightAveraging`, and torch.optim.swa_utils.update_bn after it",
+}
 #: Hooks of which the adapter has its own, around the callback's.
 _OWN = ("setup", "teardown", "on_train_epoch_end", "on_exception")
 _OWN_STATE = ("on_save_checkpoint", "on_load_checkpoint")
@@ -30,6 +45,122 @@ _OWN_STATE = ("on_save_checkpoint", "on_load_checkpoint")
 _STOPPERS = ("EarlyStopping", "Timer")
 #: Those that are known to meet no other process.
 _ALONE = ("LambdaCallback", "LearningRateMonitor", "ModelSummary", "RichModelSummary")
+
+
+class BeginningAnew:
+    """Notes a callback's attributes when its first run begins, and puts them back for the next.
+
+    What the user sets between two runs stays.
+
+    Args:
+        callback: any object with a ``__dict__``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from accel_callbacks.integrations.lightning.from_lightning import BeginningAnew
+        >>> callback = SimpleNamespace(patience=3, waited=0)
+        >>> anew = BeginningAnew(callback)
+        >>> anew.begin()
+        >>> callback.waited = 2  # in the run
+        >>> anew.end()
+        >>> callback.patience = 5  # after it
+        >>> anew.begin()
+        >>> callback
+        namespace(patience=5, waited=0)
+    """
+
+    _PLACE = "_accel_callbacks_anew"
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._first: dict[str, Any] | None = None
+        self._last: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, callback: Any) -> BeginningAnew:
+        """That of a callback, which keeps it: the next run may have another Accelerator."""
+        noted: BeginningAnew = vars(callback).setdefault(cls._PLACE, cls(callback))
+        return noted
+
+    def begin(self) -> None:
+        """A run begins."""
+        now = vars(self._callback)
+        if self._first is not None and self._last is not None:
+            for name in [name for name in now if name not in {*self._first, self._PLACE}]:
+                del now[name]
+            for name, value in self._first.items():
+                if name in self._last and now.get(name) is self._last[name]:
+                    now[name] = _copied(value)
+        self._first = {name: _copied(value) for name, value in now.items() if name != self._PLACE}
+        self._last = None
+
+    def end(self) -> None:
+        """The run is over."""
+        self._last = dict(vars(self._callback))
+
+
+def _copied(value: Any) -> Any:
+    """Containers and tensors copied, everything else as it is."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        return value.clone()
+    if type(value) is dict:
+        return {key: _copied(one) for key, one in value.items()}
+    if type(value) in (list, set, tuple):
+        return type(value)(_copied(one) for one in value)
+    return value
+
+
+class LateEpochEnd:
+    """In Lightning an epoch's end comes after its validation.
+
+    Where ``run.epochs`` counts it does here too. In a plain loop the pass over the training data is
+    the epoch, and its validation comes later: a callback that watches a metric then meets the
+    epoch's end when the metric is logged, or at the latest when the next epoch begins.
+
+    Args:
+        callback: has a ``monitor`` if it watches something.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.integrations.lightning.from_lightning import LateEpochEnd
+        >>> LateEpochEnd(object()).put_off(Accelerator(cpu=True).current_run)
+        False
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._epoch: int | None = None
+
+    def put_off(self, run: TrainingRun) -> bool:
+        """Whether this end has to wait."""
+        watches = getattr(self._callback, "monitor", None) is not None
+        if not watches or run.accelerator.loop.epochs_counted:
+            return False
+        self._epoch = run.current_epoch
+        return True
+
+    def may_end(self, run: TrainingRun, metrics: Mapping[str, Any]) -> bool:
+        """Whether what was waited for is there.
+
+        On several processes it waits for the next epoch: not all of them need to log it.
+        """
+        if self._epoch is None or collectives.world_size() > 1:
+            return False
+        return self._callback.monitor in metrics
+
+    def take(self) -> int | None:
+        """The epoch whose end was put off, once."""
+        epoch, self._epoch = self._epoch, None
+        return epoch
+
+
+def refuse_trainer_bound(callback: Any, package: LightningPackage) -> None:
+    """Raise TypeError with the reason if a callback, or a parent of it, needs the Trainer."""
+    for one in type(callback).__mro__:
+        if package.owns(one) and one.__name__ in _REASONS:
+            raise TypeError(
+                f"{type(callback).__name__} cannot run in a plain loop: {_REASONS[one.__name__]}."
+            )
 
 
 def from_lightning(callback: Any, *, log_every_n_steps: int = 50) -> LightningAdapter:

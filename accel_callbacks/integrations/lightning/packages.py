@@ -1,4 +1,4 @@
-"""Lightning under either of its names, imported only when one of its callbacks is there."""
+"""Lightning or pytorch_lightning; unwrapped optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LightningPackage", "import_lightning"]
+    from accel_callbacks.run import TrainingRun
+
+__all__ = [
+    "LightningPackage",
+    "bare",
+    "bare_optimizers",
+    "import_lightning",
+    "lightning_callbacks",
+    "scheduler_configs",
+]
 
 _ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _NOTHING = nullcontext()
@@ -84,3 +93,54 @@ def import_lightning() -> LightningPackage:
         if importlib.util.find_spec("pytorch_lightning") is None:
             raise
         return LightningPackage("pytorch_lightning")
+
+
+class _SchedulerView:
+    """A scheduler whose optimizer is the user's own, as Lightning's callbacks compare them."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def optimizer(self) -> Any:
+        return bare(self._scheduler.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_scheduler":
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
+
+
+def bare(optimizer: Any) -> Any:
+    """The user's optimizer inside of a prepared one.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.integrations.lightning.packages import bare
+        >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> bare(Accelerator(cpu=True).prepare(sgd)) is sgd
+        True
+    """
+    from accel_callbacks.optimizer import AcceleratedOptimizer
+
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def bare_optimizers(run: TrainingRun) -> list[Any]:
+    """The user's optimizers, in the order of ``prepare``."""
+    return [bare(optimizer) for optimizer in run.accelerator.optimizers]
+
+
+def scheduler_configs(package: LightningPackage, run: TrainingRun) -> list[Any]:
+    """Lightning's record of each prepared scheduler; they move with optimizer steps."""
+    record = package.get("utilities.types", "LRSchedulerConfig")
+    return [
+        record(scheduler=_SchedulerView(prepared.scheduler), interval="step")
+        for prepared in run.accelerator.schedulers
+    ]
+
+
+def lightning_callbacks(run: TrainingRun) -> list[Any]:
+    """The run's callbacks; those of Lightning as the user gave them."""
+    return [getattr(one, "lightning_callback", one) for one in run.accelerator.callbacks]

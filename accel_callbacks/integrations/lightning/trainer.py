@@ -1,35 +1,220 @@
-"""What a callback of Lightning sees as its trainer: the run, under the Trainer's names."""
+"""The run under the Trainer's names."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accel_callbacks import checkpointing, collectives
-from accel_callbacks.callbacks.adapters.logged_values import LoggedValues
-from accel_callbacks.callbacks.adapters.logger_facade import logger_facade
-from accel_callbacks.callbacks.adapters.metrics_view import MetricsView
-from accel_callbacks.callbacks.adapters.missing import Missing
-from accel_callbacks.callbacks.adapters.strategy_facade import StrategyFacade
-from accel_callbacks.callbacks.adapters.trainer_position import TrainerPosition
-from accel_callbacks.callbacks.adapters.wrapped_parts import (
+from accel_callbacks.integrations.host import Missing
+from accel_callbacks.integrations.lightning.packages import (
+    LightningPackage,
     bare_optimizers,
     lightning_callbacks,
     scheduler_configs,
 )
-from accel_callbacks.integrations.lightning.packages import LightningPackage
 from accel_callbacks.integrations.lightning.trainer_parts import (
+    LoggedValues,
     LoggerConnectorFacade,
+    StrategyFacade,
     evaluation_loop_facade,
     fit_loop_facade,
+    logger_facade,
 )
+from accel_callbacks.trainer_attributes import length_of
 
 if TYPE_CHECKING:
     from accel_callbacks.run import TrainingRun
 
-__all__ = ["TrainerFacade"]
+__all__ = ["MetricsView", "TrainerConstants", "TrainerFacade", "TrainerPosition"]
+
+
+class MetricsView(dict[str, torch.Tensor]):
+    """Tensors for the numbers in a mapping; what is set here is set there too.
+
+    Tensors stay on their device, texts are left out.
+
+    Args:
+        metrics: ``run.callback_metrics``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.integrations.lightning.trainer import MetricsView
+        >>> metrics = {"loss": 0.5, "note": "warm"}
+        >>> view = MetricsView(metrics)
+        >>> view
+        {'loss': tensor(0.5000)}
+        >>> view["lr"] = torch.tensor(0.1)
+        >>> sorted(metrics)
+        ['loss', 'lr', 'note']
+    """
+
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        kinds = (torch.Tensor, int, float)
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, kinds)}
+        super().__init__({name: _tensor(value) for name, value in numbers.items()})
+        self._behind = metrics
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, _tensor(value))
+        self._behind[name] = value
+
+    def update(self, *args: Any, **values: Any) -> None:
+        """Set several."""
+        for name, value in dict(*args, **values).items():
+            self[name] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: deepcopy(value, memo) for name, value in self.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return torch.tensor(float(value))
+
+
+class TrainerConstants:
+    """The loop is the user's: what the Trainer would limit, repeat or check is as it is there.
+
+    Example:
+        >>> from accel_callbacks.integrations.lightning.trainer import TrainerConstants
+        >>> TrainerConstants.check_val_every_n_epoch
+        1
+    """
+
+    barebones = False
+    check_val_every_n_epoch = 1
+    datamodule: Any = None
+    detect_anomaly = False
+    # Unknown before the loop has done it; what is made for a validation and not used costs nothing.
+    enable_validation = True
+    fast_dev_run = False
+    gradient_clip_algorithm: Any = None
+    gradient_clip_val: Any = None
+    limit_predict_batches = 1.0
+    limit_test_batches = 1.0
+    limit_train_batches = 1.0
+    limit_val_batches = 1.0
+    max_steps = -1
+    max_time: Any = None
+    min_epochs: int | None = None
+    min_steps: int | None = None
+    num_sanity_val_batches: tuple[int, ...] = ()
+    num_sanity_val_steps = 0
+    overfit_batches = 0.0
+    predicting = False
+    received_sigterm = False
+    reload_dataloaders_every_n_epochs = 0
+    sanity_checking = False
+    val_check_batch: Any = None
+    val_check_interval = 1.0
+
+
+class TrainerPosition(TrainerConstants):
+    """The part of the trainer that tells epoch, stage and stop.
+
+    Example:
+        >>> from accel_callbacks.integrations.lightning.trainer import TrainerPosition
+        >>> TrainerPosition.sanity_checking
+        False
+    """
+
+    accel_run: TrainingRun
+    hook: str
+    epoch: int | None
+    asked_to_stop: bool
+    _package: LightningPackage
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the epoch."""
+        return self.accel_run.current_epoch if self.epoch is None else self.epoch
+
+    @property
+    def should_stop(self) -> bool:
+        """The run stops, or this callback has asked for it; set it to True to ask."""
+        return self.asked_to_stop or self.accel_run.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.asked_to_stop = bool(value) and not self.accel_run.should_stop
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of a step; settable."""
+        return self.accel_run.accumulate_grad_batches
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: int) -> None:
+        self.accel_run.accumulate_grad_batches = value
+
+    @property
+    def state(self) -> Any:
+        """Lightning's own record of function and stage."""
+        stage = "train" if self.training else "validate" if self.validating else "test"
+        return self._package.get("trainer.states", "TrainerState")(
+            status=self._package.get("trainer.states", "TrainerStatus").RUNNING,
+            fn=self._package.get("trainer.states", "TrainerFn")("test" if self.testing else "fit"),
+            stage=self._package.get("trainer.states", "RunningStage")(stage),
+        )
+
+    @property
+    def training(self) -> bool:
+        """In no evaluation."""
+        return not self.evaluating
+
+    @property
+    def validating(self) -> bool:
+        """In a hook of a validation."""
+        return "validation" in self.hook
+
+    @property
+    def testing(self) -> bool:
+        """In a hook of a test."""
+        return "on_test" in self.hook
+
+    @property
+    def evaluating(self) -> bool:
+        """In a hook of either."""
+        return self.validating or self.testing
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches of a training epoch; before the first, those of the first prepared loader."""
+        run = self.accel_run
+        loaders = run.accelerator.loaders
+        if run.train_dataloader is None and loaders:
+            return length_of(loaders[0])
+        return run.num_training_batches
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader, as far as they are known."""
+        return self._lengths(self.accel_run.num_val_batches, self.validating)
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Batches of each test loader, as far as they are known."""
+        return self._lengths(self.accel_run.num_test_batches, self.testing)
+
+    def _lengths(self, known: list[int | float], now: bool) -> list[int | float]:
+        """With that of the loader which is being iterated in its place."""
+        loop = self.accel_run.accelerator.loop
+        place = loop.eval_loaders - 1
+        if not now or not loop.active or place < 0:
+            return known
+        here = length_of(loop.active[-1])
+        known = known + [float("inf")] * (place + 1 - len(known))
+        return [*known[:place], here, *known[place + 1 :]]
 
 
 class TrainerFacade(TrainerPosition):

@@ -1,16 +1,339 @@
-"""``trainer.fit_loop`` and its like: the few counters that callbacks read from them."""
+"""Trainer.fit_loop, trainer.strategy, trainer.logger, module.log."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_callbacks.callbacks.adapters.missing import Missing, Part
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.integrations.host import Missing, Part
+from accel_callbacks.integrations.lightning.packages import LightningPackage
 
 if TYPE_CHECKING:
     from accel_callbacks.integrations.lightning.trainer import TrainerFacade
+    from accel_callbacks.run import TrainingRun
 
-__all__ = ["LoggerConnectorFacade", "evaluation_loop_facade", "fit_loop_facade"]
+__all__ = [
+    "LoggedValues",
+    "LoggerConnectorFacade",
+    "StrategyFacade",
+    "evaluation_loop_facade",
+    "fit_loop_facade",
+    "logger_facade",
+    "remove_saved",
+]
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": torch.add,
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_WEIGHTS = ("model", ".safetensors", "model.safetensors.index.json")
+
+
+class _Pending(NamedTuple):
+    """An epoch's value so far; ``weight`` is the number of samples where it is a mean."""
+
+    total: Any
+    weight: float
+    reduction: str
+    forked: bool  # logged at each step too, so that the names must differ
+
+
+class LoggedValues:
+    """Gives values to ``accel.log``; those of an epoch when its end is announced.
+
+    Tensors stay on their device. A metric of torchmetrics is computed and reset at the end.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.integrations.lightning.trainer_parts import LoggedValues
+        >>> run = Accelerator(cpu=True).current_run
+        >>> values = LoggedValues()
+        >>> for value in (1.0, 2.0):
+        ...     values.log(run, "on_validation_batch_end", "loss", value)
+        >>> run.callback_metrics
+        {}
+        >>> values.flush(run)
+        >>> float(run.callback_metrics["loss"])
+        1.5
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, _Pending] = {}
+
+    def log(
+        self,
+        run: TrainingRun,
+        hook: str,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        sync_dist: bool = False,
+    ) -> None:
+        """Log now, keep for the epoch, or both; which by default depends on the hook.
+
+        Raises:
+            ValueError: ``reduce_fx`` is not mean, sum, min or max.
+        """
+        in_batch = "batch" in hook or "backward" in hook or "optimizer" in hook or "grad" in hook
+        training = in_batch and "validation" not in hook and "test" not in hook
+        on_step = training if on_step is None else on_step
+        on_epoch = not training if on_epoch is None else on_epoch
+        reduction = _reduction(reduce_fx)
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+        if sync_dist and not _is_metric(value):
+            value = run.accelerator.reduce(torch.as_tensor(value), reduction)
+        if on_step or (on_epoch and not in_batch and not _is_metric(value)):
+            forked = on_step and on_epoch and in_batch
+            now = value._forward_cache if _is_metric(value) else value
+            run.accelerator.log({f"{name}_step" if forked else name: now})
+        if on_epoch and (in_batch or _is_metric(value)):
+            self._add(name, value, reduction, batch_size or 1, forked=on_step)
+
+    def _add(self, name: str, value: Any, reduction: str, batch_size: int, *, forked: bool) -> None:
+        before = self._pending.get(name)
+        if _is_metric(value):
+            self._pending[name] = _Pending(value, 1, "metric", forked)
+            return
+        weight = batch_size if reduction == "mean" else 1
+        total = torch.as_tensor(value, dtype=torch.get_default_dtype()) * weight
+        if before is not None:
+            total = _REDUCTIONS[reduction](before.total, total.to(before.total.device))
+            weight += before.weight  # type: ignore[assignment]
+        self._pending[name] = _Pending(total, weight, reduction, forked)
+
+    def flush(self, run: TrainingRun) -> None:
+        """The epoch is over: log what it came to."""
+        pending, self._pending = self._pending, {}
+        if not pending:
+            return
+        values = {name: _result(one) for name, one in pending.items()}
+        run.accelerator.log(
+            {f"{name}_epoch" if pending[name].forked else name: v for name, v in values.items()}
+        )
+        run.callback_metrics.update(values)
+
+
+def _result(one: _Pending) -> Any:
+    if one.reduction == "metric":
+        value = one.total.compute()
+        one.total.reset()
+        return value
+    return one.total / one.weight if one.reduction == "mean" else one.total
+
+
+def _is_metric(value: Any) -> bool:
+    """Whether it is one of torchmetrics, by what it can do."""
+    return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))
+
+
+def _reduction(reduce_fx: Any) -> str:
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    name = {"amin": "min", "amax": "max", "avg": "mean"}.get(name, name)
+    if name not in _REDUCTIONS:
+        raise ValueError(f"reduce_fx={reduce_fx!r}: use 'mean', 'sum', 'min' or 'max'.")
+    return name
+
+
+class _Methods:
+    """What the facade does; mixed into Lightning's Logger, so that it is one."""
+
+    accel_run: TrainingRun
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.accel_run.name
+
+    @property
+    def version(self) -> str:
+        """The run's id, which a resume keeps."""
+        return self.accel_run.run_id
+
+    @property
+    def save_dir(self) -> str:
+        """The project's folder."""
+        return str(self.accel_run.accelerator.project_dir)
+
+    @property
+    def root_dir(self) -> str:
+        """The same."""
+        return self.save_dir
+
+    @property
+    def log_dir(self) -> str:
+        """Where the trackers write."""
+        return str(self.accel_run.accelerator.project_configuration.log_folder)
+
+    @property
+    def experiment(self) -> Any:
+        """The first tracker's own tool, such as its SummaryWriter; None without trackers."""
+        trackers = self.accel_run.accelerator.trackers
+        return trackers[0].raw if trackers else None
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """``accel.log``: to the callbacks and to all trackers."""
+        self.accel_run.accelerator.log(dict(metrics), step)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Into the run's config, and to the trackers."""
+        values = dict(params if isinstance(params, Mapping) else vars(params))
+        self.accel_run.config.update(values)
+        hub = self.accel_run.accelerator.tracking.hub
+        if hub is not None:
+            hub.log_config(values)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def logger_facade(package: LightningPackage, run: TrainingRun) -> Any:
+    """An instance of the package's ``Logger`` over the run."""
+    base = package.get("loggers.logger", "Logger")
+    logger = type("RunLogger", (_Methods, base), {})()
+    logger.accel_run = run
+    return logger
+
+
+def remove_saved(path: str, run_id: str) -> None:
+    """Remove the checkpoint (or the saved weights) at a path, if this run wrote it.
+
+    A checkpoint of another run stays, with a warning. Where there is nothing, nothing happens.
+
+    Example:
+        >>> import checkpoint_io
+        >>> from accel_callbacks.integrations.lightning.trainer_parts import remove_saved
+        >>> _ = checkpoint_io.save("memory://doc-removal/a.ckpt", {}, metadata={"run_id": "r1"})
+        >>> remove_saved("memory://doc-removal/a.ckpt", "r1")
+        >>> checkpoint_io.CheckpointFolder("memory://doc-removal").latest() is None
+        True
+    """
+    require_neighbour("checkpoint_io")
+    from checkpoint_io import CheckpointError, read_manifest
+    from checkpoint_io.folder.removal import remove_checkpoint
+    from checkpoint_io.storage.open import open_store
+
+    store = open_store(path, {})
+    present = set(store.sizes())
+    if not present:
+        return
+    if all(_is_weights(name) for name in present):
+        store.remove_many(sorted(present))
+        store.remove_folder()
+        return
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        warnings.warn(f"{path} was not removed: {error}", stacklevel=2)
+        return
+    if manifest.metadata.get("run_id") != run_id:
+        warnings.warn(f"{path} was not removed: another run wrote it", stacklevel=2)
+        return
+    with store.lock():
+        remove_checkpoint(store, manifest)
+
+
+def _is_weights(name: str) -> bool:
+    first, last, index = _WEIGHTS
+    return name == index or (name.startswith(first) and name.endswith(last))
+
+
+class StrategyFacade(Part):
+    """The run's processes, device and checkpoints, with the names of Lightning's Strategy."""
+
+    _trainer: TrainerFacade
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this process computes."""
+        return self._trainer.accel_run.accelerator.device
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return collectives.world_size()
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process."""
+        return collectives.rank()
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on the main process."""
+        return collectives.rank() == 0
+
+    @property
+    def model(self) -> Any:
+        """The prepared model, with its wrapper."""
+        return next(iter(self._trainer.accel_run.accelerator.models), None)
+
+    @property
+    def lightning_module(self) -> Any:
+        """The facade of the user's model."""
+        return self._trainer.lightning_module
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The user's optimizers."""
+        return self._trainer.optimizers
+
+    @property
+    def precision_plugin(self) -> Any:
+        """What says which type is computed in."""
+        return self._trainer.precision_plugin
+
+    @property
+    def accelerator(self) -> Any:
+        """Lightning's object for this kind of device."""
+        return self._trainer.accelerator
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        collectives.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What one process has, on all."""
+        return collectives.broadcast_object(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all processes say yes, or with ``all=False`` any."""
+        decision = bool(decision)
+        if collectives.world_size() == 1:
+            return decision
+        return (
+            not collectives.any_process(not decision)
+            if all
+            else (collectives.any_process(decision))
+        )
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Mean or sum over the processes."""
+        name = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+        return collectives.reduce(tensor, "mean" if name in ("mean", "avg") else name)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Tensors of all processes along a new first dimension."""
+        if collectives.world_size() == 1:
+            return tensor
+        return collectives.map_tensors(tensor, lambda one: collectives.gather(one[None]))
+
+    def remove_checkpoint(self, filepath: str) -> None:
+        """Remove what ``trainer.save_checkpoint`` wrote in this run, on the main process."""
+        if self.is_global_zero:
+            remove_saved(str(filepath), self._trainer.accel_run.run_id)
 
 
 class _FitLoop(Part):

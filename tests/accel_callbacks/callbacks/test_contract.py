@@ -12,7 +12,7 @@ import torch
 
 from accel_callbacks import callbacks
 from accel_callbacks.callbacks.base import HOOKS
-from accel_callbacks.callbacks.recognising import overrides
+from accel_callbacks.callbacks.dispatch.registration import overrides
 from accel_callbacks.distributed.topology import destroy_topology
 from accel_callbacks.testing import Check, callback_checks
 from tests.accel_callbacks.callbacks.factories import CASES, MEMORY

@@ -248,7 +248,7 @@ def test_bad_options_are_refused(options, says):
 
 PROGRAM = """
 import os, signal, sys, time
-from accel_callbacks.callbacks.signals import SignalCatcher, read_signals
+from accel_callbacks.callbacks.preemption import SignalCatcher, read_signals
 catcher = SignalCatcher(read_signals(["SIGTERM", "SIGUSR1"]), {patience})
 catcher.install()
 {body}
