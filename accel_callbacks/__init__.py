@@ -30,7 +30,7 @@ _HOME = {
     "DistributedOperationException": "errors",
     "DistributedType": "distributed.topology",
     "DynamoBackend": "plugins.compile",
-    "GeneralTracker": "general_tracker",
+    "GeneralTracker": "tracking.general_tracker",
     "GradScalerKwargs": "plugins.precision",
     "GradientAccumulationPlugin": "plugins.gradient_accumulation",
     "GradientState": "state",
@@ -38,7 +38,7 @@ _HOME = {
     "IterableDatasetShard": "data.iterable",
     "KwargsHandler": "plugins.base",
     "LocalSGD": "local_sgd",
-    "LoggerType": "general_tracker",
+    "LoggerType": "tracking.general_tracker",
     "MultiProcessAdapter": "logging",
     "PartialState": "state",
     "ProfileKwargs": "profiler",
@@ -49,7 +49,7 @@ _HOME = {
     "SeedableRandomSampler": "data.sampler",
     "Topology": "distributed.topology",
     "TorchDynamoPlugin": "plugins.compile",
-    "TrainingRun": "run",
+    "TrainingRun": "loop.run",
     "broadcast": "collectives",
     "broadcast_object": "collectives",
     "broadcast_object_list": "collectives",
@@ -135,14 +135,13 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.errors import RemoteError as RemoteError
     from accel_callbacks.errors import ResumeError as ResumeError
-    from accel_callbacks.general_tracker import GeneralTracker as GeneralTracker
-    from accel_callbacks.general_tracker import LoggerType as LoggerType
     from accel_callbacks.launch.notebook import debug_launcher as debug_launcher
     from accel_callbacks.launch.notebook import notebook_launcher as notebook_launcher
     from accel_callbacks.local_sgd import LocalSGD as LocalSGD
     from accel_callbacks.logging import MultiProcessAdapter as MultiProcessAdapter
     from accel_callbacks.logging import get_logger as get_logger
     from accel_callbacks.logging import tqdm as tqdm
+    from accel_callbacks.loop.run import TrainingRun as TrainingRun
     from accel_callbacks.memory import clear_device_cache as clear_device_cache
     from accel_callbacks.memory import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks.memory import release_memory as release_memory
@@ -168,11 +167,12 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.profiler import ProfileKwargs as ProfileKwargs
     from accel_callbacks.project import ProjectConfiguration as ProjectConfiguration
-    from accel_callbacks.run import TrainingRun as TrainingRun
     from accel_callbacks.scheduler import AcceleratedScheduler as AcceleratedScheduler
     from accel_callbacks.state import AcceleratorState as AcceleratorState
     from accel_callbacks.state import GradientState as GradientState
     from accel_callbacks.state import PartialState as PartialState
+    from accel_callbacks.tracking.general_tracker import GeneralTracker as GeneralTracker
+    from accel_callbacks.tracking.general_tracker import LoggerType as LoggerType
     from accel_callbacks.utils.operations import wait_for_everyone as wait_for_everyone
 
 

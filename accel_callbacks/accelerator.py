@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
+from accel_callbacks.checkpoint.registered import Registered
 from accel_callbacks.config import launched_handlers, launched_plugin, resolve_config
 from accel_callbacks.data.config import (
     DataLoaderConfiguration,
@@ -33,7 +34,8 @@ from accel_callbacks.facade.saving import SavingMethods
 from accel_callbacks.facade.step import StepMethods
 from accel_callbacks.facade.tracking import TrackingMethods
 from accel_callbacks.facade.uneven import UnevenMethods
-from accel_callbacks.loop import Loop
+from accel_callbacks.loop.loop import Loop
+from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
@@ -43,11 +45,9 @@ from accel_callbacks.plugins.unknown import unknown_option
 from accel_callbacks.pre_hooks import PreHooks
 from accel_callbacks.precision import create_precision
 from accel_callbacks.project import ProjectConfiguration, chosen_project
-from accel_callbacks.registered import Registered
-from accel_callbacks.run import TrainingRun
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.strategies import create_strategy
-from accel_callbacks.tracking import Tracking
+from accel_callbacks.tracking.trackers import Tracking
 
 __all__ = ["Accelerator"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_callbacks.normalizer import Normalizer
+from accel_callbacks.loop.accumulation import Normalizer
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
 
 __all__ = ["GradientWindow"]

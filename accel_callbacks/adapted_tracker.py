@@ -15,7 +15,7 @@ def is_general(spec: Any) -> bool:
 
     Example:
         >>> from accel_callbacks.adapted_tracker import is_general
-        >>> from accel_callbacks.tracking import GeneralTracker
+        >>> from accel_callbacks.tracking.trackers import GeneralTracker
         >>> is_general(GeneralTracker), is_general("jsonl")
         (True, False)
     """
@@ -34,7 +34,7 @@ class AdaptedTracker(Tracker):
 
     Example:
         >>> from accel_callbacks.adapted_tracker import AdaptedTracker
-        >>> from accel_callbacks.tracking import GeneralTracker
+        >>> from accel_callbacks.tracking.trackers import GeneralTracker
         >>> class Quiet(GeneralTracker):
         ...     name, requires_logging_directory, tracker = "quiet", False, None
         >>> AdaptedTracker(Quiet(), {}).name

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks.data.loader import DataLoaderShard
 
 if TYPE_CHECKING:
-    from accel_callbacks.loop import Loop
+    from accel_callbacks.loop.loop import Loop
 
 __all__ = ["begin_evaluation", "end_evaluation", "evaluation_pass"]
 

@@ -10,7 +10,7 @@ import torch
 from accel_callbacks.callbacks.dispatch.dispatcher import Hook
 from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.gradients import has_gradients, multiply_gradients
-from accel_callbacks.loop import Loop
+from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 
 __all__ = ["AcceleratedOptimizer"]

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from accel_callbacks.checkpoint.restore import Ready
+from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.data.stream import with_own
 from accel_callbacks.distributed.rng import restore_rng
-from accel_callbacks.readying import Ready
-from accel_callbacks.selecting import Selection
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

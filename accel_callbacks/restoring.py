@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from accel_callbacks.attempts import LoadFailed, together
+from accel_callbacks.checkpoint.open import open_newest, open_one
+from accel_callbacks.checkpoint.project import number_of
+from accel_callbacks.checkpoint.restore import LoadOptions, Ready, make_ready, read_content
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.project_saves import number_of
 from accel_callbacks.putting_back import put_back
-from accel_callbacks.reading import open_newest, open_one
-from accel_callbacks.readying import LoadOptions, Ready, make_ready, read_content
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

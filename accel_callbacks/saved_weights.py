@@ -25,14 +25,14 @@ def choose_weights(
 
     Args:
         accel: whose state it is.
-        shared: what :func:`accel_callbacks.checkpointing.capture` gave; changed in place.
+        shared: what :func:`accel_callbacks.checkpoint.training_state.capture` gave; changed in place.
         url: where the checkpoint will be.
         trainable_only: without frozen parameters.
 
     Example:
         >>> import torch
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.checkpointing import capture
+        >>> from accel_callbacks.checkpoint.training_state import capture
         >>> from accel_callbacks.saved_weights import choose_weights
         >>> accel, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
         >>> _ = model.bias.requires_grad_(False)

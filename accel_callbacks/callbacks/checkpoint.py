@@ -10,16 +10,17 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks import checkpointing, collectives
-from accel_callbacks.background_saves import Then, check_when_busy
+from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.callbacks.on_exception_checkpoint import is_after_error, save_after_error
+from accel_callbacks.checkpoint import training_state as checkpointing
+from accel_callbacks.checkpoint.async_save import Then, check_when_busy
 from accel_callbacks.distributed.failures import shared_failure
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import CheckpointFolder, CheckpointInfo
 
 __all__ = ["Checkpoint", "Every", "Keep", "Place", "Retention", "SaveNotes", "Schedule"]

@@ -17,7 +17,7 @@ import torch
 from accel_callbacks.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["DeviceStats"]
 

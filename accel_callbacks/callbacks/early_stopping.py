@@ -12,7 +12,7 @@ from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["EarlyStopping"]
 

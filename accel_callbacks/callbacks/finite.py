@@ -12,7 +12,7 @@ from accel_callbacks import collectives
 from accel_callbacks.callbacks.averaged_weights import local_part
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = [
     "Finding",

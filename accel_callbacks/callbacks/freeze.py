@@ -15,7 +15,7 @@ from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Freeze", "give_own_groups"]
 

@@ -12,7 +12,7 @@ from accel_callbacks.callbacks.finite import step_of
 from accel_callbacks.callbacks.freeze import Freeze
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["GradientNorm", "total_norm"]
 

@@ -17,7 +17,7 @@ from accel_callbacks.collectives import tensors_in
 from accel_callbacks.modeling.undisturbed import looking_at
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = [
     "ExamplePass",

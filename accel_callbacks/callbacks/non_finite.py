@@ -26,7 +26,7 @@ from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["NonFinite"]
 

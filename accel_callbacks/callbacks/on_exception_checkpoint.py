@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from accel_callbacks import checkpointing, collectives
+from accel_callbacks import collectives
+from accel_callbacks.checkpoint import training_state as checkpointing
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import CheckpointFolder, SaveJob
 
 __all__ = ["is_after_error", "save_after_error"]

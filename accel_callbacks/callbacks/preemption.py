@@ -21,7 +21,7 @@ from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Preemption", "SignalCatcher", "read_signals", "requeue_slurm"]
 

@@ -16,7 +16,7 @@ from accel_callbacks.local_path import local_path
 from accel_callbacks.profiler import ProfileKwargs
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Profiler"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from accel_callbacks.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Bar", "Counter", "LineScreen", "Pass", "ProgressBar", "Screen", "TqdmScreen", "as_text"]
 

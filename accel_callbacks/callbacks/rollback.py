@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_callbacks import collectives
 from accel_callbacks.attempts import LoadFailed, together
-from accel_callbacks.checkpointing import open_folder
+from accel_callbacks.checkpoint.open import open_one
+from accel_callbacks.checkpoint.selection import Selection
+from accel_callbacks.checkpoint.training_state import open_folder
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.reading import open_one
 from accel_callbacks.restoring import LoadOptions, restore_newest
-from accel_callbacks.selecting import Selection
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import CheckpointReader
 
 __all__ = ["RolledBack", "roll_back", "save_is_due"]

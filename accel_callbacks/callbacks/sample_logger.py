@@ -10,7 +10,7 @@ from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.modeling.undisturbed import looking_at
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["SampleLogger"]
 

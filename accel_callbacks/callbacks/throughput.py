@@ -15,7 +15,7 @@ from accel_callbacks.callbacks.flops import FlopCounter, matmul_precision, peak_
 from accel_callbacks.utils.operations import find_batch_size
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Mark", "Throughput", "TrainingClock", "first_dimension", "speed_between"]
 

@@ -17,7 +17,7 @@ from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.modeling.compile import original
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["EMA", "Averaging", "WeightAveraging"]
 

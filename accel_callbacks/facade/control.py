@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.checkpoint.registered import Registered
 from accel_callbacks.data.loader import stop_workers
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.memory import release_memory
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.profiler import ProfileKwargs, profiling
-from accel_callbacks.registered import Registered
 
 __all__ = ["ControlMethods", "Trigger"]
 

@@ -7,12 +7,12 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.checkpoint.compatibility import RestoreReport
+from accel_callbacks.checkpoint.open import describe_foreign_folder
+from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.distributed.abort import refuse_torn
 from accel_callbacks.facade.parts import Parts
-from accel_callbacks.fitting import RestoreReport
-from accel_callbacks.reading import describe_foreign_folder
 from accel_callbacks.restoring import LoadOptions, restore_from, restore_newest
-from accel_callbacks.selecting import Only, Rename, Selection
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

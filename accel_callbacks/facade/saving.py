@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from accel_callbacks import checkpointing
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.checkpoint import training_state as checkpointing
+from accel_callbacks.checkpoint.project import SavePlace, project_save, refuse_each_node
+from accel_callbacks.checkpoint.tensor_file import save_tensors
 from accel_callbacks.distributed.abort import refuse_torn
 from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.modeling.compile import uncompile
-from accel_callbacks.project_saves import SavePlace, project_save, refuse_each_node
-from accel_callbacks.tensor_file import save_tensors
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.boundary import poll_outside
-from accel_callbacks.contexts import Accumulate
 from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.gradients import has_gradients
+from accel_callbacks.loop.contexts import Accumulate
+from accel_callbacks.loop.step_boundary import poll_outside
 from accel_callbacks.plugins.precision import AutocastKwargs
 
 __all__ = ["StepMethods"]

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from accel_callbacks.facade.media import Keywords, MediaMethods
+from accel_callbacks.tracking.media import Keywords, MediaMethods
 
 __all__ = ["TrackingMethods"]
 

@@ -13,7 +13,7 @@ from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
 from accel_callbacks.callbacks.dispatch.functions import checked_hook
 from accel_callbacks.callbacks.dispatch.registration import accepted, overrides
 from accel_callbacks.errors import nearest
-from accel_callbacks.run import TrainingRun
+from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.testing.training import TinyTraining
 
 __all__ = ["arguments_of", "fire", "simulate", "stand_ins"]

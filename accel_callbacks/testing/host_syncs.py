@@ -22,7 +22,11 @@ _HERE = str(Path(__file__).parent)
 #: What is read here is on the host, or handed on to be read later: logging, random generators.
 _LEFT_ALONE = tuple(
     str(_ROOT / one)
-    for one in ("loggers", "accel_callbacks/tracking.py", "accel_callbacks/distributed/rng.py")
+    for one in (
+        "loggers",
+        "accel_callbacks/tracking/trackers.py",
+        "accel_callbacks/distributed/rng.py",
+    )
 )
 #: Methods of a tensor that need its values on the host, or a size that depends on them.
 _METHODS = {

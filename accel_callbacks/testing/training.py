@@ -19,7 +19,7 @@ from accel_callbacks.accelerator import Accelerator
 from accel_callbacks.callbacks.base import HOOKS, Callback
 from accel_callbacks.callbacks.dispatch.functions import checked_hook
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
-from accel_callbacks.run import TrainingRun
+from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Recorder", "TinyTraining", "record", "tiny_training"]
 

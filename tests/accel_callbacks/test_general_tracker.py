@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator
-from accel_callbacks.tracking import GeneralTracker, on_main_process
+from accel_callbacks.tracking.trackers import GeneralTracker, on_main_process
 from accel_callbacks.utils import LoggerType
 from loggers import read_jsonl
 
@@ -174,7 +174,7 @@ def test_types_of_trackers_are_names(tmp_path):
 
 def test_all_are_those_whose_tool_is_installed(tmp_path, monkeypatch):
     import loggers.registry
-    from accel_callbacks.tracking import chosen_trackers
+    from accel_callbacks.tracking.trackers import chosen_trackers
 
     monkeypatch.setattr(
         loggers.registry.importlib.util,
@@ -190,7 +190,7 @@ def test_all_are_those_whose_tool_is_installed(tmp_path, monkeypatch):
 
 
 def test_names_that_accelerate_gives_are_kept():
-    from accel_callbacks.tracking import chosen_trackers
+    from accel_callbacks.tracking.trackers import chosen_trackers
 
     (choice,) = chosen_trackers([LoggerType.COMETML], {"comet_ml": {"project_name": "digits"}})
     assert (choice.tracker, choice.label) == ("comet", "comet_ml")

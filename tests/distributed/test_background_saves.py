@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import checkpoint_io
-from accel_callbacks import Accelerator, Callback, LocalSGD, checkpointing
-from accel_callbacks.background_saves import Then
+from accel_callbacks import Accelerator, Callback, LocalSGD
 from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.checkpoint import training_state as checkpointing
+from accel_callbacks.checkpoint.async_save import Then
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 sys.path.insert(0, str(SUPPORT))

@@ -12,7 +12,7 @@ from accel_callbacks.integrations.lightning.packages import LightningPackage, ba
 from accel_callbacks.naming import parameter_names
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["CheckpointView", "GrownGroups", "PrunedWeights"]
 

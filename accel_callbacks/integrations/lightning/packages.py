@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = [
     "LightningPackage",

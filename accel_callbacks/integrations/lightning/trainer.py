@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks import checkpointing, collectives
+from accel_callbacks import collectives
+from accel_callbacks.checkpoint import training_state as checkpointing
 from accel_callbacks.integrations.host import Missing
 from accel_callbacks.integrations.lightning.packages import (
     LightningPackage,
@@ -29,7 +30,7 @@ from accel_callbacks.integrations.lightning.trainer_parts import (
 from accel_callbacks.trainer_attributes import length_of
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["MetricsView", "TrainerConstants", "TrainerFacade", "TrainerPosition"]
 

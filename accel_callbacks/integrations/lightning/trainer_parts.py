@@ -16,7 +16,7 @@ from accel_callbacks.integrations.lightning.packages import LightningPackage
 
 if TYPE_CHECKING:
     from accel_callbacks.integrations.lightning.trainer import TrainerFacade
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
 
 __all__ = [
     "LoggedValues",

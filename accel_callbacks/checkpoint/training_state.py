@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.background_saves import Then, check_when_busy
+from accel_callbacks.checkpoint.async_save import Then, check_when_busy
 from accel_callbacks.data.stream import take_own
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import capture_rng
@@ -33,7 +33,7 @@ def capture(accel: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Example:
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.checkpointing import capture
+        >>> from accel_callbacks.checkpoint.training_state import capture
         >>> shared, local = capture(Accelerator(cpu=True))
         >>> shared["run"]["global_step"], sorted(local["rng"])[:1]
         (0, ['numpy'])

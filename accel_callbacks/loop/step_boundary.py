@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from accel_callbacks import collectives
 
 if TYPE_CHECKING:
-    from accel_callbacks.loop import Loop
+    from accel_callbacks.loop.loop import Loop
 
 __all__ = ["poll", "poll_outside", "vote", "vote_within"]
 

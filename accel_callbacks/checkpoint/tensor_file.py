@@ -34,7 +34,7 @@ def save_tensors(obj: Any, place: str | os.PathLike[str]) -> None:
     Example:
         >>> import tempfile, torch
         >>> from safetensors.torch import load_file
-        >>> from accel_callbacks.tensor_file import save_tensors
+        >>> from accel_callbacks.checkpoint.tensor_file import save_tensors
         >>> path = tempfile.mkdtemp() + "/mean.safetensors"
         >>> save_tensors({"mean": torch.ones(2)}, path)
         >>> load_file(path)

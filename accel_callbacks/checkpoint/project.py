@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_callbacks import collectives
-from accel_callbacks.background_saves import Then
-from accel_callbacks.checkpointing import open_folder
+from accel_callbacks.checkpoint.async_save import Then
+from accel_callbacks.checkpoint.training_state import open_folder
 from accel_callbacks.distributed.failures import shared_failure
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class NamedFolder:
     """A folder of checkpoints whose next one has a given name instead of that of its step.
 
     Example:
-        >>> from accel_callbacks.checkpointing import open_folder
-        >>> from accel_callbacks.project_saves import NamedFolder
+        >>> from accel_callbacks.checkpoint.training_state import open_folder
+        >>> from accel_callbacks.checkpoint.project import NamedFolder
         >>> NamedFolder(open_folder("memory://doc-named"), "checkpoint_0").path(200)
         'memory://doc-named/checkpoint_0'
     """
@@ -60,7 +60,7 @@ class SavePlace:
         started: called once it has its place among the others.
 
     Example:
-        >>> from accel_callbacks.project_saves import SavePlace
+        >>> from accel_callbacks.checkpoint.project import SavePlace
         >>> SavePlace("runs/before").metadata
         {}
     """
@@ -83,7 +83,7 @@ def project_save(accel: Accelerator, storage_options: Mapping[str, Any] | None =
 
     Example:
         >>> from accel_callbacks import Accelerator, ProjectConfiguration
-        >>> from accel_callbacks.project_saves import project_save
+        >>> from accel_callbacks.checkpoint.project import project_save
         >>> config = ProjectConfiguration("memory://doc-saves", automatic_checkpoint_naming=True)
         >>> project_save(Accelerator(cpu=True, project_config=config)).target.path(0)
         'memory://doc-saves/checkpoints/checkpoint_0'
@@ -112,7 +112,7 @@ def refuse_each_node(accel: Accelerator) -> None:
 
     Example:
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.project_saves import refuse_each_node
+        >>> from accel_callbacks.checkpoint.project import refuse_each_node
         >>> refuse_each_node(Accelerator(cpu=True))
     """
     here = accel.topology
@@ -128,7 +128,7 @@ def number_of(path: str) -> int | None:
     """The number of a checkpoint that was named automatically.
 
     Example:
-        >>> from accel_callbacks.project_saves import number_of
+        >>> from accel_callbacks.checkpoint.project import number_of
         >>> number_of("runs/checkpoints/checkpoint_12"), number_of("runs/best")
         (12, None)
     """

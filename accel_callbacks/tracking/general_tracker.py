@@ -45,7 +45,7 @@ def on_main_process(function: F) -> F:
     It holds where the tracker's ``main_process_only`` is true, and is decided at each call.
 
     Example:
-        >>> from accel_callbacks.tracking import on_main_process
+        >>> from accel_callbacks.tracking.trackers import on_main_process
         >>> class Print:
         ...     main_process_only = True
         ...
@@ -83,7 +83,7 @@ class GeneralTracker:
 
     Example:
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.tracking import GeneralTracker, on_main_process
+        >>> from accel_callbacks.tracking.trackers import GeneralTracker, on_main_process
         >>> class Print(GeneralTracker):
         ...     name = "print"
         ...     requires_logging_directory = False

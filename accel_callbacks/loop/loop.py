@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from accel_callbacks.accumulation import GradientWindow
-from accel_callbacks.background_saves import BackgroundSaves
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
+from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.deliveries import Deliveries
 from accel_callbacks.evaluating import evaluation_pass
-from accel_callbacks.iteration import counted_epochs, feeding_pass, training_pass
 from accel_callbacks.loaders_seen import LoadersSeen
-from accel_callbacks.run import TrainingRun
+from accel_callbacks.loop.passes import counted_epochs, feeding_pass, training_pass
+from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["Loop"]
 

@@ -33,7 +33,7 @@ class Normalizer:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.normalizer import Normalizer
+        >>> from accel_callbacks.loop.accumulation import Normalizer
         >>> weight, normalizer = torch.tensor(1.0, requires_grad=True), Normalizer()
         >>> for values in (torch.ones(3), torch.ones(1) * 5):
         ...     normalizer.add((weight * values).sum(), values.numel()).backward()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.attempts import together
-from accel_callbacks.checkpointing import open_folder, process_group
+from accel_callbacks.checkpoint.training_state import open_folder, process_group
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointReader
@@ -42,7 +42,7 @@ def open_one(url: str, storage_options: Mapping[str, Any] | None = None) -> Chec
 
     Example:
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.reading import open_one
+        >>> from accel_callbacks.checkpoint.open import open_one
         >>> path = Accelerator(cpu=True).save_state("memory://doc-reading/c")
         >>> open_one(path).state["run"]["global_step"]
         0
@@ -78,7 +78,7 @@ def open_newest(
         checkpoint_io.CorruptCheckpointError: there are checkpoints, and all are damaged.
 
     Example:
-        >>> from accel_callbacks.reading import open_newest
+        >>> from accel_callbacks.checkpoint.open import open_newest
         >>> open_newest("memory://doc-reading/nothing") is None
         True
     """
@@ -120,7 +120,7 @@ def describe_foreign(url: str, storage_options: Mapping[str, Any] | None = None)
 
     Example:
         >>> import pathlib, tempfile
-        >>> from accel_callbacks.reading import describe_foreign
+        >>> from accel_callbacks.checkpoint.open import describe_foreign
         >>> folder = tempfile.mkdtemp()
         >>> _ = pathlib.Path(folder, "optimizer.bin").write_bytes(b"")
         >>> describe_foreign(folder).partition(",")[0]
@@ -136,7 +136,7 @@ def describe_foreign_folder(root: str, storage_options: Mapping[str, Any] | None
     """The same for the newest by name of the folders in a folder, as a sentence; empty if unknown.
 
     Example:
-        >>> from accel_callbacks.reading import describe_foreign_folder
+        >>> from accel_callbacks.checkpoint.open import describe_foreign_folder
         >>> describe_foreign_folder("memory://doc-reading/nothing")
         ''
     """

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.boundary import poll, vote, vote_within
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.loop.step_boundary import poll, vote, vote_within
 from accel_callbacks.trainer_attributes import length_of
 
 if TYPE_CHECKING:
-    from accel_callbacks.loop import Loop
+    from accel_callbacks.loop.loop import Loop
 
 __all__ = ["counted_epochs", "feeding_pass", "training_pass"]
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.ending import EndOnSigterm
 from accel_callbacks.errors import nearest
-from accel_callbacks.general_tracker import GeneralTracker, LoggerType, on_main_process
+from accel_callbacks.tracking.general_tracker import GeneralTracker, LoggerType, on_main_process
 
 if TYPE_CHECKING:
-    from accel_callbacks.run import TrainingRun
+    from accel_callbacks.loop.run import TrainingRun
     from loggers import TrackerConfig, TrackerHub
 
 __all__ = ["GeneralTracker", "LoggerType", "Tracking", "on_main_process"]
@@ -39,7 +39,7 @@ class Tracking:
         config: further options of the hub; the defaults if None.
 
     Example:
-        >>> from accel_callbacks.tracking import Tracking
+        >>> from accel_callbacks.tracking.trackers import Tracking
         >>> Tracking([], "runs", is_main_process=True).trackers
         []
     """
@@ -205,7 +205,7 @@ def chosen_trackers(log_with: Sequence[Any], init_kwargs: InitKwargs) -> list[An
         ValueError: ``init_kwargs`` has a name that ``log_with`` has not.
 
     Example:
-        >>> from accel_callbacks.tracking import chosen_trackers
+        >>> from accel_callbacks.tracking.trackers import chosen_trackers
         >>> [one.tracker for one in chosen_trackers(["jsonl", LoggerType.CSV], {})]
         ['jsonl', 'csv']
     """

@@ -30,7 +30,7 @@ class Selection:
             a key; unchanged if ``None``.
 
     Example:
-        >>> from accel_callbacks.selecting import Selection
+        >>> from accel_callbacks.checkpoint.selection import Selection
         >>> encoder = Selection("models/0/encoder.*")
         >>> encoder.takes("models/0/encoder.weight"), encoder.takes("optimizers/0")
         (True, False)
@@ -157,7 +157,7 @@ def all_keys(state: Mapping[str, Any]) -> Iterator[str]:
     """The keys of all that can be restored of a saved state.
 
     Example:
-        >>> from accel_callbacks.selecting import all_keys
+        >>> from accel_callbacks.checkpoint.selection import all_keys
         >>> [key for key in all_keys({"models": {"0": {"weight": 1.0}}}) if "/" in key]
         ['models/0/weight']
     """

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_callbacks.errors import ResumeError
-from accel_callbacks.filling import Filling, views_in
-from accel_callbacks.fitting import (
+from accel_callbacks.checkpoint.compatibility import (
     RestoreReport,
     chosen_indices,
     doubt_names,
     fitting_weights,
     own_part,
 )
+from accel_callbacks.checkpoint.selection import Selection, all_keys
+from accel_callbacks.errors import ResumeError
+from accel_callbacks.filling import Filling, views_in
 from accel_callbacks.naming import parameter_names, positional_optimizer_state
-from accel_callbacks.selecting import Selection, all_keys
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
@@ -33,7 +33,7 @@ class LoadOptions:
     """What is restored, and how; see ``Accelerator.load_state``.
 
     Example:
-        >>> from accel_callbacks.readying import LoadOptions
+        >>> from accel_callbacks.checkpoint.restore import LoadOptions
         >>> LoadOptions().verify
         'parts'
     """

@@ -29,7 +29,7 @@ class Then:
             error is a warning. For what takes long, such as the removal of older ones.
 
     Example:
-        >>> from accel_callbacks.background_saves import Then
+        >>> from accel_callbacks.checkpoint.async_save import Then
         >>> Then(saved=print).failed is None
         True
     """
@@ -49,7 +49,7 @@ class BackgroundSaves:
         pending: a save is under way, or its end was not learned of yet; the same on all processes.
 
     Example:
-        >>> from accel_callbacks.background_saves import BackgroundSaves
+        >>> from accel_callbacks.checkpoint.async_save import BackgroundSaves
         >>> saves = BackgroundSaves(fire=print)
         >>> saves.poll()
         >>> saves.pending
@@ -211,7 +211,7 @@ def check_when_busy(when_busy: str) -> None:
     """Refuse what is neither ``"wait"`` nor ``"skip"``.
 
     Example:
-        >>> from accel_callbacks.background_saves import check_when_busy
+        >>> from accel_callbacks.checkpoint.async_save import check_when_busy
         >>> check_when_busy("later")
         Traceback (most recent call last):
         ValueError: when_busy='later' is unknown; use 'wait' or 'skip'.

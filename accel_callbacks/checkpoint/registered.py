@@ -20,7 +20,7 @@ class Registered:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.registered import Registered
+        >>> from accel_callbacks.checkpoint.registered import Registered
         >>> registered = Registered()
         >>> registered.add(torch.nn.Linear(1, 1), ema=torch.nn.Linear(1, 1))
         >>> registered.names

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.data.stream import stream_problems
 from accel_callbacks.errors import ResumeError, nearest
-from accel_callbacks.selecting import Selection
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

@@ -1,0 +1,1 @@
+"""The training state of an Accelerator: captured, saved, found, checked, restored."""

@@ -1,0 +1,1 @@
+"""The training loop: passes, windows, steps, and the run around them."""
