@@ -42,7 +42,7 @@ _HOME = {
     "MultiProcessAdapter": "logging",
     "PartialState": "state",
     "ProfileKwargs": "profiler",
-    "ProjectConfiguration": "project",
+    "ProjectConfiguration": "checkpoint.project",
     "RNGType": "distributed.rng",
     "RemoteError": "errors",
     "ResumeError": "errors",
@@ -89,6 +89,7 @@ __all__ = [*sorted(_HOME), "__version__"]
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator as Accelerator
     from accel_callbacks.callbacks import Callback as Callback
+    from accel_callbacks.checkpoint.project import ProjectConfiguration as ProjectConfiguration
     from accel_callbacks.collectives import broadcast as broadcast
     from accel_callbacks.collectives import broadcast_object as broadcast_object
     from accel_callbacks.collectives import broadcast_object_list as broadcast_object_list
@@ -166,7 +167,6 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs as InitProcessGroupKwargs,
     )
     from accel_callbacks.profiler import ProfileKwargs as ProfileKwargs
-    from accel_callbacks.project import ProjectConfiguration as ProjectConfiguration
     from accel_callbacks.scheduler import AcceleratedScheduler as AcceleratedScheduler
     from accel_callbacks.state import AcceleratorState as AcceleratorState
     from accel_callbacks.state import GradientState as GradientState

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
-from accel_callbacks.checkpoint.registered import Registered
+from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
+from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.config import launched_handlers, launched_plugin, resolve_config
 from accel_callbacks.data.config import (
     DataLoaderConfiguration,
@@ -34,6 +34,7 @@ from accel_callbacks.facade.saving import SavingMethods
 from accel_callbacks.facade.step import StepMethods
 from accel_callbacks.facade.tracking import TrackingMethods
 from accel_callbacks.facade.uneven import UnevenMethods
+from accel_callbacks.loop.accumulation import GradientWindow
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -42,9 +43,7 @@ from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.process_group import group_options
 from accel_callbacks.plugins.unknown import unknown_option
-from accel_callbacks.pre_hooks import PreHooks
 from accel_callbacks.precision import create_precision
-from accel_callbacks.project import ProjectConfiguration, chosen_project
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.strategies import create_strategy
 from accel_callbacks.tracking.trackers import Tracking

@@ -24,8 +24,8 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
-    from accel_callbacks.accumulation import GradientWindow
     from accel_callbacks.data.loader import DataLoaderShard
+    from accel_callbacks.loop.accumulation import GradientWindow
     from accel_callbacks.loop.loop import Loop
 
 __all__ = ["AcceleratorState", "GradientState", "PartialState"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.local_path import local_path
+from accel_callbacks.checkpoint.tensor_file import local_path
 from accel_callbacks.profiler import ProfileKwargs
 
 if TYPE_CHECKING:

@@ -7,12 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_callbacks import collectives
-from accel_callbacks.attempts import LoadFailed, together
-from accel_callbacks.checkpoint.open import open_one
+from accel_callbacks.checkpoint.open import LoadFailed, open_one, together
+from accel_callbacks.checkpoint.restore import LoadOptions, restore_newest
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import open_folder
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.restoring import LoadOptions, restore_newest
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

@@ -1,10 +1,15 @@
-"""What a restore reads and finds out before it changes anything."""
+"""Load_state: check, read in place, hand out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from accel_callbacks.checkpoint.compatibility import (
     RestoreReport,
@@ -13,18 +18,184 @@ from accel_callbacks.checkpoint.compatibility import (
     fitting_weights,
     own_part,
 )
+from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one, together
+from accel_callbacks.checkpoint.project import number_of
 from accel_callbacks.checkpoint.selection import Selection, all_keys
+from accel_callbacks.checkpoint.training_state import parameter_names, positional_optimizer_state
+from accel_callbacks.data.stream import with_own
+from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.distributed.rng import restore_rng
 from accel_callbacks.errors import ResumeError
-from accel_callbacks.filling import Filling, views_in
-from accel_callbacks.naming import parameter_names, positional_optimizer_state
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
-    from checkpoint_io import CheckpointReader
+    from checkpoint_io import CheckpointReader, TensorView
 
-__all__ = ["Content", "LoadOptions", "Ready", "make_ready", "read_content"]
+__all__ = [
+    "Content",
+    "Filling",
+    "LoadOptions",
+    "Ready",
+    "make_ready",
+    "put_back",
+    "read_content",
+    "restore_from",
+    "restore_newest",
+    "views_in",
+]
 
 _KINDS = ("models", "optimizers", "schedulers", "loaders")
+_WHERE = "load_state"
+
+
+class Filling:
+    """Collects which view of a checkpoint is read into which tensor; nothing is changed before
+    :meth:`run`.
+
+    Args:
+        reader: the checkpoint.
+
+    Attributes:
+        changes: some of the memory is in use already.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.checkpoint.restore import Filling
+        >>> from checkpoint_io import open_checkpoint, save
+        >>> _ = save("memory://doc-filling/c", {"weight": torch.ones(2)})
+        >>> reader, here = open_checkpoint("memory://doc-filling/c"), torch.zeros(2)
+        >>> filling = Filling(reader)
+        >>> filling.into("weight", reader["weight"], here)
+        >>> filling.run()
+        >>> here
+        tensor([1., 1.])
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self.changes = False
+        self._reader = reader
+        self._pairs: list[tuple[TensorView, torch.Tensor]] = []
+        self._places: dict[tuple[Any, ...], tuple[str, str]] = {}  # memory to key and name
+        self._storages: set[int] = set()
+
+    def into(self, name: str, view: TensorView, target: torch.Tensor) -> None:
+        """Read a view into a tensor of a model; tied tensors are read once.
+
+        Raises:
+            ResumeError: two names are one tensor here and were two in the checkpoint.
+        """
+        local = _local(target)
+        place = (_storage(local), local.storage_offset(), local.shape, local.stride())
+        before = self._places.setdefault(place, (view.stored_key, name))
+        if local.numel() and before[1] != name:
+            if before[0] != view.stored_key:
+                raise ResumeError(
+                    f"{before[1]!r} and {name!r} are one tensor in the model and two in the "
+                    "checkpoint: tie them after loading, or load one of them with only=."
+                )
+            return
+        self._storages.add(place[0])
+        self.changes = True
+        self._pairs.append((view, target.detach()))
+
+    @staticmethod
+    def reads(saved: Any) -> bool:
+        """Whether a part of a saved state is a view, which is still to be read."""
+        from checkpoint_io import TensorView
+
+        return isinstance(saved, TensorView)
+
+    def replace(
+        self,
+        saved: Any,
+        current: Any = None,
+        parameter: torch.Tensor | None = None,
+        key: Any = None,
+    ) -> Any:
+        """A part of a saved state with tensors in place of its views.
+
+        A tensor that is here already and fits is used again, else there is a new one.
+
+        Args:
+            saved: the part in the checkpoint.
+            current: the same part of the optimizer here, if there is one.
+            parameter: what the part belongs to; without one, tensors are on the CPU.
+            key: the part's own name.
+        """
+        if isinstance(saved, Mapping):
+            inner = current if isinstance(current, Mapping) else {}
+            return {k: self.replace(v, inner.get(k), parameter, k) for k, v in saved.items()}
+        if isinstance(saved, (list, tuple)):
+            here = current if isinstance(current, (list, tuple)) else ()
+            filled = [*here, *[None] * len(saved)]
+            return type(saved)(
+                self.replace(value, filled[i], parameter, key) for i, value in enumerate(saved)
+            )
+        return self._leaf(saved, current, parameter, key) if self.reads(saved) else saved
+
+    def _leaf(self, view: TensorView, current: Any, parameter: Any, key: Any) -> Any:
+        if view.is_array:
+            return self._new(view, None, key).numpy()
+        if not self._reusable(current, view):
+            return self._new(view, parameter, key)
+        self._storages.add(_storage(_local(current)))
+        self.changes = True
+        self._pairs.append((view, current.detach()))
+        return current
+
+    def _new(self, view: TensorView, parameter: torch.Tensor | None, key: Any) -> torch.Tensor:
+        """Memory for a state: spread like its parameter where it has its shape."""
+        if parameter is None or key == "step":  # torch moves a step to where the optimizer wants it
+            target = torch.empty(view.shape, dtype=view.dtype)
+        elif view.shape == tuple(parameter.shape):
+            target = torch.empty_like(parameter, dtype=view.dtype, requires_grad=False)
+        else:
+            target = torch.empty(view.shape, dtype=view.dtype, device=parameter.device)
+        self._pairs.append((view, target))
+        return target
+
+    def _reusable(self, current: Any, view: TensorView) -> bool:
+        """Whether a tensor fits, and nothing else is in its memory."""
+        if not isinstance(current, torch.Tensor) or current.is_meta:
+            return False
+        if tuple(current.shape) != view.shape or current.dtype != view.dtype:
+            return False
+        local = _local(current)
+        own = local.untyped_storage().nbytes() == local.nbytes
+        return own and _storage(local) not in self._storages
+
+    def run(self, progress: bool | None = None) -> None:
+        """Read all of it; every byte is verified before it is written."""
+        self._reader.read(self._pairs, progress=progress)
+
+
+def views_in(tree: Any) -> Iterator[TensorView]:
+    """The views in a part of a saved state.
+
+    Example:
+        >>> from accel_callbacks.checkpoint.restore import views_in
+        >>> list(views_in({"lr": [0.1]}))
+        []
+    """
+    if Filling.reads(tree):
+        yield tree
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from views_in(item)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is on this process."""
+    tensor = tensor.detach()
+    to_local = getattr(tensor, "to_local", None)  # a DTensor, without importing torch's module
+    local: torch.Tensor = tensor if to_local is None else to_local()
+    return local
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 _NEEDED = (*_KINDS, "precision", "run", "callbacks", "trackers")
 
 
@@ -189,3 +360,179 @@ def _place_states(
         }
         given[index] = {**filling.replace({**saved, "state": {}}), "state": states}
     return given
+
+
+def put_back(accel: Accelerator, ready: Ready, selection: Selection) -> None:
+    """Restore what was selected; tensors that are read in place have been filled before."""
+    state, indices = ready.state, ready.indices
+    for index, weights in ready.weights.items():
+        kept = accel.strategy.own_state(accel.models[index])
+        accel.strategy.load_model_state_dict(accel.models[index], {**kept, **weights})
+    for index, saved in ready.optimizers.items():
+        accel.optimizers[index].load_state_dict(saved)
+    for index in indices["schedulers"]:
+        scheduler = accel.schedulers[index]
+        scheduler.load_state_dict(_same_types(scheduler, state["schedulers"][str(index)]))
+    if selection.takes("precision"):
+        accel.precision.load_state_dict(state["precision"])
+    _restore_place(accel, ready, selection)
+    if selection.takes("callbacks"):
+        accel.loop.dispatch.load_state_dict(state["callbacks"])
+    if selection.takes("trackers"):
+        accel.tracking.take_over(state["trackers"], accel.loop.run)
+    local = ready.local or {}
+    if selection.takes("window"):
+        _restore_window(accel, local.get("window"), selection)
+    if "rng" in local and selection.takes("rng"):
+        restore_rng(local["rng"], accel.device)
+
+
+def _restore_place(accel: Accelerator, ready: Ready, selection: Selection) -> None:
+    """Where the run stands, and its loaders."""
+    state, run = ready.state, accel.loop.run
+    if selection.takes("run"):
+        run.load_state_dict(state["run"])
+        run.resumed_from = ready.report.path
+    for index in ready.indices["loaders"]:
+        loader = accel.loaders[index]
+        loader.load_state_dict(with_own(state["loaders"], ready.local, str(index)))
+        if not state["run"]["epoch_open"]:
+            loader.end_pass()
+        elif loader.done:
+            loader.skip_next_pass()  # the open epoch has read it to its end
+
+
+def _restore_window(
+    accel: Accelerator, saved: Mapping[str, Any] | None, selection: Selection
+) -> None:
+    window = accel.loop.window
+    window.close()
+    window.normalizer.forget()
+    window.dirty = False
+    found = {} if saved is None else saved["gradients"]
+    gradients = {selection.weight(name): gradient for name, gradient in found.items()}
+    for index, model in enumerate(accel.bare_models):
+        for name, parameter in model.named_parameters():
+            gradient = gradients.get(f"{index}.{name}")
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+    if saved is not None:
+        window.position, window.divisor = saved["position"], saved["divisor"]
+        window.sync, window.touched = False, True
+        window.normalizer.load_state_dict(saved["normalizer"])
+
+
+def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Counters (MultiStepLR's milestones) travel as plain dicts and come back as counters."""
+    inner = getattr(scheduler, "_schedulers", [])
+    restored: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == "_schedulers":
+            value = [_same_types(one, own) for one, own in zip(inner, value, strict=True)]
+        elif isinstance(getattr(scheduler, key, None), Counter):
+            value = Counter(value)
+        restored[key] = value
+    return restored
+
+
+def restore_from(accel: Accelerator, url: str, options: LoadOptions) -> str:
+    """Collective: restore the checkpoint at a place; returns its path.
+
+    Raises:
+        ResumeError: it does not fit (nothing was changed), or is not exact and strict.
+        checkpoint_io.CheckpointError: it is missing or damaged.
+        RemoteError: another process failed.
+    """
+    accel.loop.saves.wait()
+    try:
+        return _load_steady(accel, open_one(url, options.storage_options), url, options)
+    except LoadFailed as failed:
+        raise failed.error from failed.error.__cause__
+
+
+def restore_newest(
+    accel: Accelerator, root: str, options: LoadOptions, skip: Iterable[str] = ()
+) -> str | None:
+    """Collective: restore the newest checkpoint of a folder that is whole; None if it has none.
+
+    One that turns out to be damaged, even half-way, is passed over with a warning. Those in
+    ``skip`` are not tried.
+
+    Raises:
+        ResumeError: it does not fit, or is not exact and strict.
+        checkpoint_io.CorruptCheckpointError: there are some, and all are damaged.
+        RemoteError: another process failed.
+    """
+    accel.loop.saves.wait()
+    tried = list(skip)
+    try:
+        while (reader := open_newest(root, options.storage_options, tried)) is not None:
+            try:
+                return _load_steady(accel, reader, reader.path, options)
+            except LoadFailed as failed:
+                if not failed.damaged:
+                    raise
+                tried.append(reader.path)
+                _warn_of(reader.path, failed)
+    except LoadFailed as failed:
+        raise failed.error from failed.error.__cause__
+    return None
+
+
+def _warn_of(path: str, failed: LoadFailed) -> None:
+    import checkpoint_io
+
+    text = f"passed over {path}: {failed}"
+    warnings.warn(text, checkpoint_io.CheckpointWarning, stacklevel=4)
+
+
+def _load_steady(
+    accel: Accelerator, reader: CheckpointReader, url: str, options: LoadOptions
+) -> str:
+    """Load, and once more where a save has replaced the checkpoint while it was read."""
+    try:
+        return _load(accel, reader, options)
+    except LoadFailed as failed:
+        newer = None if failed.changed or not failed.damaged else _newer(reader, url, options)
+        if newer is None:
+            raise
+        return _load(accel, newer, options)
+
+
+def _newer(reader: CheckpointReader, url: str, options: LoadOptions) -> CheckpointReader | None:
+    """Collective: what has taken the place of a checkpoint, if something has."""
+    try:
+        found = open_one(url, options.storage_options)
+    except LoadFailed:
+        return None
+    return None if found.manifest.id == reader.manifest.id else found
+
+
+def _load(accel: Accelerator, reader: CheckpointReader, options: LoadOptions) -> str:
+    """Read what is small, check that all fits, read the rest in place, hand it out.
+
+    Raises:
+        LoadFailed: some process could not read something.
+    """
+    content = together(_WHERE, partial(read_content, accel, reader, options))
+    with accel.registered.all_or_nothing():
+        with shared_failure(_WHERE):
+            ready = make_ready(accel, reader, content, options)
+        _fill(accel, ready, options.progress)
+    with shared_failure(_WHERE):
+        put_back(accel, ready, options.selection)
+    accel.loop.half_loaded = None
+    accel.load_report = ready.report
+    accel.project_configuration.count_from(number_of(reader.path))
+    return reader.path
+
+
+def _fill(accel: Accelerator, ready: Ready, progress: bool | None) -> None:
+    """Read into the memory of models and optimizers; a failure leaves the run unable to step."""
+    before = accel.loop.half_loaded
+    accel.loop.half_loaded = ready.report.path
+    try:
+        together(_WHERE, partial(ready.filling.run, progress), changes=ready.filling.changes)
+    except LoadFailed as failed:
+        if not failed.changed:
+            accel.loop.half_loaded = before
+        raise

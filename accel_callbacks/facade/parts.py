@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.accumulation import GradientWindow
+from accel_callbacks.checkpoint.project import ProjectConfiguration
 from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.loop.accumulation import GradientWindow
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
-from accel_callbacks.project import ProjectConfiguration
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import AcceleratorState, GradientState
 from accel_callbacks.strategies import Strategy

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from accel_callbacks.checkpoint.registered import Registered
+from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.facade.parts import Parts
-from accel_callbacks.pre_hooks import PreHooks
 
 __all__ = ["RegisteringMethods"]
 

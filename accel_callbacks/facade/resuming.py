@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.compatibility import RestoreReport
 from accel_callbacks.checkpoint.open import describe_foreign_folder
+from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restore_newest
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.distributed.abort import refuse_torn
 from accel_callbacks.facade.parts import Parts
-from accel_callbacks.restoring import LoadOptions, restore_from, restore_newest
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.checkpoint.restore import LoadOptions, restore_newest
 from accel_callbacks.distributed.abort import end_with, group_is_torn, refuse_torn, watch_others
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import destroy_topology
 from accel_callbacks.facade.parts import Parts
 from accel_callbacks.loop.contexts import Evaluate
 from accel_callbacks.loop.run import TrainingRun
-from accel_callbacks.restoring import LoadOptions, restore_newest
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.evaluating import begin_evaluation, end_evaluation
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.loop.passes import begin_evaluation, end_evaluation
 from accel_callbacks.strategies import Strategy
 
 __all__ = ["Accumulate", "Evaluate"]

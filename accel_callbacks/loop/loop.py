@@ -1,4 +1,4 @@
-"""The loop's events: hooks fire from the calls that a plain loop makes anyway."""
+"""Loop: state of the loop and which hook fires when."""
 
 from __future__ import annotations
 
@@ -8,17 +8,87 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.accumulation import GradientWindow
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
 from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.deliveries import Deliveries
-from accel_callbacks.evaluating import evaluation_pass
-from accel_callbacks.loaders_seen import LoadersSeen
-from accel_callbacks.loop.passes import counted_epochs, feeding_pass, training_pass
+from accel_callbacks.loop.accumulation import GradientWindow
+from accel_callbacks.loop.passes import counted_epochs, evaluation_pass, feeding_pass, training_pass
 from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["Loop"]
+__all__ = ["Deliveries", "LoadersSeen", "Loop"]
+
+
+class Deliveries:
+    """Notes of the training loaders that delivered a batch.
+
+    Attributes:
+        fresh: those that did since the last micro-batch began.
+
+    Example:
+        >>> from accel_callbacks.loop.loop import Deliveries
+        >>> Deliveries().remaining(None)
+        (None, False)
+    """
+
+    __slots__ = ("_before", "fresh")
+
+    def __init__(self) -> None:
+        self.fresh: list[DataLoaderShard] = []
+        self._before: list[DataLoaderShard] = []
+
+    def note(self, loader: DataLoaderShard) -> None:
+        """A loader moved on; in a loop without ``accumulate`` nobody ever takes the notes away."""
+        if loader not in self.fresh:
+            self.fresh.append(loader)
+
+    def remaining(self, innermost: DataLoaderShard | None) -> tuple[int | None, bool]:
+        """(micro-batches left with this one if known, whether this is the last).
+
+        Loaders read side by side, as by ``zip``, end with the shortest; an outer loader that
+        moves on only now and then does not count.
+
+        Args:
+            innermost: the loader whose loop was entered last.
+        """
+        now, self.fresh = self.fresh, []
+        before, self._before = self._before, now
+        if len(now) <= 1:
+            return (None, False) if innermost is None else (innermost.left, innermost.on_last)
+        chosen = {one for one in now if one in before} | ({innermost} if innermost else set())
+        known = [one.left for one in chosen if one.left is not None]
+        return min(known, default=None), any(one.on_last for one in chosen)
+
+    def clear(self) -> None:
+        """No loop is open any more."""
+        self.fresh.clear()
+        self._before.clear()
+
+
+class LoadersSeen:
+    """The loader that was trained on last, and those that were validated and tested on.
+
+    Example:
+        >>> from accel_callbacks.loop.loop import LoadersSeen
+        >>> LoadersSeen().training is None
+        True
+    """
+
+    def __init__(self) -> None:
+        self.training: DataLoaderShard | None = None
+        self.validation: list[DataLoaderShard] = []
+        self.test: list[DataLoaderShard] = []
+
+    def evaluated(self, loader: DataLoaderShard, stage: str) -> None:
+        """It is iterated in this stage."""
+        known = self.test if stage == "test" else self.validation
+        if not any(loader is one for one in known):
+            known.append(loader)
+
+    def forget(self) -> None:
+        """What was prepared is gone."""
+        self.training = None
+        self.validation.clear()
+        self.test.clear()
 
 
 class Loop:

@@ -41,8 +41,8 @@ def unknown_option(name: str, owner: type[Any]) -> str:
 
 def _parts() -> list[tuple[str, type[Any]]]:
     """Where the options of one part are given, and the class that holds them."""
+    from accel_callbacks.checkpoint.project import ProjectConfiguration
     from accel_callbacks.data.config import DataLoaderConfiguration
-    from accel_callbacks.project import ProjectConfiguration
 
     own = [
         ("dataloader_config={}", DataLoaderConfiguration),

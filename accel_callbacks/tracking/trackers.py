@@ -1,19 +1,21 @@
-"""The trackers of an Accelerator: configured once, opened late, closed with a status."""
+"""The trackers of a run: open late, close with a status."""
 
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from enum import Enum
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.ending import EndOnSigterm
 from accel_callbacks.errors import nearest
 from accel_callbacks.tracking.general_tracker import GeneralTracker, LoggerType, on_main_process
 
@@ -21,11 +23,70 @@ if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
     from loggers import TrackerConfig, TrackerHub
 
-__all__ = ["GeneralTracker", "LoggerType", "Tracking", "on_main_process"]
+__all__ = ["EndOnSigterm", "GeneralTracker", "LoggerType", "Tracking", "on_main_process"]
 
+_EXIT_CODE = 128 + signal.SIGTERM
 InitKwargs = Mapping[str, Mapping[str, Any]]
-
 _OTHER_NAMES = {"comet_ml": "comet"}  # Accelerate's, and ours
+
+
+class EndOnSigterm(AbstractContextManager["EndOnSigterm"]):
+    """Turn SIGTERM into ``SystemExit(143)`` in the main thread, where nobody else handles it.
+
+    A handler that the script or a callback has set, before or afterwards, is left alone. A forked
+    process that inherits this one ends as if it were not there.
+
+    Attributes:
+        received: a SIGTERM has come.
+
+    Example:
+        >>> import os, signal
+        >>> from accel_callbacks.tracking.trackers import EndOnSigterm
+        >>> try:
+        ...     with EndOnSigterm():
+        ...         os.kill(os.getpid(), signal.SIGTERM)
+        ... except SystemExit as end:
+        ...     print(end.code)
+        143
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._active = False
+        self._before: Any = signal.SIG_DFL
+        self._pid = 0
+
+    def __enter__(self) -> EndOnSigterm:
+        before = signal.getsignal(signal.SIGTERM)
+        free = before is signal.SIG_DFL or _owner(before) is not None
+        if free and threading.current_thread() is threading.main_thread():
+            self._active, self._before, self._pid = True, before, os.getpid()
+            signal.signal(signal.SIGTERM, self._end)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Put back what was there, unless another handler has come since."""
+        self._active = False
+        mine = _owner(signal.getsignal(signal.SIGTERM)) is self
+        if mine and threading.current_thread() is threading.main_thread():
+            before = self._before
+            while (owner := _owner(before)) is not None and not owner._active:
+                before = owner._before
+            signal.signal(signal.SIGTERM, before)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.received = True
+        raise SystemExit(_EXIT_CODE)
+
+
+def _owner(handler: Any) -> EndOnSigterm | None:
+    """The object whose handler this is, if it is one of ours."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, EndOnSigterm) else None
 
 
 class Tracking:
@@ -228,7 +289,7 @@ def chosen_trackers(log_with: Sequence[Any], init_kwargs: InitKwargs) -> list[An
 
 def _with_options(spec: Any, init_kwargs: dict[str, dict[str, Any]]) -> Any:
     """One tracker with its filters, and with the options that there are for its name."""
-    from accel_callbacks.adapted_tracker import AdaptedTracker, is_general
+    from accel_callbacks.tracking.general_tracker import AdaptedTracker, is_general
 
     choice = spec
     if not isinstance(spec, _loggers().ConfiguredTracker):
@@ -250,7 +311,7 @@ def _name_of(spec: Any) -> str:
 
 def _unwrapped(tracker: Any) -> Any:
     """The user's own object where it was written for Accelerate."""
-    from accel_callbacks.adapted_tracker import AdaptedTracker
+    from accel_callbacks.tracking.general_tracker import AdaptedTracker
 
     return tracker.wrapped if isinstance(tracker, AdaptedTracker) else tracker
 

@@ -27,7 +27,7 @@ from accel_callbacks.integrations.lightning.trainer_parts import (
     fit_loop_facade,
     logger_facade,
 )
-from accel_callbacks.trainer_attributes import length_of
+from accel_callbacks.loop.run import length_of
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
