@@ -15,7 +15,7 @@ from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.callbacks.on_exception_checkpoint import is_after_error, save_after_error
-from accel_callbacks.checkpoint import training_state as checkpointing
+from accel_callbacks.checkpoint import training_state
 from accel_callbacks.checkpoint.async_save import Then, check_when_busy
 from accel_callbacks.distributed.failures import shared_failure
 
@@ -429,7 +429,7 @@ class Checkpoint(Callback):
         """The folder; kept, because it remembers the manifests that it has read."""
         url = self._folder_url(run)
         if self._folder is None or self._folder.url != url:
-            self._folder = checkpointing.open_folder(url, self.storage_options)
+            self._folder = training_state.open_folder(url, self.storage_options)
         return self._folder
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
@@ -529,7 +529,7 @@ class Checkpoint(Callback):
         # Now, because what the checkpoint says of this callback must hold after it was saved.
         metadata = self._notes.take(_place(run), folder.path(run.global_step))
         try:
-            checkpointing.write(
+            training_state.write(
                 run.accelerator,
                 folder,
                 metadata=metadata,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.checkpoint import training_state as checkpointing
+from accel_callbacks.checkpoint import training_state
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -61,7 +61,7 @@ def save_after_error(
     try:
         _await_the_save_before(run)
         with _within_the_epoch(run):
-            path = checkpointing.write(
+            path = training_state.write(
                 accel,
                 cast("CheckpointFolder", target),
                 metadata={"exception": f"{type(error).__name__}: {error}"[:1000]},

@@ -125,7 +125,7 @@ def choose_weights(
 
     Args:
         accel: whose state it is.
-        shared: what :func:`accel_callbacks.checkpoint.training_state.capture` gave; changed in place.
+        shared: what `capture` returned; changed in place.
         url: where the checkpoint will be.
         trainable_only: without frozen parameters.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.checkpoint import training_state as checkpointing
+from accel_callbacks.checkpoint import training_state
 from accel_callbacks.checkpoint.project import SavePlace, project_save, refuse_each_node
 from accel_callbacks.checkpoint.tensor_file import save_tensors
 from accel_callbacks.distributed.abort import refuse_torn
@@ -87,7 +87,7 @@ class SavingMethods(Parts):
             place = SavePlace(fspath(output_dir))
         else:
             place = project_save(accel, storage_options)
-        path = checkpointing.write(
+        path = training_state.write(
             accel,
             place.target,
             metadata={**place.metadata, **(metadata or {})},

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.launch import worker as children
+from accel_callbacks.launch import worker
 from accel_callbacks.launch.plan import AgentPlan, escaped
 from accel_callbacks.launch.report import exit_code, failure_report, root_cause
 
@@ -88,7 +88,7 @@ def _settings(plan: AgentPlan) -> Namespace:
     if inside:
         settings.training_script = os.path.abspath(plan.program.name)
     elif not settings.no_python:
-        settings.training_script = children.__file__
+        settings.training_script = worker.__file__
         words = [plan.program.kind, plan.program.name, *words]
     settings.training_script_args = escaped(words)
     return settings

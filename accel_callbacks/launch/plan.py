@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.launch import worker as children
+from accel_callbacks.launch import worker
 from accel_callbacks.launch.rendezvous import (
     Here,
     Meeting,
@@ -51,7 +51,7 @@ class Program:
         """What runs it such that an error is shown with its rank."""
         if self.kind == "program":
             return self.command()
-        return [sys.executable, "-u", children.__file__, self.kind, self.name, *self.arguments]
+        return [sys.executable, "-u", worker.__file__, self.kind, self.name, *self.arguments]
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,14 @@ import torch
 
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.errors import nearest
-from accel_callbacks.testing import fault_checks, state_checks
-from accel_callbacks.testing import run_checks as running_checks
+from accel_callbacks.testing import fault_checks, run_checks, state_checks
 from accel_callbacks.testing.run_checks import Subject, quietly
 from accel_callbacks.testing.training import own_randomness
 
 __all__ = ["Check", "callback_checks", "check_callback"]
 
 _CHECKS: dict[str, Callable[[Subject], None]] = {
-    **running_checks.CHECKS,
+    **run_checks.CHECKS,
     **state_checks.CHECKS,
     **fault_checks.CHECKS,
 }

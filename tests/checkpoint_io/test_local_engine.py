@@ -20,14 +20,13 @@ from checkpoint_io import (
     CheckpointError,
     CorruptCheckpointError,
 )
-from checkpoint_io.storage import local, local_read
-from checkpoint_io.storage import local_write as ring
+from checkpoint_io.storage import local, local_read, local_write
 from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.buffers import BUFFER_BYTES, BufferPool, aligned
 from checkpoint_io.storage.local import LocalStore
 from checkpoint_io.storage.local_write import DirectOutput
 
-PIECE = 64 * 1024  # a small ring, so that every boundary is met without much data
+PIECE = 64 * 1024  # small pieces, so that every boundary is met without much data
 SIZES = [0, 1, 4095, 4096, 4097]
 SIZES += [n * PIECE + extra for n in (1, 2, 3, 7) for extra in (-1, 0, 1, 4096)]
 
@@ -97,7 +96,7 @@ def test_bytes_are_exact_on_every_path(store: LocalStore, size: int) -> None:
 @pytest.mark.parametrize("extra", [-4097, -1, 0, 1, 5000])
 def test_real_buffers_and_a_known_size(tmp_path: Path, extra: int) -> None:
     store = LocalStore(str(tmp_path))
-    data = content(ring.RING * BUFFER_BYTES + extra)
+    data = content(local_write.RING * BUFFER_BYTES + extra)
     put(store, "f", data, 2**20, size=len(data))
     assert (tmp_path / "f").read_bytes() == data
 
@@ -254,7 +253,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert int(run.stdout) < ring.RING * BUFFER_BYTES / 2**20 + 8
+    assert int(run.stdout) < local_write.RING * BUFFER_BYTES / 2**20 + 8
 
 
 # --- what the disk may do ------------------------------------------------------------------

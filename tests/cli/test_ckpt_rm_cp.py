@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_callbacks.cli import ckpt_copy as ckpt_pieces
+from accel_callbacks.cli import ckpt_copy
 from accel_callbacks.cli.main import main
 from checkpoint_io import CheckpointFolder, load, save, verify
 from checkpoint_io.format.names import MANIFEST
@@ -119,7 +119,7 @@ def test_rm_on_a_store() -> None:
 def test_cp_there_and_back(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ckpt_pieces, "WINDOW", 2 << 20)
+    monkeypatch.setattr(ckpt_copy, "WINDOW", 2 << 20)
     assert ckpt("cp", place, "memory://cli-cp/") == 0
     verify("memory://cli-cp/step-00000001")
     assert ckpt("cp", "memory://cli-cp/step-00000001", tmp_path / "back", "--read-back") == 0

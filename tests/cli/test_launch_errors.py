@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks.launch import watchdog as orphans
-from accel_callbacks.launch import worker as children
+from accel_callbacks.launch import watchdog, worker
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -67,7 +66,7 @@ time.sleep(120)
 
 def runner(*words: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """One process as the launcher starts it, without the launcher."""
-    command = [sys.executable, "-u", children.__file__, *words]
+    command = [sys.executable, "-u", worker.__file__, *words]
     env = {**os.environ, **extra}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
 
@@ -203,7 +202,7 @@ def test_what_ignores_sigterm_is_killed_and_others_are_left_alone() -> None:
     ours, other = (
         subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, orphans.MARK: mark},
+            env={**os.environ, watchdog.MARK: mark},
             stdout=subprocess.PIPE,
         )
         for mark in ("ours", "other")
@@ -213,7 +212,7 @@ def test_what_ignores_sigterm_is_killed_and_others_are_left_alone() -> None:
             assert process.stdout is not None
             process.stdout.readline()
         # Not reaped yet, so it is a zombie, which has no environment any more.
-        orphans.end_marked("ours", grace=0.2)
+        watchdog.end_marked("ours", grace=0.2)
         assert ours.wait(timeout=10) == -signal.SIGKILL
         assert other.poll() is None
     finally:

@@ -13,7 +13,7 @@ import torch
 
 from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.distributed import topology as devices
+from accel_callbacks.distributed import topology
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, build_plan
 from accel_callbacks.launch.rendezvous import Here
@@ -287,15 +287,15 @@ def test_no_srun(accel: Run, cluster: dict[str, str], tmp_path: Path) -> None:
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch says where a process is shown one GPU; nothing is computed on it."""
-    monkeypatch.setattr(devices, "own_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(devices, "select_device", lambda device: None)
+    monkeypatch.setattr(topology, "own_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(topology, "select_device", lambda device: None)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_task_with_one_gpu_of_its_own_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_LOCALID", "3")
-    assert devices.pick_device(False, 3) == torch.device("cuda", 0)
+    assert topology.pick_device(False, 3) == torch.device("cuda", 0)
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -307,4 +307,4 @@ def test_processes_that_would_share_a_gpu_are_refused(
     if index is not None:
         monkeypatch.setenv("SLURM_LOCALID", index)
     with pytest.raises(RuntimeError, match="local rank 1 has no device: this machine shows 1"):
-        devices.pick_device(False, 1)
+        topology.pick_device(False, 1)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback, LocalSGD
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.checkpoint import training_state as checkpointing
+from accel_callbacks.checkpoint import training_state
 from accel_callbacks.checkpoint.async_save import Then
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -68,7 +68,7 @@ class Job:
 
     def save(self, name: str, then: Then | None = None, **options) -> str:
         options = {"async_save": True, "storage_options": self.gate.options, **options}
-        return checkpointing.write(self.accel, f"{self.gate.root}/{name}", then=then, **options)
+        return training_state.write(self.accel, f"{self.gate.root}/{name}", then=then, **options)
 
     def read(self, name: str) -> dict:
         path = f"{self.gate.root}/{name}"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, Callback
-from accel_callbacks.distributed import abort as failing
+from accel_callbacks.distributed import abort
 from loggers import Tracker
 
 pytestmark = pytest.mark.distributed
@@ -271,20 +271,20 @@ def wait_while_another_publishes_an_error() -> list:
     """What a process does that NCCL would leave waiting; here gloo is not told of the error."""
     accel = Accelerator(cpu=True, timeout=LONG)
     threads = threading.active_count()
-    failing.watch_others()()
+    abort.watch_others()()
     found = [threading.active_count() - threads]  # gloo needs no thread
     if accel.process_index == 1:
-        failing.store().set(failing._REPORT, '{"rank": 1, "where": "a run", "details": "disk"}')
+        abort.store().set(abort._REPORT, '{"rank": 1, "where": "a run", "details": "disk"}')
         time.sleep(0.1)
     else:
         over = threading.Event()
-        watch = threading.Thread(target=failing._look_out, args=(failing.store(), over))
+        watch = threading.Thread(target=abort._look_out, args=(abort.store(), over))
         watch.start()
         error = ending(accel.wait_for_everyone)
         watch.join()
         found.append(error[0])
-        found.append(failing.end_with(RuntimeError("gloo: " + error[1]), "here").args[0])
-    failing.tear_group()
+        found.append(abort.end_with(RuntimeError("gloo: " + error[1]), "here").args[0])
+    abort.tear_group()
     return found
 
 

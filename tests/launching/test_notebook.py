@@ -23,8 +23,7 @@ import torch.distributed as dist
 from accel_callbacks import Accelerator, PartialState, RemoteError, debug_launcher
 from accel_callbacks import notebook_launcher as launch
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
-from accel_callbacks.launch import fork_safety as lookahead
-from accel_callbacks.launch import notebook
+from accel_callbacks.launch import fork_safety, notebook
 from accel_callbacks.launch.fork import LastWords
 from accel_callbacks.launch.fork_safety import Prospect
 
@@ -431,7 +430,7 @@ def test_a_driver_that_kills_whoever_looks_is_not_taken_for_a_used_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ACCEL_CPU")
-    monkeypatch.setattr(lookahead, "_devices", lambda: os._exit(1))
+    monkeypatch.setattr(fork_safety, "_devices", lambda: os._exit(1))
     with pytest.raises(RuntimeError, match=r"gave no answer.*nvidia-smi"):
         launch(print, num_processes=2)
 
