@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import NoReturn
 
-__all__ = ["DistributedOperationException", "RemoteError", "ResumeError", "refuse_half_loaded"]
+__all__ = ["DistributedOperationException", "RemoteError", "ResumeError"]
 
 
 class RemoteError(RuntimeError):
@@ -56,28 +55,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A ' Did you mean ...?' hint for a mistyped name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def refuse_half_loaded(path: str, action: str) -> NoReturn:
-    """Say why nothing may be computed with, or saved of, what is here.
-
-    Args:
-        path: the checkpoint whose loading broke off.
-        action: what is refused.
-
-    Raises:
-        ResumeError: always.
-
-    Example:
-        >>> from accel_callbacks.errors import refuse_half_loaded
-        >>> refuse_half_loaded("runs/step-1", "backward")
-        Traceback (most recent call last):
-        accel_callbacks.errors.ResumeError: backward: loading runs/step-1 broke off half-way, and \
-models and optimizers hold a mixture of it and of what was there before. Load a checkpoint first: \
-load_state() takes the newest that is whole.
-    """
-    raise ResumeError(
-        f"{action}: loading {path} broke off half-way, and models and optimizers hold a mixture of "
-        "it and of what was there before. Load a checkpoint first: load_state() takes the newest "
-        "that is whole."
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -183,3 +184,13 @@ def _level(level: str | int, origin: str) -> int:
         hint = nearest(str(level).upper(), _LEVELS)
         raise ValueError(f"{origin}={level!r} is unknown; use one of {_LEVELS}.{hint}")
     return number
+
+
+def notice(text: str) -> None:
+    """Print one line for the user on rank 0, to stderr, apart from the output of the script.
+
+    Args:
+        text: the line, without a newline.
+    """
+    if process_rank()[0] == 0:
+        print(f"[accel] {text}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from accel_callbacks.callbacks.dispatch.dispatcher import Hook
-from accel_callbacks.errors import refuse_half_loaded
 from accel_callbacks.gradients import has_gradients, multiply_gradients
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
@@ -96,7 +95,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         loop = self._loop
         window = loop.window
         if loop.half_loaded is not None:
-            refuse_half_loaded(loop.half_loaded, "step")
+            loop.require_loaded("step")
         if not window.sync:
             return None
         hooks = loop.dispatch.hooks["on_before_optimizer_step"]

@@ -15,8 +15,9 @@ from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.callbacks.on_exception_checkpoint import is_after_error, save_after_error
-from accel_callbacks.checkpoint import training_state
-from accel_callbacks.checkpoint.async_save import Then, check_when_busy
+from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
+from accel_callbacks.checkpoint.open import open_folder
+from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.distributed.failures import shared_failure
 
 if TYPE_CHECKING:
@@ -423,13 +424,13 @@ class Checkpoint(Callback):
         return self._folder_url(run), self.storage_options
 
     def _folder_url(self, run: TrainingRun) -> str:
-        return self.dirpath or run.accelerator._in_project("checkpoints")
+        return self.dirpath or path_in(run.default_root_dir, "checkpoints")
 
     def _open(self, run: TrainingRun) -> CheckpointFolder:
         """The folder; kept, because it remembers the manifests that it has read."""
         url = self._folder_url(run)
         if self._folder is None or self._folder.url != url:
-            self._folder = training_state.open_folder(url, self.storage_options)
+            self._folder = open_folder(url, self.storage_options)
         return self._folder
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
@@ -480,7 +481,7 @@ class Checkpoint(Callback):
             run: the run.
             reason: whose wish it is; another Checkpoint's clock is no reason for this one.
         """
-        others = (one for one in run.accelerator.loop.dispatch.savers if one is not self)
+        others = (one for one in run.checkpoint_callbacks if one is not self)
         if reason in [getattr(other, "_clock_reason", None) for other in others]:
             return
         if self._notes.saved_at != _place(run):
@@ -529,17 +530,16 @@ class Checkpoint(Callback):
         # Now, because what the checkpoint says of this callback must hold after it was saved.
         metadata = self._notes.take(_place(run), folder.path(run.global_step))
         try:
-            training_state.write(
-                run.accelerator,
+            run.accelerator.checkpointer.write(
                 folder,
                 metadata=metadata,
                 max_shard_size=self.max_shard_size,
                 async_save=self.async_save and not last,
                 began=began,
-                then=Then(
-                    saved=self._note_saved,
-                    failed=partial(self._failed, before),
-                    tidy=partial(self.retention.prune, folder, run.run_id, run.resumed_from)
+                callbacks=SaveCallbacks(
+                    on_saved=self._note_saved,
+                    on_failed=partial(self._failed, before),
+                    cleanup=partial(self.retention.prune, folder, run.run_id, run.resumed_from)
                     if run.is_global_zero
                     else None,
                 ),

@@ -61,6 +61,9 @@ class EarlyStopping(Callback):
 
     can_vote = True
 
+    #: What ``run.early_stopping_callbacks`` looks for.
+    is_early_stopping = True
+
     def __init__(
         self,
         monitor: str,

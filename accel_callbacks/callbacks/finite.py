@@ -19,10 +19,8 @@ __all__ = [
     "GradientLook",
     "look_at",
     "may_overflow",
-    "meets_others",
     "names_of",
     "parameters_of",
-    "step_of",
 ]
 
 _NAMED = 3  # parameters that a text names
@@ -214,20 +212,7 @@ def names_of(run: TrainingRun) -> dict[int, str]:
     }
 
 
-def step_of(run: TrainingRun, optimizer: torch.optim.Optimizer) -> int:
-    """The step, from 1, that an optimizer takes next; those that take turns share one."""
-    stepped = getattr(getattr(run.accelerator, "loop", None), "stepped", ())
-    shares = bool(stepped) and id(optimizer) not in stepped
-    return run.global_step if shares else run.global_step + 1
-
-
-def meets_others(run: TrainingRun) -> bool:
-    """Not in a block of join_uneven_inputs, where processes do not come here equally often."""
-    return not getattr(run.accelerator.window.normalizer, "closed", False)
-
-
 def may_overflow(run: TrainingRun) -> torch.Tensor | None:
     """On the device: whether fp16's scale is so high that the scaler can help by lowering it."""
-    scaler = getattr(run.accelerator, "scaler", None)
-    scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
+    scale = run.loss_scale()
     return None if scale is None else scale > 1

@@ -233,7 +233,7 @@ class Freeze(Callback):
             for p in later
             if id(p) not in self._grouped and (self.lr_factor is not None or id(p) not in held)
         ]
-        schedulers = [getattr(one, "scheduler", one) for one in run.accelerator.schedulers]
+        schedulers = [getattr(one, "scheduler", one) for one in run.schedulers]
         give_own_groups(optimizers, schedulers, new, self.lr_factor or 1.0)
         self._grouped.update(map(id, new))
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback
-from accel_callbacks.callbacks.finite import step_of
 from accel_callbacks.callbacks.freeze import Freeze
 
 if TYPE_CHECKING:
@@ -88,9 +87,8 @@ class GradientNorm(Callback):
 
     def on_after_backward(self, run: TrainingRun, model: Any) -> None:
         """Measure what backward has completed; where several do for one step, the last counts."""
-        # Another trainer's stand-in does not know: then it is measured before the step.
-        complete = getattr(run.accelerator, "sync_gradients", False)
-        for optimizer in run.optimizers if complete else ():
+        # Another trainer does not say: then norms are measured before the step.
+        for optimizer in run.optimizers if run.gradients_complete else ():
             if self._is_due(run, optimizer):
                 self._measured[id(optimizer)] = self._measure(run, optimizer)
 
@@ -100,7 +98,7 @@ class GradientNorm(Callback):
         """Bring the norms to the true size of the gradients."""
         norms = self._measured.pop(id(optimizer), None)
         if norms is not None:
-            factor = _true_size(run)
+            factor = run.gradient_scale()
             self._found[id(optimizer)] = {name: norm * factor for name, norm in norms.items()}
         elif self._is_due(run, optimizer):  # backward was not called through the Accelerator
             self._found[id(optimizer)] = self._measure(run, optimizer, scaled=False)
@@ -114,7 +112,7 @@ class GradientNorm(Callback):
             run.accelerator.log(norms)
 
     def _is_due(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> bool:
-        return step_of(run, optimizer) % self.every_n_steps == 0
+        return run.next_step(optimizer) % self.every_n_steps == 0
 
     def _measure(
         self, run: TrainingRun, optimizer: torch.optim.Optimizer, *, scaled: bool = True
@@ -132,7 +130,7 @@ class GradientNorm(Callback):
         else:
             whole = total_norm(given, self.norm_type)
         norms[self._name(run, optimizer)] = whole
-        scale = _loss_scale(run) if scaled else None
+        scale = run.loss_scale() if scaled else None
         # Now, because the next update of the scale changes it in place.
         return norms if scale is None else {name: norm / scale for name, norm in norms.items()}
 
@@ -199,15 +197,3 @@ def _joined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     parts = torch.stack([norm.to(norms[0].device).float() for norm in norms])
     whole: torch.Tensor = torch.linalg.vector_norm(parts, norm_type)
     return whole
-
-
-def _loss_scale(run: TrainingRun) -> torch.Tensor | None:
-    """What fp16 has multiplied the gradients with, on the device; None if nothing."""
-    scaler: torch.amp.GradScaler | None = getattr(run.accelerator, "scaler", None)
-    return scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
-
-
-def _true_size(run: TrainingRun) -> float | torch.Tensor:
-    """What a gradient window multiplies its gradients with before the step."""
-    window = run.accelerator.window
-    return window.normalizer.factor() if window.normalizer.active else window.correction

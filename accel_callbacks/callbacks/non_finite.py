@@ -15,15 +15,14 @@ from accel_callbacks.callbacks.finite import (
     GradientLook,
     look_at,
     may_overflow,
-    meets_others,
     names_of,
     parameters_of,
-    step_of,
 )
 from accel_callbacks.callbacks.freeze import Freeze
 from accel_callbacks.callbacks.rollback import roll_back, save_is_due
 from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.errors import nearest
+from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -156,7 +155,7 @@ steps out, and action="rollback" goes back to the last checkpoint.
 
     def _is_due(self, run: TrainingRun, *optimizers: torch.optim.Optimizer) -> bool:
         return any(
-            step_of(run, optimizer) % self.every_n_steps == 0
+            run.next_step(optimizer) % self.every_n_steps == 0
             for optimizer in optimizers or run.optimizers
         )
 
@@ -171,9 +170,8 @@ steps out, and action="rollback" goes back to the last checkpoint.
 
     def on_after_backward(self, run: TrainingRun, model: Any) -> None:
         """Look at the gradients before they are clipped, which would spoil them all."""
-        # Another trainer's stand-in does not know: then it looks before the step.
-        complete = getattr(run.accelerator, "sync_gradients", False)
-        if complete and "gradients" in self.check and self._is_due(run):
+        # Another trainer does not say: then they are checked before the step.
+        if run.gradients_complete and "gradients" in self.check and self._is_due(run):
             self._overflow = may_overflow(run)
             for optimizer in run.optimizers:
                 self._looks[id(optimizer)] = look_at(parameters_of(optimizer))
@@ -197,8 +195,8 @@ steps out, and action="rollback" goes back to the last checkpoint.
         look = self._looks.pop(id(optimizer), None)
         if look is None and "gradients" in self.check:
             look = look_at(parameters_of(optimizer))
-        self._loss_read, step = True, step_of(run, optimizer)
-        return Finding(step, self._loss, look, overflow=self._overflow, meets=meets_others(run))
+        self._loss_read, step = True, run.next_step(optimizer)
+        return Finding(step, self._loss, look, overflow=self._overflow, meets=run.in_lockstep)
 
     # --- judging ------------------------------------------------------------------------------
 
@@ -210,7 +208,7 @@ steps out, and action="rollback" goes back to the last checkpoint.
         self.bad_steps += 1
         self.in_a_row += 1
         text = finding.tell(names_of(run))
-        alone = collectives.world_size() > 1 and not meets_others(run)
+        alone = collectives.world_size() > 1 and not run.in_lockstep
         if self.action == "raise" or (alone and self.action != "warn"):
             raise FloatingPointError(f"{text}. {_ADVICE}")
         if self.action == "rollback":
@@ -240,11 +238,13 @@ steps out, and action="rollback" goes back to the last checkpoint.
 
     def _return(self, run: TrainingRun) -> None:
         """Collective, between two steps: go back, if that was decided."""
-        if self._go_back is None or run.accelerator.window.is_open:
+        if self._go_back is None or run.in_window:
             return
-        text, accel = self._go_back, run.accelerator
+        text = self._go_back
         self._drop()
-        led = roll_back(accel, newest_step=self._good_step, avoid=self._avoided)
+        led = roll_back(
+            run.accelerator.training_state, newest_step=self._good_step, avoid=self._avoided
+        )
         if led.path is None:
             raise FloatingPointError(
                 f"{text}, and there is no checkpoint from before to go back to: save earlier, with "
@@ -254,7 +254,7 @@ steps out, and action="rollback" goes back to the last checkpoint.
         self._avoided = led.avoided
         self._good_step = run.global_step
         count = f"rollback {self.rollbacks} of at most {self.max_rollbacks}"
-        accel._notice(f"{text}: went back to the weights of {led.path} ({count})")
+        notice(f"{text}: went back to the weights of {led.path} ({count})")
 
     # --- where a step is over -----------------------------------------------------------------
 
@@ -271,7 +271,7 @@ steps out, and action="rollback" goes back to the last checkpoint.
     ) -> None:
         """Where no prepared loader tells that a step is over; what is given up does not count."""
         self._unsee()
-        if self._go_back is not None and not run.accelerator.loop.active:
+        if self._go_back is not None and not run.iterating:
             self._return(run)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.checkpoint import training_state
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -56,13 +55,11 @@ def save_after_error(
     if _broke_a_step(error):
         _say("no checkpoint of the error: it came in the middle of an optimizer step")
         return
-    accel = run.accelerator
     target = _Beside(folder, storage_options)
     try:
         _await_the_save_before(run)
         with _within_the_epoch(run):
-            path = training_state.write(
-                accel,
+            path = run.accelerator.checkpointer.write(
                 cast("CheckpointFolder", target),
                 metadata={"exception": f"{type(error).__name__}: {error}"[:1000]},
                 max_shard_size=max_shard_size,
@@ -113,7 +110,7 @@ def _await_the_save_before(run: TrainingRun) -> None:
 def _within_the_epoch(run: TrainingRun) -> Iterator[None]:
     """What unwinds has ended the pass over the data as ``break`` does; what is saved is inside."""
     loop = run.accelerator.loop
-    loader = loop.loaders_seen.training
+    loader = loop.train_loader
     trained = loop.worked and run.batch_idx + 1 >= run.num_training_batches
     if loader is None or loader in loop.active or trained or not run.epoch_open:
         yield

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.checkpoint.tensor_file import local_path
 from accel_callbacks.profiler import ProfileKwargs
 
@@ -170,8 +171,8 @@ class Profiler(Callback):
     def _write(self, run: TrainingRun, profiler: torch.profiler.profile) -> None:
         """A recording is complete: the file, then the user's function."""
         self._recorded = True
-        folder = self.dir or run.accelerator._in_project("profile")
-        rank = run.accelerator.process_index
+        folder = self.dir or path_in(run.default_root_dir, "profile")
+        rank = run.global_rank
         name = f"rank{rank}.{run.global_step:08d}.pt.trace.json"
         path = local_path(folder)
         target = f"{folder.rstrip('/')}/{name}" if path is None else os.path.join(path, name)

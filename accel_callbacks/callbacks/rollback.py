@@ -7,14 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_callbacks import collectives
-from accel_callbacks.checkpoint.open import LoadFailed, open_one, together
+from accel_callbacks.checkpoint.open import LoadFailed, open_folder, open_one, together
 from accel_callbacks.checkpoint.restore import LoadOptions, restore_newest
 from accel_callbacks.checkpoint.selection import Selection
-from accel_callbacks.checkpoint.training_state import open_folder
+from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.distributed.failures import shared_failure
 
 if TYPE_CHECKING:
-    from accel_callbacks.accelerator import Accelerator
     from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import CheckpointReader
 
@@ -35,7 +34,9 @@ class RolledBack(NamedTuple):
     avoided: list[str]
 
 
-def roll_back(accel: Accelerator, *, newest_step: int, avoid: Collection[str] = ()) -> RolledBack:
+def roll_back(
+    training: TrainingState, *, newest_step: int, avoid: Collection[str] = ()
+) -> RolledBack:
     """Collective, between two steps: put weights back to what a saver's checkpoint holds.
 
     Models, the states of optimizers, the loss scaler, registered objects, and callbacks whose
@@ -43,7 +44,7 @@ def roll_back(accel: Accelerator, *, newest_step: int, avoid: Collection[str] = 
     optimizers' groups (learning rates) stay where they are.
 
     Args:
-        accel: whose run it is.
+        training: the state to restore.
         newest_step: checkpoints of later steps are passed over.
         avoid: ids of others that are.
 
@@ -63,17 +64,17 @@ def roll_back(accel: Accelerator, *, newest_step: int, avoid: Collection[str] = 
         >>> _ = accel.save_state("memory://doc-rollback/step-00000000")
         >>> before = model.weight.item()
         >>> _ = torch.nn.init.constant_(model.weight, torch.nan)
-        >>> roll_back(accel, newest_step=0).path, model.weight.item() == before
+        >>> roll_back(accel.training_state, newest_step=0).path, model.weight.item() == before
         ('memory://doc-rollback/step-00000000', True)
     """
-    accel.loop.saves.wait()
+    training.loop.saves.wait()
     avoided: list[str] = []
-    for saver in accel.loop.dispatch.savers:
-        root, storage_options = saver.resume_root(accel.current_run)
+    for saver in training.loop.savers:
+        root, storage_options = saver.resume_root(training.loop.run)
         seen = _survey(root, storage_options, newest_step, avoid)
         avoided += seen.ids
         if seen.good:
-            path = _restore(accel, root, storage_options, seen.paths)
+            path = _restore(training, root, storage_options, seen.paths)
             if path is not None:
                 return RolledBack(path, avoided)
     return RolledBack(None, avoided)
@@ -111,38 +112,38 @@ def _survey(
 
 
 def _restore(
-    accel: Accelerator,
+    training: TrainingState,
     root: str,
     storage_options: Mapping[str, Any] | None,
     skip: Collection[str],
 ) -> str | None:
     sections = ["models", "precision"]
-    sections += ["optimizers"] if accel.optimizers else []
-    sections += ["registered"] if accel.registered.names else []
-    kept = [{**group} for group in _groups(accel)]
+    sections += ["optimizers"] if training.optimizers else []
+    sections += ["registered"] if training.registered.names else []
+    kept = [{**group} for group in _groups(training)]
     options = LoadOptions(Selection(sections), storage_options=storage_options)
-    path = restore_newest(accel, root, options, skip)
+    path = restore_newest(training, root, options, skip)
     if path is None:
         return None
-    for group, before in zip(_groups(accel), kept, strict=True):  # which are new ones now
+    for group, before in zip(_groups(training), kept, strict=True):  # which are new ones now
         group.update({name: value for name, value in before.items() if name != "params"})
     try:
-        _restore_callbacks(accel, open_one(path, storage_options))
+        _restore_callbacks(training, open_one(path, storage_options))
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
     return path
 
 
-def _groups(accel: Accelerator) -> list[dict[str, Any]]:
-    return [group for one in accel.optimizers for group in one.param_groups]
+def _groups(training: TrainingState) -> list[dict[str, Any]]:
+    return [group for one in training.optimizers for group in one.param_groups]
 
 
-def _restore_callbacks(accel: Accelerator, reader: CheckpointReader) -> None:
+def _restore_callbacks(training: TrainingState, reader: CheckpointReader) -> None:
     """The states that are made of weights."""
     saved = reader.state["callbacks"]
     chosen = {
         entry.key: entry.callback
-        for entry in accel.loop.dispatch.entries
+        for entry in training.loop.dispatch.entries
         if getattr(entry.callback, "rolls_back", False) and entry.key in saved
     }
     read = partial(reader.load_tree, {key: saved[key] for key in chosen})

@@ -145,7 +145,7 @@ class Averaging(Callback, ABC):
 
     def _take_back(self, run: TrainingRun) -> None:
         """Unless this is the end of an evaluation inside of another."""
-        if not run.accelerator.loop.evaluating:
+        if not run.open_evaluations:
             self._give_back()
 
     def _give_back(self) -> None:
@@ -167,7 +167,7 @@ class Averaging(Callback, ABC):
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
         """Likewise, where no prepared loader told that training goes on."""
-        if self._lent and not run.accelerator.loop.evaluating:
+        if self._lent and not run.open_evaluations:
             self._give_back()
             warnings.warn(
                 "an evaluation broke off with an error, and the forward pass after it has still "

@@ -1,8 +1,7 @@
-"""Saves now or on a thread, in a group of their own."""
+"""Saves on the training thread or in the background, in a process group of their own."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,180 +14,192 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import cut, spare
+from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:
     from checkpoint_io import BackgroundSaver, SaveJob
 
-__all__ = ["BackgroundSaves", "SavingControl", "SavingLane", "Then", "check_when_busy"]
+__all__ = ["BackgroundSaves", "SaveCallbacks", "SaveControl", "SaveGroup", "check_when_busy"]
 
-_TIMEOUT = timedelta(hours=2)  # others wait while the slowest process writes
-# Groups of gloo that no save uses now, by the default group to which they belong: making one is
-# a meeting of all processes, so one that is there is used again, by the next Accelerator too.
-_idle: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+# The other ranks wait in a collective while the slowest one writes.
+_TIMEOUT = timedelta(hours=2)
+# Idle gloo groups, by the default group that they belong to: making one is a collective, so it is
+# used again, also by the next Accelerator.
+_idle_groups: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
-class _AllProcesses:
-    """The members of both groups."""
+class _AllRanks:
+    """Rank and world size of the default group."""
 
     @property
     def rank(self) -> int:
-        """This process's index, from 0."""
+        """The rank."""
         return collectives.rank()
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Number of ranks."""
         return collectives.world_size()
 
 
-class SavingLane(_AllProcesses):
-    """A process group for one save at a time, as the checkpoint layer wants it.
+class SaveGroup(_AllRanks):
+    """A process group for one save at a time, in the form that `checkpoint_io` takes.
 
-    Processes take it and leave it at the same places of the script. With one process there is no
-    group, and nothing to take.
+    All ranks acquire and release it at the same places of the script. With one rank there is no
+    group.
 
     Example:
-        >>> from accel_callbacks.checkpoint.async_save import SavingLane
-        >>> lane = SavingLane()
-        >>> with lane.taken():
-        ...     lane.all_gather_object("here")
+        >>> from accel_callbacks.checkpoint.async_save import SaveGroup
+        >>> group = SaveGroup()
+        >>> with group.acquired():
+        ...     group.all_gather_object("here")
         ['here']
     """
 
     def __init__(self) -> None:
         self._process_group: Any = None
         self._group: Any = None
-        self._home: list[Any] = []  # where the group goes back to
+        self._idle: list[Any] = []  # the list that the group is returned to
         self._works = True
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every process's object, in rank order."""
-        return [obj] if self._group is None else self._meet(self._group.all_gather_object, obj)
+        """Gather the object of every rank, in rank order."""
+        return [obj] if self._group is None else self._call(self._group.all_gather_object, obj)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The object of process ``src``."""
-        return obj if self._group is None else self._meet(self._group.broadcast_object, obj, src)
+        """Return the object of rank ``src``."""
+        return obj if self._group is None else self._call(self._group.broadcast_object, obj, src)
 
-    def _meet(self, collective: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, collective: Callable[..., Any], *args: Any) -> Any:
+        # A collective that raises leaves the group broken: it is not used again.
         self._works = False
         result = collective(*args)
         self._works = True
         return result
 
-    def take(self) -> None:
-        """Collective the first time: have a group of its own from here on."""
+    def acquire(self) -> None:
+        """Acquire a group; collective the first time."""
         if collectives.world_size() == 1:
             return
         import checkpoint_io
 
-        self._home = _idle.setdefault(dist.group.WORLD, [])
-        group = self._home.pop() if self._home else _new_group()
+        self._idle = _idle_groups.setdefault(dist.group.WORLD, [])
+        group = self._idle.pop() if self._idle else _new_group()
         self._process_group, self._group = group, checkpoint_io.TorchGroup(group)
 
-    def spare(self, until: Callable[[], None]) -> None:
-        """A thread uses it, which goes on where an error ends the run; ``until`` waits for it."""
+    def keep_through_abort(self, until: Callable[[], None]) -> None:
+        """Exclude the group from an abort of the run, because a thread still saves in it.
+
+        Args:
+            until: waits for the thread.
+        """
         if self._process_group is not None:
             spare(self._process_group, until)
 
-    def leave(self) -> None:
-        """Give the group back, for the next save to use if it still works."""
+    def release(self) -> None:
+        """Return the group, for the next save to use if it still works."""
         group = self._process_group
         if group is not None:
             spare(group, None)
             if self._works:
-                self._home.append(group)
+                self._idle.append(group)
         self._process_group, self._group, self._works = None, None, True
 
     def close(self) -> None:
-        """Leave without meeting the others: nobody is to wait for this process in the group."""
+        """Close the group without a collective, so that no other rank blocks on this one."""
         if self._process_group is not None:
             self._works = False
             cut(self._process_group)
-        self.leave()
+        self.release()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """A block for a save on this thread."""
-        self.take()
+    def acquired(self) -> Iterator[None]:
+        """Acquire the group for a block that saves on this thread."""
+        self.acquire()
         try:
             yield
-        except Exception:  # known to all: they have left too
-            self.leave()
+        except Exception:
+            # The outcome of a save is shared, so all ranks raise and release.
+            self.release()
             raise
         except BaseException:
+            # An interrupt is of this rank alone.
             self.close()
             raise
-        self.leave()
+        self.release()
 
 
 def _new_group() -> Any:
-    collectives.any_process(False)  # a new group would wait for one that is gone until its timeout
+    # A rank that is gone fails this small collective at once; new_group would wait for it until
+    # the timeout.
+    collectives.any_process(False)
     return dist.new_group(timeout=_TIMEOUT, backend="gloo")
 
 
-class SavingControl(_AllProcesses):
-    """All processes on the training thread: where they agree on what to save, and when.
+class SaveControl(_AllRanks):
+    """The default group on the training thread, in which ranks agree on what to save and when.
 
     Args:
-        lane: for the thread that saves.
+        group: for the thread that saves.
 
     Example:
-        >>> from accel_callbacks.checkpoint.async_save import SavingControl, SavingLane
-        >>> SavingControl(SavingLane()).on_any(True)
+        >>> from accel_callbacks.checkpoint.async_save import SaveControl, SaveGroup
+        >>> SaveControl(SaveGroup()).on_any(True)
         True
     """
 
-    def __init__(self, lane: SavingLane) -> None:
-        self._lane = lane
+    def __init__(self, group: SaveGroup) -> None:
+        self._group = group
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every process's object, in rank order."""
+        """Gather the object of every rank, in rank order."""
         return collectives.all_objects(obj, operation="saving")
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The object of process ``src``."""
+        """Return the object of rank ``src``."""
         return collectives.broadcast_object(obj, src)
 
     def on_any(self, flag: bool) -> bool:
-        """Whether it is so on any process: one small all-reduce."""
+        """Return whether the flag is set on any rank: one small all-reduce."""
         return collectives.any_process(flag)
 
-    def beside(self) -> SavingLane:
-        """What the thread that saves meets in."""
-        return self._lane
+    def beside(self) -> SaveGroup:
+        """Return the group of the thread that saves."""
+        return self._group
 
 
 @dataclass(frozen=True)
-class Then:
-    """What follows a save.
+class SaveCallbacks:
+    """Functions to be called when a save ends.
 
     Args:
-        saved: called with the path on all processes once the checkpoint is durable, at a step
+        on_saved: called with the path on all ranks once the checkpoint is durable, at a step
             boundary; the hook ``on_checkpoint_saved`` fires after it.
-        failed: called instead with the error if it failed in the background; the error is raised,
+        on_failed: called instead with the error of a save in the background; the error is raised
             unless this returns True.
-        tidy: called on the thread that saves once the checkpoint is durable, on each process; its
-            error is a warning. For what takes long, such as the removal of older ones.
+        cleanup: called on the thread that saves once the checkpoint is durable, on each rank; its
+            error is a warning. For slow work, such as the removal of older checkpoints.
 
     Example:
-        >>> from accel_callbacks.checkpoint.async_save import Then
-        >>> Then(saved=print).failed is None
+        >>> from accel_callbacks.checkpoint.async_save import SaveCallbacks
+        >>> SaveCallbacks(on_saved=print).on_failed is None
         True
     """
 
-    saved: Callable[[str], None] | None = None
-    failed: Callable[[BaseException], bool] | None = None
-    tidy: Callable[[], None] | None = None
+    on_saved: Callable[[str], None] | None = None
+    on_failed: Callable[[BaseException], bool] | None = None
+    cleanup: Callable[[], None] | None = None
 
 
 class BackgroundSaves:
-    """At most one save under way, whose end all processes learn of at the same place.
+    """Runs saves, at most one in the background, whose end all ranks observe at the same place.
 
     Args:
         fire: calls a hook of all callbacks.
 
     Attributes:
-        pending: a save is under way, or its end was not learned of yet; the same on all processes.
+        pending: True while a save is in progress or its end was not observed yet; the same on all
+            ranks.
 
     Example:
         >>> from accel_callbacks.checkpoint.async_save import BackgroundSaves
@@ -200,77 +211,77 @@ class BackgroundSaves:
 
     def __init__(self, fire: Callable[..., None]) -> None:
         self._fire = fire
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self.pending = False
-        self._lane = SavingLane()
-        self._control = SavingControl(self._lane)
+        self._group = SaveGroup()
+        self._control = SaveControl(self._group)
         self._saver: BackgroundSaver | None = None
-        self._url, self._then = "", Then()
+        self._url, self._callbacks = "", SaveCallbacks()
 
     @property
-    def control(self) -> SavingControl:
-        """Where processes agree before they save."""
+    def control(self) -> SaveControl:
+        """The group in which ranks agree before they save."""
         return self._control
 
     def make_room(self, when_busy: str = "wait") -> bool:
-        """Collective while a save is pending: whether another may begin, now or after a wait.
+        """Collective while a save is pending: return whether another one may start.
 
         Args:
-            when_busy: ``"wait"``, or ``"skip"`` to be told False while a save is under way.
+            when_busy: ``"wait"`` for the pending save, or ``"skip"`` to return False.
 
         Raises:
             ValueError: another value.
-            checkpoint_io.CheckpointError: the save before has failed.
+            checkpoint_io.CheckpointError: the pending save has failed.
         """
         check_when_busy(when_busy)
         if not self.pending:
             return True
-        saver = self._the_saver()
-        return self._learn(lambda: saver.make_room(when_busy))
+        saver = self._background()
+        return self._observe(lambda: saver.make_room(when_busy))
 
-    def run_now(self, job: SaveJob, then: Then) -> None:
-        """Collective: write on this thread, and tell the callbacks.
+    def run_now(self, job: SaveJob, callbacks: SaveCallbacks) -> None:
+        """Collective: write on this thread, and fire ``on_checkpoint_saved``.
 
         Raises:
             checkpoint_io.CheckpointError: it failed, or an earlier one in the background had.
         """
         self.wait()
-        with self._lane.taken():
-            job.run(self._lane)
-            _gently(then.tidy)
-        self._tell(job.url, then)
+        with self._group.acquired():
+            job.run(self._group)
+            _clean_up(callbacks.cleanup)
+        self._succeed(job.url, callbacks)
 
-    def start(self, job: SaveJob, then: Then) -> None:
-        """Collective: copy the job's tensors to host memory, and write them while training goes on.
+    def start(self, job: SaveJob, callbacks: SaveCallbacks) -> None:
+        """Collective: copy the tensors to host memory, and write them while training goes on.
 
         Args:
-            job: what to save.
-            then: what follows.
+            job: the save.
+            callbacks: called when it ends.
 
         Raises:
             checkpoint_io.CheckpointError: the save before has failed, or there is no memory.
         """
         self.wait()
-        self._lane.take()
+        self._group.acquire()
         try:
-            handle = self._the_saver().submit(job, afterwards=lambda: _gently(then.tidy))
+            handle = self._background().submit(job, afterwards=lambda: _clean_up(callbacks.cleanup))
         except BaseException:
-            self._lane.leave()
+            self._group.release()
             raise
         assert handle is not None
-        self._lane.spare(handle.join)
-        self._url, self._then, self.pending = job.url, then, True
+        self._group.keep_through_abort(handle.join)
+        self._url, self._callbacks, self.pending = job.url, callbacks, True
 
     def poll(self) -> None:
-        """Collective while a save is pending: learn of its end, if it has ended on all processes.
+        """Collective while a save is pending: observe its end, if it has ended on all ranks.
 
         Raises:
-            checkpoint_io.CheckpointError: it failed; on all processes by the same call.
+            checkpoint_io.CheckpointError: it failed; raised on all ranks by the same call.
         """
         if self.pending:
-            self._learn(self._the_saver().poll)
+            self._observe(self._background().poll)
 
     def wait(self) -> None:
         """Collective while a save is pending: wait for its end.
@@ -279,78 +290,78 @@ class BackgroundSaves:
             checkpoint_io.CheckpointError: it failed.
         """
         if self.pending:
-            saver = self._the_saver()
-            self._learn(lambda: saver.make_room("wait"))
+            saver = self._background()
+            self._observe(lambda: saver.make_room("wait"))
 
     def abandon(self) -> None:
-        """The run ends with an error: let the save under way end, without meeting the others.
+        """Wait for a pending save without a collective, because the run has failed.
 
-        How it ended is said, on the main process or where it failed; no hook is called.
+        Print its outcome on rank 0, or warn where it failed; fire no hook.
         """
         if not self.pending:
             return
-        handle, url, rank = self._the_saver().abandon(), self._url, self._control.rank
-        lane = self._lane
+        handle, url = self._background().abandon(), self._url
+        group = self._group
         assert handle is not None
         try:
             if not handle.ended(1.0):
-                _say(f"waiting for the save to {url} to end", rank)
+                notice(f"waiting for the save to {url} to end")
             error = handle.exception()
         except KeyboardInterrupt:
-            _say(f"the save to {url} goes on until the process ends", rank)
+            notice(f"the save to {url} goes on until the process ends")
             return
         finally:
-            self._begin_anew()  # an interrupted one still uses its group and its copies
-        lane.close()
+            # After an interrupt the thread still uses its group and its copies: leave them to it.
+            self._reset()
+        group.close()
         if error is not None:
             problem = f"{type(error).__name__}: {error}"
             warnings.warn(f"the save that was under way failed: {problem}", stacklevel=3)
         else:
-            _say(f"the save that was under way has ended well: {url}", rank)
+            notice(f"the save that was under way has ended well: {url}")
 
     def free_memory(self) -> None:
-        """Give the host memory of the copies back, unless a save uses it."""
+        """Free the host memory of the copies, unless a save uses it."""
         if self._saver is not None:
             self._saver.free_memory()
 
-    # --- inside -------------------------------------------------------------------------------
-
-    def _the_saver(self) -> BackgroundSaver:
+    def _background(self) -> BackgroundSaver:
         if self._saver is None:
             import checkpoint_io
 
             self._saver = checkpoint_io.BackgroundSaver(group=self._control)
         return self._saver
 
-    def _learn(self, ask: Callable[[], bool]) -> bool:
-        """Ask the saver, and do what follows if the save has ended; False if it has not."""
-        url, then = self._url, self._then
+    def _observe(self, ask: Callable[[], bool]) -> bool:
+        """Ask the saver whether the save has ended, and call what follows; return the answer."""
+        url, callbacks = self._url, self._callbacks
         try:
             ended = ask()
         except BaseException as error:
-            if not self._the_saver().pending:  # else only the wait was interrupted
-                self._is_over()
-                if then.failed is not None and then.failed(error):
+            # If it is still pending, only the wait was interrupted.
+            if not self._background().pending:
+                self._finish()
+                if callbacks.on_failed is not None and callbacks.on_failed(error):
                     return True
             raise
         if ended:
-            self._is_over()
-            self._tell(url, then)
+            self._finish()
+            self._succeed(url, callbacks)
         return ended
 
-    def _is_over(self) -> None:
-        self._then, self.pending = Then(), False
-        self._lane.leave()
+    def _finish(self) -> None:
+        self._callbacks, self.pending = SaveCallbacks(), False
+        self._group.release()
 
-    def _tell(self, url: str, then: Then) -> None:
-        """The checkpoint is durable."""
-        if then.saved is not None:
-            then.saved(url)
+    def _succeed(self, url: str, callbacks: SaveCallbacks) -> None:
+        """Call what follows a durable checkpoint."""
+        if callbacks.on_saved is not None:
+            callbacks.on_saved(url)
         self._fire("on_checkpoint_saved", url)
 
 
 def check_when_busy(when_busy: str) -> None:
-    """Refuse what is neither ``"wait"`` nor ``"skip"``.
+    """Raise ValueError unless ``when_busy`` is ``"wait"`` or ``"skip"``.
 
     Example:
         >>> from accel_callbacks.checkpoint.async_save import check_when_busy
@@ -362,16 +373,11 @@ def check_when_busy(when_busy: str) -> None:
         raise ValueError(f"when_busy={when_busy!r} is unknown; use 'wait' or 'skip'.")
 
 
-def _gently(tidy: Callable[[], None] | None) -> None:
-    """The checkpoint is safe, whatever becomes of what is tidied up after it."""
+def _clean_up(cleanup: Callable[[], None] | None) -> None:
+    """Call the cleanup; warn of its error, because the checkpoint is durable already."""
     try:
-        if tidy is not None:
-            tidy()
+        if cleanup is not None:
+            cleanup()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         warnings.warn(f"tidying up after a save failed: {problem}", stacklevel=2)
-
-
-def _say(text: str, rank: int) -> None:
-    if rank == 0:
-        print(f"[accel] {text}", file=sys.stderr, flush=True)

@@ -4,54 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_callbacks import collectives
 from accel_callbacks.checkpoint.selection import Selection
+from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.data.stream import stream_problems
 from accel_callbacks.errors import ResumeError, nearest
 
 if TYPE_CHECKING:
-    from accel_callbacks.accelerator import Accelerator
     from checkpoint_io import Manifest
 
-__all__ = ["RestoreReport", "chosen_indices", "doubt_names", "fitting_weights", "own_part"]
+__all__ = ["chosen_indices", "doubt_names", "fitting_weights", "own_part"]
 
 _SHOWN = 5
 
 
-@dataclass
-class RestoreReport:
-    """What ``load_state`` found: ``Accelerator.load_report``.
-
-    Names are those of parameters and buffers, ``"<number of the model>.<name>"``.
-
-    Attributes:
-        path: the checkpoint.
-        missing: names here that were selected and are not in the checkpoint; they are as before.
-        unexpected: names in the checkpoint that were selected and are not here.
-        kept: names that the save left out (``trainable_only``, or a hook); they are as before.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import Accelerator
-        >>> accel = Accelerator(cpu=True)
-        >>> model = accel.prepare(torch.nn.Linear(1, 1))
-        >>> path = accel.save_state("memory://doc-report/c")
-        >>> accel.load_state(path) == accel.load_report.path, accel.load_report.missing
-        (True, [])
-    """
-
-    path: str
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-
-
 def chosen_indices(
-    accel: Accelerator, state: Mapping[str, Any], kind: str, selection: Selection
+    training: TrainingState, state: Mapping[str, Any], kind: str, selection: Selection
 ) -> list[int]:
     """Which of the prepared objects of a kind are restored from the selected part of a state.
 
@@ -59,7 +31,7 @@ def chosen_indices(
         ResumeError: there are more or fewer here than in the checkpoint, or one that was selected
             is not here.
     """
-    saved, here = len(state[kind]), len(getattr(accel, kind))
+    saved, here = len(state[kind]), len(getattr(training, kind))
     if not selection.partial:
         if saved != here:
             raise ResumeError(
@@ -78,7 +50,7 @@ def chosen_indices(
 
 
 def fitting_weights(
-    accel: Accelerator,
+    training: TrainingState,
     state: Mapping[str, Any],
     index: int,
     selection: Selection,
@@ -97,7 +69,7 @@ def fitting_weights(
             "the load hook that loads them, and takes the model out of its `models`, with "
             "register_load_state_pre_hook."
         )
-    current = accel.strategy.own_state(accel.models[index])
+    current = training.strategy.own_state(training.models[index])
     saved = state["models"][str(index)]
     dropped = set(state.get("dropped_weights", {}).get(str(index), ())) & current.keys()
     expected = [
@@ -167,7 +139,7 @@ def doubt_names(report: RestoreReport, strict: bool) -> None:
 
 
 def own_part(
-    accel: Accelerator,
+    training: TrainingState,
     manifest: Manifest,
     state: Mapping[str, Any],
     local: dict[str, Any] | None,
@@ -182,11 +154,11 @@ def own_part(
     Raises:
         ResumeError: the resume is not exact, and ``strict``.
     """
-    saved, here = manifest.world_size, accel.num_processes
+    saved, here = manifest.world_size, collectives.world_size()
     own = local if saved == here else None
     prepared = {
         str(i): loader
-        for i, loader in enumerate(accel.loaders)
+        for i, loader in enumerate(training.loaders)
         if selection.takes(f"loaders/{i}") and str(i) in state["loaders"]
     }
     problems = stream_problems(prepared, state["loaders"], own)

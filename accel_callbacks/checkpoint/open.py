@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.checkpoint.async_save import SavingLane
-from accel_callbacks.checkpoint.training_state import open_folder, process_group
+from accel_callbacks.checkpoint.async_save import SaveGroup
 from accel_callbacks.errors import RemoteError
 
 if TYPE_CHECKING:
-    from checkpoint_io import CheckpointReader
+    from checkpoint_io import CheckpointFolder, CheckpointReader, ProcessGroupLike
 
 __all__ = [
     "LoadFailed",
     "describe_foreign",
     "describe_foreign_folder",
+    "open_folder",
     "open_newest",
     "open_one",
+    "process_group",
     "together",
 ]
 
@@ -42,6 +43,21 @@ _ADVICE = {
     "weights": "holds the weights of a model and no training state: "
     "load_checkpoint_in_model(model, path) loads them",
 }
+
+
+def open_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> CheckpointFolder:
+    """Return the folder of checkpoints at ``root``, which need not exist yet."""
+    require_neighbour("checkpoint_io")
+    import checkpoint_io
+
+    return checkpoint_io.CheckpointFolder(root, storage_options=storage_options)
+
+
+def process_group() -> ProcessGroupLike | None:
+    """Return the default group in the form that `checkpoint_io` takes, None for one rank."""
+    import checkpoint_io
+
+    return checkpoint_io.TorchGroup() if collectives.world_size() > 1 else None
 
 
 class LoadFailed(Exception):
@@ -77,8 +93,8 @@ def together(where: str, action: Callable[[], T], *, changes: bool = False) -> T
         >>> together("counting", lambda: 3)
         3
     """
-    lane = SavingLane()
-    lane.take()
+    group = SaveGroup()
+    group.acquire()
     error: Exception | None = None
     well = False
     try:
@@ -86,10 +102,10 @@ def together(where: str, action: Callable[[], T], *, changes: bool = False) -> T
             result = action()
         except Exception as problem:
             error = problem
-        reports = lane.all_gather_object(_report(error, changes))
+        reports = group.all_gather_object(_report(error, changes))
         well = True
     finally:
-        (lane.leave if well else lane.close)()
+        (group.release if well else group.close)()
     failed = [(rank, report) for rank, report in enumerate(reports) if report.text]
     if not failed:
         return result

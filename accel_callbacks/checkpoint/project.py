@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_callbacks import collectives
-from accel_callbacks.checkpoint.async_save import Then
-from accel_callbacks.checkpoint.training_state import open_folder
+from accel_callbacks.checkpoint.async_save import SaveCallbacks
+from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.loop.run import TrainingRun
 
 if TYPE_CHECKING:
-    from accel_callbacks.accelerator import Accelerator
     from checkpoint_io import CheckpointFolder, CheckpointInfo
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "SavePlace",
     "chosen_project",
     "number_of",
+    "path_in",
     "project_save",
     "refuse_each_node",
 ]
@@ -102,10 +104,34 @@ class ProjectConfiguration:
         """The project folder as a string."""
         return os.fspath(self.project_dir) if self.project_dir is not None else "."
 
+    def path(self, *names: object) -> str:
+        """Return a path (or URL) inside of the project folder.
+
+        Example:
+            >>> from accel_callbacks import ProjectConfiguration
+            >>> ProjectConfiguration("runs/digits").path("checkpoints")
+            'runs/digits/checkpoints'
+        """
+        return path_in(self.root, *names)
+
     @property
     def log_folder(self) -> str:
         """The folder that trackers write to."""
         return os.fspath(self.logging_dir) if self.logging_dir is not None else self.root
+
+
+def path_in(root: str, *names: object) -> str:
+    """Return a path (or URL) inside of a folder.
+
+    Example:
+        >>> from accel_callbacks.checkpoint.project import path_in
+        >>> path_in("memory://", "checkpoints")
+        'memory://checkpoints'
+    """
+    # "memory://" is a root, whose slashes belong to it.
+    if not root.endswith("://"):
+        root = root.rstrip("/") + "/"
+    return root + "/".join(map(str, names))
 
 
 def _whole(name: str, value: Any) -> int:
@@ -151,7 +177,7 @@ class NamedFolder:
     """A folder of checkpoints whose next one has a given name instead of that of its step.
 
     Example:
-        >>> from accel_callbacks.checkpoint.training_state import open_folder
+        >>> from accel_callbacks.checkpoint.open import open_folder
         >>> from accel_callbacks.checkpoint.project import NamedFolder
         >>> NamedFolder(open_folder("memory://doc-named"), "checkpoint_0").path(200)
         'memory://doc-named/checkpoint_0'
@@ -176,12 +202,12 @@ class NamedFolder:
 
 @dataclass(frozen=True)
 class SavePlace:
-    """Where a checkpoint goes, and what follows.
+    """The place of a checkpoint, and what follows its save.
 
     Attributes:
         target: its path, or the folder in which it is the newest.
         metadata: what its manifest says of its name.
-        then: what follows once it is durable.
+        callbacks: called when the save ends.
         started: called once it has its place among the others.
 
     Example:
@@ -192,56 +218,64 @@ class SavePlace:
 
     target: str | CheckpointFolder
     metadata: dict[str, Any] = field(default_factory=dict)
-    then: Then | None = None
+    callbacks: SaveCallbacks = field(default_factory=SaveCallbacks)
     started: Callable[[], None] = lambda: None
 
 
-def project_save(accel: Accelerator, storage_options: Mapping[str, Any] | None = None) -> SavePlace:
-    """Collective: the place of the next checkpoint that ``save_state`` names itself.
+def project_save(
+    config: ProjectConfiguration,
+    run: TrainingRun,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SavePlace:
+    """Collective: return the place of the next checkpoint that ``save_state`` names itself.
 
     Args:
-        accel: whose project.
+        config: the project.
+        run: owns the checkpoints; those of other runs are never removed.
         storage_options: for the filesystem behind the project's URL.
 
     Raises:
-        RemoteError: the main process could not list the folder.
+        RemoteError: rank 0 could not list the folder.
 
     Example:
         >>> from accel_callbacks import Accelerator, ProjectConfiguration
         >>> from accel_callbacks.checkpoint.project import project_save
         >>> config = ProjectConfiguration("memory://doc-saves", automatic_checkpoint_naming=True)
-        >>> project_save(Accelerator(cpu=True, project_config=config)).target.path(0)
+        >>> project_save(config, Accelerator(cpu=True).current_run).target.path(0)
         'memory://doc-saves/checkpoints/checkpoint_0'
     """
-    config = accel.project_configuration
-    folder = open_folder(accel._in_project("checkpoints"), storage_options)
-    then = _then(folder, accel)
+    folder = open_folder(config.path("checkpoints"), storage_options)
+    callbacks = _retention(folder, config.total_limit, run)
     if not config.automatic_checkpoint_naming:
-        return SavePlace(folder, dict(_MARK), then)
+        return SavePlace(folder, dict(_MARK), callbacks)
     with shared_failure(f"looking into {folder.url}"):
-        behind = 1 + _highest(folder) if accel.is_main_process else 0
+        behind = 1 + _highest(folder) if collectives.rank() == 0 else 0
     number = max(config.iteration, collectives.broadcast_object(behind))
 
     def started() -> None:
         config.iteration = number + 1
 
     target = cast("CheckpointFolder", NamedFolder(folder, f"checkpoint_{number}"))
-    return SavePlace(target, {**_MARK, "iteration": number}, then, started)
+    return SavePlace(target, {**_MARK, "iteration": number}, callbacks, started)
 
 
-def refuse_each_node(accel: Accelerator) -> None:
+def refuse_each_node(config: ProjectConfiguration, here: Topology) -> None:
     """Refuse to write one checkpoint to disks of which each node sees only its own.
+
+    Args:
+        config: the project.
+        here: tells how many nodes there are.
 
     Raises:
         ValueError: ``save_on_each_node``, and there are several nodes.
 
     Example:
-        >>> from accel_callbacks import Accelerator
+        >>> import torch
+        >>> from accel_callbacks import ProjectConfiguration, Topology
         >>> from accel_callbacks.checkpoint.project import refuse_each_node
-        >>> refuse_each_node(Accelerator(cpu=True))
+        >>> refuse_each_node(ProjectConfiguration("runs"), Topology(torch.device("cpu")))
     """
-    here = accel.topology
-    if accel.project_configuration.save_on_each_node and here.local_world_size < here.world_size:
+    if config.save_on_each_node and here.local_world_size < here.world_size:
         raise ValueError(
             "save_on_each_node=True: a training state is one checkpoint that all processes write "
             "together, and needs a place that all nodes see, such as a shared disk or s3://. "
@@ -267,11 +301,10 @@ def _highest(folder: CheckpointFolder) -> int:
     return max((number for number in numbers if number is not None), default=-1)
 
 
-def _then(folder: CheckpointFolder, accel: Accelerator) -> Then:
-    """Once a checkpoint is durable: remove all but the newest that have been named for this run."""
-    limit, run = accel.project_configuration.total_limit, accel.loop.run
-    if limit is None or not accel.is_main_process:
-        return Then()
+def _retention(folder: CheckpointFolder, limit: int | None, run: TrainingRun) -> SaveCallbacks:
+    """Remove all but the newest checkpoints named for this run, once a new one is durable."""
+    if limit is None or collectives.rank() != 0:
+        return SaveCallbacks()
     run_id = run.run_id
     protect = [] if run.resumed_from is None else [run.resumed_from]
 
@@ -280,7 +313,7 @@ def _then(folder: CheckpointFolder, accel: Accelerator) -> Then:
         gone = {info.path for info in named[:-limit]}
         return [info for info in infos if info.path not in gone]
 
-    def tidy() -> None:
+    def prune() -> None:
         folder.prune(choose, run_id=run_id, protect=protect)
 
-    return Then(tidy=tidy)
+    return SaveCallbacks(cleanup=prune)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_callbacks.checkpoint.compatibility import (
-    RestoreReport,
     chosen_indices,
     doubt_names,
     fitting_weights,
@@ -21,14 +20,14 @@ from accel_callbacks.checkpoint.compatibility import (
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one, together
 from accel_callbacks.checkpoint.project import number_of
 from accel_callbacks.checkpoint.selection import Selection, all_keys
-from accel_callbacks.checkpoint.training_state import parameter_names, positional_optimizer_state
+from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.data.stream import with_own
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import restore_rng
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.strategies.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
-    from accel_callbacks.accelerator import Accelerator
     from checkpoint_io import CheckpointReader, TensorView
 
 __all__ = [
@@ -236,7 +235,9 @@ class Ready(NamedTuple):
     report: RestoreReport
 
 
-def read_content(accel: Accelerator, reader: CheckpointReader, options: LoadOptions) -> Content:
+def read_content(
+    training: TrainingState, reader: CheckpointReader, options: LoadOptions
+) -> Content:
     """Verify what there is to verify first, and read all that is not read in place.
 
     Raises:
@@ -251,7 +252,7 @@ def read_content(accel: Accelerator, reader: CheckpointReader, options: LoadOpti
         )
     part = options.selection.apply(state)
     rest, in_place = dict(state), {}
-    lazy = not _hooks_want_tensors(accel)
+    lazy = not _hooks_want_tensors(training)
     if lazy:
         in_place = {name: part[name] for name in ("models", "optimizers")}
         rest = {name: value for name, value in state.items() if name not in in_place}
@@ -264,12 +265,12 @@ def read_content(accel: Accelerator, reader: CheckpointReader, options: LoadOpti
     return Content({**state, **loaded["state"]}, loaded["local"], lazy)
 
 
-def _hooks_want_tensors(accel: Accelerator) -> bool:
-    return accel.pre_hooks.load_some or bool(accel.loop.dispatch.hooks["on_load_checkpoint"])
+def _hooks_want_tensors(training: TrainingState) -> bool:
+    return training.pre_hooks.load_some or bool(training.loop.dispatch.hooks["on_load_checkpoint"])
 
 
 def make_ready(
-    accel: Accelerator, reader: CheckpointReader, content: Content, options: LoadOptions
+    training: TrainingState, reader: CheckpointReader, content: Content, options: LoadOptions
 ) -> Ready:
     """Check that all fits, and let those load who may refuse: hooks, and registered objects.
 
@@ -279,66 +280,66 @@ def make_ready(
     selection, state = options.selection, content.state
     selection.check(all_keys(state))
     part = selection.apply(state)
-    indices = {kind: chosen_indices(accel, part, kind, selection) for kind in _KINDS}
-    hooked = accel.pre_hooks.load_some and bool(indices["models"])
+    indices = {kind: chosen_indices(training, part, kind, selection) for kind in _KINDS}
+    hooked = training.pre_hooks.load_some and bool(indices["models"])
     if not hooked:
-        _weights(accel, part, indices["models"], selection, RestoreReport(reader.path))
-    local = own_part(accel, reader.manifest, part, content.local, selection, options.strict)
-    _optimizer_states(accel, part, indices["optimizers"])
+        _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
+    local = own_part(training, reader.manifest, part, content.local, selection, options.strict)
+    _optimizer_states(training, part, indices["optimizers"])
     if not content.lazy:
         if hooked:
-            left = {id(model) for model in accel.pre_hooks.load(accel.models, reader.path)}
-            indices["models"] = [i for i in indices["models"] if id(accel.models[i]) in left]
-            _weights(accel, part, indices["models"], selection, RestoreReport(reader.path))
+            left = {id(model) for model in training.pre_hooks.load(training.models, reader.path)}
+            indices["models"] = [i for i in indices["models"] if id(training.models[i]) in left]
+            _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
         if selection.takes("callbacks"):
-            accel.loop.fire("on_load_checkpoint", state)  # which may edit it
+            training.loop.fire("on_load_checkpoint", state)  # which may edit it
         part = selection.apply(state)
     report = RestoreReport(reader.path)
-    weights = _weights(accel, part, indices["models"], selection, report)
+    weights = _weights(training, part, indices["models"], selection, report)
     doubt_names(report, options.strict)
-    optimizers = _optimizer_states(accel, part, indices["optimizers"])
+    optimizers = _optimizer_states(training, part, indices["optimizers"])
     filling = Filling(reader)
-    weights = _place_weights(accel, weights, filling)
-    optimizers = _place_states(accel, optimizers, filling)
+    weights = _place_weights(training, weights, filling)
+    optimizers = _place_states(training, optimizers, filling)
     registered = part["registered"]
-    accel.registered.load_state_dict(
+    training.registered.load_state_dict(
         registered, strict=options.strict, chosen=lambda name: selection.takes(f"registered/{name}")
     )
     return Ready(part, weights, optimizers, indices, local, filling, report)
 
 
 def _weights(
-    accel: Accelerator,
+    training: TrainingState,
     part: Mapping[str, Any],
     indices: list[int],
     selection: Selection,
     report: RestoreReport,
 ) -> dict[int, dict[str, Any]]:
-    return {i: fitting_weights(accel, part, i, selection, report) for i in indices}
+    return {i: fitting_weights(training, part, i, selection, report) for i in indices}
 
 
 def _optimizer_states(
-    accel: Accelerator, part: Mapping[str, Any], indices: list[int]
+    training: TrainingState, part: Mapping[str, Any], indices: list[int]
 ) -> dict[int, dict[str, Any]]:
-    names = parameter_names(accel.bare_models)
+    names = parameter_names(training.bare_models)
     return {
-        i: positional_optimizer_state(
-            part["optimizers"][str(i)], accel.optimizers[i].optimizer, names
+        i: training.strategy.fit_optimizer_state(
+            part["optimizers"][str(i)], training.optimizers[i].optimizer, names
         )
         for i in indices
     }
 
 
 def _place_weights(
-    accel: Accelerator, weights: dict[int, dict[str, Any]], filling: Filling
+    training: TrainingState, weights: dict[int, dict[str, Any]], filling: Filling
 ) -> dict[int, dict[str, Any]]:
     """Say where weights are read into; returns those that their model is given afterwards."""
     given: dict[int, dict[str, Any]] = {}
     for index, saved in weights.items():
-        model = accel.models[index]
-        plain = accel.strategy.fills_in_place(model)
+        model = training.models[index]
+        plain = training.strategy.fills_in_place(model)
         if plain and all(filling.reads(value) for value in saved.values()):
-            here = accel.strategy.own_state(model)
+            here = training.strategy.own_state(model)
             for name, view in saved.items():
                 filling.into(name, view, here[name])
         else:
@@ -347,12 +348,12 @@ def _place_weights(
 
 
 def _place_states(
-    accel: Accelerator, optimizers: dict[int, dict[str, Any]], filling: Filling
+    training: TrainingState, optimizers: dict[int, dict[str, Any]], filling: Filling
 ) -> dict[int, dict[str, Any]]:
     """The states that the optimizers are given, with tensors to be filled in place of views."""
     given: dict[int, dict[str, Any]] = {}
     for index, saved in optimizers.items():
-        optimizer = accel.optimizers[index].optimizer
+        optimizer = training.optimizers[index].optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states = {
             place: filling.replace(state, optimizer.state.get(parameters[place]), parameters[place])
@@ -362,39 +363,39 @@ def _place_states(
     return given
 
 
-def put_back(accel: Accelerator, ready: Ready, selection: Selection) -> None:
+def put_back(training: TrainingState, ready: Ready, selection: Selection) -> None:
     """Restore what was selected; tensors that are read in place have been filled before."""
     state, indices = ready.state, ready.indices
     for index, weights in ready.weights.items():
-        kept = accel.strategy.own_state(accel.models[index])
-        accel.strategy.load_model_state_dict(accel.models[index], {**kept, **weights})
+        kept = training.strategy.own_state(training.models[index])
+        training.strategy.load_model_state_dict(training.models[index], {**kept, **weights})
     for index, saved in ready.optimizers.items():
-        accel.optimizers[index].load_state_dict(saved)
+        training.strategy.load_optimizer_state_dict(training.optimizers[index].optimizer, saved)
     for index in indices["schedulers"]:
-        scheduler = accel.schedulers[index]
+        scheduler = training.schedulers[index]
         scheduler.load_state_dict(_same_types(scheduler, state["schedulers"][str(index)]))
     if selection.takes("precision"):
-        accel.precision.load_state_dict(state["precision"])
-    _restore_place(accel, ready, selection)
+        training.precision.load_state_dict(state["precision"])
+    _restore_place(training, ready, selection)
     if selection.takes("callbacks"):
-        accel.loop.dispatch.load_state_dict(state["callbacks"])
+        training.loop.dispatch.load_state_dict(state["callbacks"])
     if selection.takes("trackers"):
-        accel.tracking.take_over(state["trackers"], accel.loop.run)
+        training.tracking.take_over(state["trackers"], training.loop.run)
     local = ready.local or {}
     if selection.takes("window"):
-        _restore_window(accel, local.get("window"), selection)
+        _restore_window(training, local.get("window"), selection)
     if "rng" in local and selection.takes("rng"):
-        restore_rng(local["rng"], accel.device)
+        restore_rng(local["rng"], training.device)
 
 
-def _restore_place(accel: Accelerator, ready: Ready, selection: Selection) -> None:
+def _restore_place(training: TrainingState, ready: Ready, selection: Selection) -> None:
     """Where the run stands, and its loaders."""
-    state, run = ready.state, accel.loop.run
+    state, run = ready.state, training.loop.run
     if selection.takes("run"):
         run.load_state_dict(state["run"])
         run.resumed_from = ready.report.path
     for index in ready.indices["loaders"]:
-        loader = accel.loaders[index]
+        loader = training.loaders[index]
         loader.load_state_dict(with_own(state["loaders"], ready.local, str(index)))
         if not state["run"]["epoch_open"]:
             loader.end_pass()
@@ -403,15 +404,15 @@ def _restore_place(accel: Accelerator, ready: Ready, selection: Selection) -> No
 
 
 def _restore_window(
-    accel: Accelerator, saved: Mapping[str, Any] | None, selection: Selection
+    training: TrainingState, saved: Mapping[str, Any] | None, selection: Selection
 ) -> None:
-    window = accel.loop.window
+    window = training.loop.window
     window.close()
     window.normalizer.forget()
     window.dirty = False
     found = {} if saved is None else saved["gradients"]
     gradients = {selection.weight(name): gradient for name, gradient in found.items()}
-    for index, model in enumerate(accel.bare_models):
+    for index, model in enumerate(training.bare_models):
         for name, parameter in model.named_parameters():
             gradient = gradients.get(f"{index}.{name}")
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
@@ -434,7 +435,7 @@ def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return restored
 
 
-def restore_from(accel: Accelerator, url: str, options: LoadOptions) -> str:
+def restore_from(training: TrainingState, url: str, options: LoadOptions) -> str:
     """Collective: restore the checkpoint at a place; returns its path.
 
     Raises:
@@ -442,15 +443,15 @@ def restore_from(accel: Accelerator, url: str, options: LoadOptions) -> str:
         checkpoint_io.CheckpointError: it is missing or damaged.
         RemoteError: another process failed.
     """
-    accel.loop.saves.wait()
+    training.loop.saves.wait()
     try:
-        return _load_steady(accel, open_one(url, options.storage_options), url, options)
+        return _load_steady(training, open_one(url, options.storage_options), url, options)
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
 
 
 def restore_newest(
-    accel: Accelerator, root: str, options: LoadOptions, skip: Iterable[str] = ()
+    training: TrainingState, root: str, options: LoadOptions, skip: Iterable[str] = ()
 ) -> str | None:
     """Collective: restore the newest checkpoint of a folder that is whole; None if it has none.
 
@@ -462,12 +463,12 @@ def restore_newest(
         checkpoint_io.CorruptCheckpointError: there are some, and all are damaged.
         RemoteError: another process failed.
     """
-    accel.loop.saves.wait()
+    training.loop.saves.wait()
     tried = list(skip)
     try:
         while (reader := open_newest(root, options.storage_options, tried)) is not None:
             try:
-                return _load_steady(accel, reader, reader.path, options)
+                return _load_steady(training, reader, reader.path, options)
             except LoadFailed as failed:
                 if not failed.damaged:
                     raise
@@ -486,16 +487,16 @@ def _warn_of(path: str, failed: LoadFailed) -> None:
 
 
 def _load_steady(
-    accel: Accelerator, reader: CheckpointReader, url: str, options: LoadOptions
+    training: TrainingState, reader: CheckpointReader, url: str, options: LoadOptions
 ) -> str:
     """Load, and once more where a save has replaced the checkpoint while it was read."""
     try:
-        return _load(accel, reader, options)
+        return _load(training, reader, options)
     except LoadFailed as failed:
         newer = None if failed.changed or not failed.damaged else _newer(reader, url, options)
         if newer is None:
             raise
-        return _load(accel, newer, options)
+        return _load(training, newer, options)
 
 
 def _newer(reader: CheckpointReader, url: str, options: LoadOptions) -> CheckpointReader | None:
@@ -507,32 +508,32 @@ def _newer(reader: CheckpointReader, url: str, options: LoadOptions) -> Checkpoi
     return None if found.manifest.id == reader.manifest.id else found
 
 
-def _load(accel: Accelerator, reader: CheckpointReader, options: LoadOptions) -> str:
+def _load(training: TrainingState, reader: CheckpointReader, options: LoadOptions) -> str:
     """Read what is small, check that all fits, read the rest in place, hand it out.
 
     Raises:
         LoadFailed: some process could not read something.
     """
-    content = together(_WHERE, partial(read_content, accel, reader, options))
-    with accel.registered.all_or_nothing():
+    content = together(_WHERE, partial(read_content, training, reader, options))
+    with training.registered.all_or_nothing():
         with shared_failure(_WHERE):
-            ready = make_ready(accel, reader, content, options)
-        _fill(accel, ready, options.progress)
+            ready = make_ready(training, reader, content, options)
+        _fill(training, ready, options.progress)
     with shared_failure(_WHERE):
-        put_back(accel, ready, options.selection)
-    accel.loop.half_loaded = None
-    accel.load_report = ready.report
-    accel.project_configuration.count_from(number_of(reader.path))
+        put_back(training, ready, options.selection)
+    training.loop.half_loaded = None
+    training.load_report = ready.report
+    training.project.count_from(number_of(reader.path))
     return reader.path
 
 
-def _fill(accel: Accelerator, ready: Ready, progress: bool | None) -> None:
+def _fill(training: TrainingState, ready: Ready, progress: bool | None) -> None:
     """Read into the memory of models and optimizers; a failure leaves the run unable to step."""
-    before = accel.loop.half_loaded
-    accel.loop.half_loaded = ready.report.path
+    before = training.loop.half_loaded
+    training.loop.half_loaded = ready.report.path
     try:
         together(_WHERE, partial(ready.filling.run, progress), changes=ready.filling.changes)
     except LoadFailed as failed:
         if not failed.changed:
-            accel.loop.half_loaded = before
+            training.loop.half_loaded = before
         raise

@@ -1,4 +1,4 @@
-"""One of our callbacks inside of another trainer: its hooks, its errors, and what cannot work."""
+"""One of our callbacks in another library's trainer: its hooks, its errors, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.dispatch.dispatcher import Entry
 from accel_callbacks.callbacks.dispatch.ledger import Ledger
-from accel_callbacks.integrations.host import Host, RunView
+from accel_callbacks.integrations.adapt import adapt
+from accel_callbacks.integrations.host import ForeignHost, ForeignRun
 
 __all__ = ["Outward"]
 
@@ -20,43 +21,45 @@ _REFUSED = {"Preemption": "it needs a save that all processes agree on, as `acce
 
 
 class Outward:
-    """Calls the hooks of one callback with a view of the run.
+    """Calls the hooks of one callback with a run over the trainer.
 
     Args:
         given: a callback of ours, or what ``configured`` returned.
         host: the trainer.
-        never: hooks that the trainer has no place for; a user's callback is warned about.
+        never: hooks that the trainer never fires; a user's callback that has one gets a warning.
 
     Attributes:
         callback: the callback.
-        view: its run.
-        noted: called with what the callback itself logs.
+        run: its run.
+        noted: called with the values that the callback itself logs.
 
     Raises:
-        TypeError: it is no callback, or one that cannot work there.
+        TypeError: it is no callback, or one that cannot run there.
 
     Example:
         >>> from accel_callbacks.callbacks import EarlyStopping
         >>> from accel_callbacks.integrations.foreign_trainer import Outward
-        >>> Outward(EarlyStopping("loss"), None, never=()).has("on_log")
+        >>> from accel_callbacks.integrations.lightning.to_lightning import LightningHost
+        >>> Outward(EarlyStopping("loss"), LightningHost(), never=()).has("on_log")
         True
     """
 
-    def __init__(self, given: Any, host: Any, *, never: Collection[str]) -> None:
-        self._entry = Entry(given)
+    def __init__(self, given: Any, host: ForeignHost, *, never: Collection[str]) -> None:
+        self._entry = Entry(given, (adapt,))
         self.callback = self._entry.callback
         self._entry.wrap(Ledger(), self._entry.name)
-        title = getattr(host, "title", "another trainer")
+        title = host.title
         self._refuse(title)
         lost = sorted(hook for hook in never if hook in self._entry.calls)
-        ours = type(self.callback).__module__.startswith("accel_callbacks.")  # which can do without
+        # Our own callbacks can do without.
+        ours = type(self.callback).__module__.startswith("accel_callbacks.")
         if lost and not ours:
             warnings.warn(
                 f"{self.name}.{lost[0]} is never called in {title}, which has no such place",
                 stacklevel=4,
             )
-        self.host: Host = host
-        self.view = RunView(host, self.name, self._logged)
+        self.host = host
+        self.run = ForeignRun(host, self.name, self._logged)
         self.noted: Callable[[dict[str, Any]], None] = lambda values: None
 
     def _refuse(self, title: str) -> None:
@@ -76,65 +79,67 @@ class Outward:
         return self._entry.name
 
     def has(self, hook: str) -> bool:
-        """Whether the callback has this hook."""
+        """Return whether the callback has this hook."""
         return hook in self._entry.calls
 
     def fire(self, hook: str, *args: Any) -> None:
         """Call a hook."""
         call = self._entry.calls.get(hook)
         if call is not None:
-            call(self.view, self.view.model, *args)
+            self.run.follow_trainer()
+            call(self.run, self.run.model, *args)
 
     def _logged(self, values: dict[str, Any], step: int) -> None:
         self.noted(values)
         self.fire("on_log", values, step)
 
     def agree(self, *, within_epoch: bool = True) -> None:
-        """Collective: what the callback asked for on one process happens on all.
+        """Collective: do on all ranks what the callback asked for on one.
 
-        As in our own loop, within an epoch only where the callback says that it may ask there.
+        Within an epoch only if the callback declares ``can_vote``, as in our own loop.
         """
         if collectives.world_size() > 1 and (self._entry.votes or not within_epoch):
-            self.view.agree()
+            self.run.follow_trainer()
+            self.run.agree()
 
     def state_dict(self) -> dict[str, Any]:
-        """The callback's state."""
+        """Return the callback's state."""
         return self.callback.state_dict() or {} if self._entry.has_state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give it back."""
+        """Load the callback's state."""
         if state and self._entry.has_state:
             self.callback.load_state_dict(state)
 
-    # --- what several hooks have in common ----------------------------------------------------
+    # --- hooks that come in pairs --------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """``on_train_epoch_start``."""
-        self.view.epoch_open, self.view.batch_idx = True, -1
+        """Fire ``on_train_epoch_start``."""
+        self.run.epoch_open, self.run.batch_idx = True, -1
         self.fire("on_train_epoch_start")
 
     def end_epoch(self) -> None:
-        """``on_train_epoch_end``."""
-        self.view.epoch_open = False
+        """Fire ``on_train_epoch_end``."""
+        self.run.epoch_open = False
         self.fire("on_train_epoch_end")
         self.agree(within_epoch=False)
 
     def begin_evaluation(self, stage: str = "validation") -> None:
-        """The two hooks at the beginning of an evaluation."""
-        self.view.evaluating += 1
+        """Fire the two hooks at the start of an evaluation."""
+        self.run.loop.evaluating += 1
         self.fire(f"on_{stage}_start")
         self.fire(f"on_{stage}_epoch_start")
 
     def end_evaluation(self, stage: str = "validation") -> None:
-        """The two at its end."""
-        self.view.evaluating = max(self.view.evaluating - 1, 0)
+        """Fire the two hooks at its end."""
+        self.run.loop.evaluating = max(self.run.loop.evaluating - 1, 0)
         self.fire(f"on_{stage}_epoch_end")
         self.fire(f"on_{stage}_end")
 
     def stepped(self, step: int, optimizer: Any) -> None:
-        """``on_after_optimizer_step``, with a step that the trainer has not counted yet."""
-        self.view.step = step
+        """Fire ``on_after_optimizer_step`` for a step that the trainer has not counted yet."""
+        self.run.uncounted_step = step
         try:
             self.fire("on_after_optimizer_step", optimizer)
         finally:
-            self.view.step = None
+            self.run.uncounted_step = None

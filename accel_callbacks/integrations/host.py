@@ -1,85 +1,26 @@
-"""What a foreign trainer must tell and do; our run over it."""
+"""Another library's trainer as the host of our run, for our callbacks in that trainer."""
 
 from __future__ import annotations
 
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.votes import Votes
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["Host", "Missing", "NotInAPlainLoop", "Part", "RunView"]
+__all__ = ["ForeignHost", "ForeignLoop", "ForeignRun", "Missing", "NotInAPlainLoop", "Part"]
 
-_FP = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}
-
-
-class Host(ABC):
-    """One trainer, as :class:`RunView` asks it; a subclass for each library.
-
-    Example:
-        >>> from accel_callbacks.integrations.host import Host
-        >>> "stop" in Host.__abstractmethods__
-        True
-    """
-
-    #: What an error calls the trainer.
-    title: str
-    #: Whether the trainer can be asked to save.
-    can_save = False
-
-    @abstractmethod
-    def get(self, name: str) -> Any:
-        """An attribute of ``TrainingRun`` that tells where it stands; KeyError for others.
-
-        At least global_step, current_epoch, max_epochs, num_training_batches, num_val_batches,
-        num_test_batches, is_last_batch, resumed_from, precision and accumulate_grad_batches.
-        """
-
-    @abstractmethod
-    def models(self) -> list[torch.nn.Module]:
-        """The models that are trained, as the user built them."""
-
-    @abstractmethod
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers, without wrappers."""
-
-    @abstractmethod
-    def schedulers(self) -> list[Any]:
-        """The schedulers of the learning rate."""
-
-    @abstractmethod
-    def metrics(self) -> dict[str, Any]:
-        """The last values by name; what is set in it stays."""
-
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where this process computes."""
-
-    @abstractmethod
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """To the trackers that the trainer has."""
-
-    @abstractmethod
-    def stop(self, reason: str) -> None:
-        """Ask the trainer to stop; called on all processes."""
-
-    def save_now(self, reason: str) -> None:
-        """Ask the trainer to save, where it ``can_save``; called on all processes."""
-        raise NotImplementedError(f"{self.title} cannot be asked to save")
-
-    @abstractmethod
-    def accumulate(self, batches: int) -> None:
-        """Set the micro-batches of a step."""
+_PRECISION = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}
 
 
 class NotInAPlainLoop(AttributeError):
-    """A callback asks for something that only the Trainer of its own world has.
+    """A callback uses an attribute that only its own trainer has.
 
-    It is an ``AttributeError`` too, so that ``hasattr`` and ``getattr`` with a default work.
+    A subclass of ``AttributeError``, so that ``hasattr`` and ``getattr`` with a default work.
 
     Example:
         >>> from accel_callbacks.callbacks.adapters import NotInAPlainLoop
@@ -89,7 +30,7 @@ class NotInAPlainLoop(AttributeError):
 
 
 class Missing:
-    """Says who asks for what: the callback's name, and how the error ends.
+    """Makes the error of an attribute that is missing: it names the callback and the owner.
 
     Example:
         >>> from accel_callbacks.integrations.host import Missing
@@ -102,12 +43,12 @@ class Missing:
         self.owner = owner
 
     def __call__(self, what: str) -> NotInAPlainLoop:
-        """The error to raise."""
+        """Return the error to raise."""
         return NotInAPlainLoop(f"{self.who} needs {what}, which only {self.owner} has")
 
 
 class Part:
-    """A stand-in for a part of the Trainer: what it does not have is an error that names it.
+    """A stand-in for a part of the Trainer; an attribute that it lacks is an error that names it.
 
     Example:
         >>> from accel_callbacks.integrations.host import Missing, Part
@@ -132,276 +73,385 @@ class Part:
         object.__setattr__(self, name, value)
 
 
-class RunView:
-    """The public names of :class:`TrainingRun` over a :class:`Host`; the rest is a named error.
+class ForeignLoop:
+    """The loop of another library's trainer; see `accel_callbacks.loop.host.HostLoop`.
+
+    The trainer averages and scales gradients itself: in our hooks they have their true size.
 
     Args:
         host: the trainer.
-        who: the callback's name, for errors.
-        logged: called with what the callback logs, for its ``on_log``.
 
     Attributes:
-        name: ``"run"``.
-        run_id: a random name.
-        epoch_open: an epoch has begun and not ended.
-        batch_idx: index of the training batch in its epoch, -1 before the first.
-        step: overrides ``global_step`` while the trainer has not counted a step yet.
-        evaluating: evaluations that are open.
-        votes: what this process has asked for, and not all have agreed on yet.
-
-    Example:
-        >>> from accel_callbacks.integrations.host import RunView
-        >>> RunView.data_wait_s, RunView.preempted
-        (0.0, False)
+        evaluating: number of open evaluations.
     """
 
-    name = "run"
-    data_wait_s = 0.0
-    exit_code = None
-    interrupted = False
-    preempted = False
-    sanity_checking = False
-    fast_dev_run = False
+    epochs_counted = True
+    iterating = True
+    in_window = False
+    in_lockstep = True
 
-    def __init__(self, host: Host, who: str, logged: Callable[[dict[str, Any], int], None]) -> None:
-        self.run_id = uuid.uuid4().hex[:12]
-        self.config: dict[str, Any] = {}
-        self.host = host
-        self.step: int | None = None
-        self.begin()
-        self._logged = logged
-        self._missing = Missing(who, "accel.run")
-        self.accelerator = _accelerator(self, self._missing)
-
-    def begin(self) -> None:
-        """A run begins: nothing of an earlier one is left."""
-        self.epoch_open = False
-        self.batch_idx = -1
+    def __init__(self, host: ForeignHost) -> None:
+        self._host = host
         self.evaluating = 0
-        self.stop_reason: str | None = None
-        self.votes = Votes()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or "_host" not in vars(self):
+            raise AttributeError(name)
+        raise self._host.missing(f"run.accelerator.loop.{name}")
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The first model."""
+        return next(iter(self._host.bare_models), None)
+
+    @property
+    def phase(self) -> str:
+        """``"train"`` outside of evaluations."""
+        return "validation" if self.evaluating else "train"
+
+    @property
+    def savers(self) -> list[Any]:
+        """No callback that saves runs in another trainer."""
+        return []
+
+    @property
+    def train_loader(self) -> Any:
+        """Not known here; the run asks the trainer."""
+        raise self._host.missing("run.accelerator.loop.train_loader")
+
+    @property
+    def validation_loaders(self) -> Sequence[Any]:
+        """Not known here; the run asks the trainer."""
+        raise self._host.missing("run.accelerator.loop.validation_loaders")
+
+    @property
+    def test_loaders(self) -> Sequence[Any]:
+        """Not known here; the run asks the trainer."""
+        raise self._host.missing("run.accelerator.loop.test_loaders")
+
+    def gradient_scale(self) -> float:
+        """Return 1.0."""
+        return 1.0
+
+    def next_step(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the step after those that the trainer has counted."""
+        return self._host.current_run.global_step + 1
+
+
+class ForeignHost(ABC):
+    """One trainer under the names that `accel_callbacks.loop.host.Host` asks for.
+
+    It is ``run.accelerator`` in that trainer; names of the Accelerator that it lacks raise
+    :class:`NotInAPlainLoop`. There is a subclass for each library.
+
+    Attributes:
+        title: the trainer's name, for messages.
+        can_save: the trainer can be asked to save.
+        current_run: the run over this host.
+        missing: makes the error of a name that is missing.
+
+    Example:
+        >>> from accel_callbacks.integrations.host import ForeignHost
+        >>> "stop" in ForeignHost.__abstractmethods__
+        True
+    """
+
+    title: str
+    can_save = False
+    current_run: ForeignRun
+    missing = Missing("a callback", "accel.run")
+    scaler = None
+    sync_gradients = False
 
     def __getattr__(self, name: str) -> Any:
-        known = vars(self)
-        if name.startswith("__") or "accelerator" not in known:
+        if name.startswith("__") or name == "current_run":
             raise AttributeError(name)
-        try:
-            return known["host"].get(name)
-        except KeyError:
-            raise known["_missing"](f"run.{name}") from None
+        raise self.missing(f"run.accelerator.{name}")
 
-    # --- where it stands ----------------------------------------------------------------------
+    # --- what a subclass answers --------------------------------------------------------------
 
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps taken."""
-        return int(self.host.get("global_step")) if self.step is None else self.step
+    @abstractmethod
+    def get(self, name: str) -> Any:
+        """Return an attribute of ``TrainingRun``; raise KeyError for one that is not known.
 
-    @property
-    def begins_anew(self) -> bool:
-        """In ``setup``: nothing was loaded and nothing trained."""
-        return self.resumed_from is None and self.global_step == 0
+        At least global_step, current_epoch, max_epochs, num_training_batches, num_val_batches,
+        num_test_batches, is_last_batch, resumed_from, precision and accumulate_grad_batches.
+        """
 
     @property
-    def epochs_done(self) -> int:
-        """Training epochs finished."""
-        begun = self.batch_idx >= 0 or self.epoch_open
-        epoch = int(self.host.get("current_epoch"))
-        return epoch + int(begun and not self.epoch_open)
+    @abstractmethod
+    def bare_models(self) -> list[torch.nn.Module]:
+        """The models that are trained, as the user built them."""
 
     @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """The last values by name."""
-        return self.host.metrics()
-
-    logged_metrics = callback_metrics
+    @abstractmethod
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, without wrappers."""
 
     @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """The numbers among them, on the host."""
-        kinds = (torch.Tensor, int, float)
-        return {n: float(v) for n, v in self.callback_metrics.items() if isinstance(v, kinds)}
+    @abstractmethod
+    def schedulers(self) -> list[Any]:
+        """The learning-rate schedulers."""
 
     @property
-    def accumulate_grad_batches(self) -> int:
-        """Micro-batches of a step; settable."""
-        return int(self.host.get("accumulate_grad_batches"))
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of this rank."""
 
-    @accumulate_grad_batches.setter
-    def accumulate_grad_batches(self, value: int) -> None:
-        self.host.accumulate(value)
+    @abstractmethod
+    def metrics(self) -> dict[str, Any]:
+        """Return the last values by name; what is set in it stays."""
 
-    # --- the parts ----------------------------------------------------------------------------
+    @abstractmethod
+    def write(self, values: dict[str, Any], step: int) -> None:
+        """Write values to the trainer's own loggers."""
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """Ask the trainer to stop; called on all ranks."""
+
+    @abstractmethod
+    def accumulate(self, batches: int) -> None:
+        """Set the number of micro-batches of a step."""
+
+    def save_now(self, reason: str) -> None:
+        """Ask the trainer to save, if it ``can_save``; called on all ranks."""
+        raise NotImplementedError(f"{self.title} cannot be asked to save")
+
+    # --- what follows from it -----------------------------------------------------------------
+
+    @property
+    def loop(self) -> ForeignLoop:
+        """The state of the trainer's loop."""
+        return self.current_run.loop
+
+    @property
+    def passes(self) -> Any:
+        """The trainer counts its epochs itself."""
+        raise self.missing("run.epochs")
 
     @property
     def models(self) -> list[torch.nn.Module]:
         """The models that are trained."""
-        return self.host.models()
+        return self.bare_models
 
     @property
-    def model(self) -> torch.nn.Module | None:
-        """The first of them."""
-        return next(iter(self.models), None)
+    def loaders(self) -> list[Any]:
+        """The trainer has no prepared loaders."""
+        raise self.missing("run.accelerator.loaders")
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers."""
-        return self.host.optimizers()
+    def callbacks(self) -> list[Any]:
+        """The trainer's callbacks."""
+        return list(self.current_run.callbacks)
 
     @property
-    def loggers(self) -> list[Any]:
+    def trackers(self) -> list[Any]:
         """No trackers of ours."""
         return []
 
     @property
-    def logger(self) -> None:
-        """No tracker of ours."""
-        return None
-
-    # --- the processes ------------------------------------------------------------------------
+    def mixed_precision(self) -> str:
+        """The precision under the Accelerator's name."""
+        return _PRECISION.get(str(self.current_run.precision), "no")
 
     @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return collectives.world_size()
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step; may be set."""
+        return int(self.get("accumulate_grad_batches"))
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.accumulate(value)
 
     @property
-    def global_rank(self) -> int:
-        """Index of this process."""
+    def project_dir(self) -> str:
+        """The trainer's folder."""
+        return str(self.current_run.default_root_dir)
+
+    @property
+    def logging_dir(self) -> str:
+        """The folder of the trainer's loggers."""
+        return str(self.current_run.log_dir)
+
+    @property
+    def topology(self) -> Topology:
+        """The rank and the world size."""
+        rank, world = collectives.rank(), collectives.world_size()
+        return Topology(self.device, rank=rank, world_size=world)
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
         return collectives.rank()
 
     @property
-    def is_global_zero(self) -> bool:
+    def num_processes(self) -> int:
+        """The world size."""
+        return collectives.world_size()
+
+    @property
+    def is_main_process(self) -> bool:
         """True on rank 0."""
         return collectives.rank() == 0
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the main process."""
-        if self.is_global_zero:
+        """``print`` on rank 0."""
+        if self.is_main_process:
             print(*args, **kwargs)
 
-    # --- asking -------------------------------------------------------------------------------
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log to the trainer's loggers, its metrics and ``on_log``; see ``Accelerator.log``."""
+        from loggers import flatten
 
-    @property
-    def should_stop(self) -> bool:
-        """All processes stop; set it to True to ask for it."""
-        return self.stop_reason is not None
+        run, flat = self.current_run, dict(flatten(values))
+        step = run.global_step if step is None else step
+        self.write(flat, step)
+        self.metrics().update(flat)
+        run.logged(flat, step)
 
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        if value:
-            self.stop()
+    def save_state(self, output_dir: str) -> str:
+        """Only the Accelerator saves a training state."""
+        raise self.missing("run.accelerator.save_state")
+
+
+class _FromTrainer:
+    """An attribute of :class:`TrainingRun` that the trainer answers, or that is missing there."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: ForeignRun | None, owner: type) -> Any:
+        return self if run is None else run.ask_trainer(self._name)
+
+
+def _from_trainer() -> Any:
+    """Typed as anything, because it replaces properties and methods."""
+    return _FromTrainer()
+
+
+class ForeignRun(TrainingRun):
+    """The run of another library's trainer: the public names of :class:`TrainingRun`.
+
+    The position follows the trainer, by :meth:`follow_trainer` before each hook.
+
+    Args:
+        host: the trainer.
+        who: the callback's name, for errors.
+        logged: called with the values that the callback logs, and their step.
+
+    Attributes:
+        uncounted_step: overrides ``global_step`` while the trainer has not counted a step yet.
+
+    Example:
+        >>> from accel_callbacks.integrations.host import ForeignRun
+        >>> ForeignRun.sanity_checking, ForeignRun.fast_dev_run
+        (False, False)
+    """
+
+    def __init__(
+        self, host: ForeignHost, who: str, logged: Callable[[dict[str, Any], int], None]
+    ) -> None:
+        self._trainer = host
+        self.logged = logged
+        self.begin()
+        host.current_run = self
+        host.missing = Missing(who, "accel.run")
+
+    def begin(self) -> None:
+        """Reset, because a run starts."""
+        super().__init__(self._trainer)
+        self.loop = ForeignLoop(self._trainer)
+        self.uncounted_step: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_trainer" not in vars(self):
+            raise AttributeError(name)
+        return self.ask_trainer(name)
+
+    def ask_trainer(self, name: str) -> Any:
+        """Return the trainer's attribute of this name.
+
+        Raises:
+            NotInAPlainLoop: the trainer has none.
+        """
+        try:
+            return self._trainer.get(name)
+        except KeyError:
+            raise self._trainer.missing(f"run.{name}") from None
+
+    def follow_trainer(self) -> None:
+        """Take over the position of the trainer."""
+        ask = self.ask_trainer
+        step = self.uncounted_step
+        self.global_step = int(ask("global_step")) if step is None else step
+        self.current_epoch = int(ask("current_epoch"))
+        self.max_epochs = ask("max_epochs")
+        self.num_training_batches = ask("num_training_batches")
+        self.resumed_from = ask("resumed_from")
+        self.callback_metrics = self._trainer.metrics()
+        begun = self.batch_idx >= 0 or self.epoch_open
+        self.epochs_done = self.current_epoch + int(begun and not self.epoch_open)
+
+    callbacks = _from_trainer()
+    checkpoint_callback = _from_trainer()
+    checkpoint_callbacks = _from_trainer()
+    ckpt_path = _from_trainer()
+    default_root_dir = _from_trainer()
+    early_stopping_callback = _from_trainer()
+    early_stopping_callbacks = _from_trainer()
+    estimated_stepping_batches = _from_trainer()
+    evaluating = _from_trainer()
+    is_last_batch = _from_trainer()
+    local_rank = _from_trainer()
+    log_dir = _from_trainer()
+    max_steps = _from_trainer()
+    node_rank = _from_trainer()
+    num_devices = _from_trainer()
+    num_nodes = _from_trainer()
+    num_test_batches = _from_trainer()
+    num_val_batches = _from_trainer()
+    precision = _from_trainer()
+    predicting = _from_trainer()
+    test_dataloaders = _from_trainer()
+    testing = _from_trainer()
+    train_dataloader = _from_trainer()
+    training = _from_trainer()
+    val_dataloaders = _from_trainer()
+    validating = _from_trainer()
+    # Only accel.run has these: using one is an error that names it.
+    awaits_training = _from_trainer()
+    epochs = _from_trainer()
+    load_state_dict = _from_trainer()
+    preempt = _from_trainer()
+    save_checkpoint = _from_trainer()
+    skip_step = _from_trainer()
+    start_over = _from_trainer()
+    state_dict = _from_trainer()
 
     def stop(self, reason: str = "requested") -> None:
-        """Ask the trainer to stop: at once, or with several processes once they have voted."""
-        self._ask("stop", reason)
+        """Ask the trainer to stop: at once, or with several ranks once they have voted."""
+        self._ask_for("stop", reason)
 
     def save_now(self, reason: str = "requested") -> None:
         """Ask the trainer to save."""
-        if not self.host.can_save:
-            raise self._missing("run.save_now")
-        self._ask("save", reason)
+        if not self._trainer.can_save:
+            raise self._trainer.missing("run.save_now")
+        self._ask_for("save", reason)
 
-    def _ask(self, kind: str, reason: str) -> None:
+    def _ask_for(self, kind: str, reason: str) -> None:
         self.votes.ask(kind, reason)
         if collectives.world_size() == 1:
             self.agree()
 
     def agree(self) -> None:
-        """Collective: the trainers of all processes do what any process asked for."""
-        agreed = {kind: reason for kind, (reason, _) in self.votes.agree().items()}
+        """Collective: let the trainers of all ranks do what any rank has asked for."""
+        agreed = self.votes.agree()
         if "save" in agreed:
-            self.host.save_now(agreed["save"])
+            self._trainer.save_now(agreed["save"][0])
         if "stop" in agreed:
+            reason, rank = agreed["stop"]
             if self.stop_reason is None:
-                self.stop_reason = agreed["stop"]
-                self.print(f"[accel] stop at step {self.global_step}: {self.stop_reason}")
-            self.host.stop(agreed["stop"])
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """``accel.log``: to the trainer's trackers, its metrics and ``on_log``."""
-        from loggers import flatten
-
-        flat = dict(flatten(values))
-        step = self.global_step if step is None else step
-        self.host.log(flat, step)
-        self.host.metrics().update(flat)
-        self._logged(flat, step)
-
-
-class _Accelerator(Part):
-    """What callbacks ask of ``run.accelerator`` and is not the Accelerator's own business."""
-
-    _run: RunView
-
-    @property
-    def device(self) -> torch.device:
-        return self._run.host.device()
-
-    @property
-    def is_main_process(self) -> bool:
-        return self._run.is_global_zero
-
-    @property
-    def process_index(self) -> int:
-        return self._run.global_rank
-
-    @property
-    def num_processes(self) -> int:
-        return self._run.world_size
-
-    @property
-    def mixed_precision(self) -> str:
-        return _FP.get(str(self._run.precision), "no")
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        return self._run.accumulate_grad_batches
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self._run.accumulate_grad_batches = value
-
-    @property
-    def models(self) -> list[torch.nn.Module]:
-        return self._run.models
-
-    bare_models = models
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return self._run.optimizers
-
-    @property
-    def schedulers(self) -> list[Any]:
-        return self._run.host.schedulers()
-
-    @property
-    def current_run(self) -> RunView:
-        return self._run
-
-    @property
-    def loop(self) -> Part:
-        return Part(
-            "run.accelerator.loop",
-            self._missing,
-            evaluating=self._run.evaluating,
-            epochs_counted=True,
-            active=(self._run.host,),
-        )
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        self._run.log(values, step)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        self._run.print(*args, **kwargs)
-
-
-def _accelerator(run: RunView, missing: Missing) -> Any:
-    """The view; gradients are those of the trainer, which scales and averages them itself."""
-    path = "run.accelerator"
-    normalizer = Part(f"{path}.window.normalizer", missing, active=False)
-    window = Part(f"{path}.window", missing, correction=1.0, is_open=False, normalizer=normalizer)
-    return _Accelerator(
-        path, missing, _run=run, window=window, sync_gradients=False, trackers=[], scaler=None
-    )
+                self._stopped(reason, rank)
+                self.print(f"[accel] stop at step {self.global_step}: {reason}")
+            self._trainer.stop(reason)

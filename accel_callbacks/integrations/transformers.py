@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.integrations.foreign_trainer import Outward
-from accel_callbacks.integrations.host import Host
+from accel_callbacks.integrations.host import ForeignHost
 
 __all__ = ["TransformersHost", "to_transformers"]
 
@@ -32,7 +32,7 @@ _NEVER = (
 _FOLDER = "accel_callbacks"
 
 
-class TransformersHost(Host):
+class TransformersHost(ForeignHost):
     """What the Trainer's events have shown last.
 
     Args:
@@ -72,10 +72,12 @@ class TransformersHost(Host):
         """From the Trainer's arguments and state."""
         return _ATTRIBUTES[name](self)
 
-    def models(self) -> list[torch.nn.Module]:
+    @property
+    def bare_models(self) -> list[torch.nn.Module]:
         """The model."""
         return [self._given["model"]]
 
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The Trainer's, without Accelerate's wrapper."""
         optimizer = self._given.get("optimizer")
@@ -86,6 +88,7 @@ class TransformersHost(Host):
         """The scaler of fp16 has left this step out."""
         return bool(getattr(self._given.get("optimizer"), "step_was_skipped", False))
 
+    @property
     def schedulers(self) -> list[Any]:
         """The Trainer's, without Accelerate's wrapper."""
         scheduler = self._given.get("lr_scheduler")
@@ -95,11 +98,12 @@ class TransformersHost(Host):
         """What was logged."""
         return self._metrics
 
+    @property
     def device(self) -> torch.device:
         """Of the Trainer's arguments."""
         return torch.device(self._args.device)
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def write(self, values: dict[str, Any], step: int) -> None:
         """Through the Trainer; without it into the history of its state."""
         numbers = {n: float(v) if not isinstance(v, str) else v for n, v in values.items()}
         if self._trainer is None:
@@ -227,7 +231,7 @@ class _Events:
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Set up, restored where training resumes, and begun."""
         outward = self._at(args, state, control, given)
-        outward.view.begin()
+        outward.run.begin()
         self._evaluating = self._epoch_ends = False
         host: Any = outward.host
         host.begin_epoch()
@@ -256,7 +260,7 @@ class _Events:
         host: Any = outward.host
         done = host.begin_epoch()
         outward.begin_epoch()
-        outward.view.batch_idx = done - 1
+        outward.run.batch_idx = done - 1
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """An epoch is over; if the Trainer evaluates after this, that belongs to the epoch."""
@@ -284,32 +288,32 @@ class _Events:
     def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """A micro-batch that is not the last of its step."""
         outward = self._at(args, state, control, given)
-        outward.fire("on_train_batch_end", None, None, outward.view.batch_idx)
+        outward.fire("on_train_batch_end", None, None, outward.run.batch_idx)
         self._begin_batch(outward)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The last micro-batch; an evaluation may follow at once."""
         outward = self._at(args, state, control, given)
-        outward.fire("on_train_batch_end", None, None, outward.view.batch_idx)
+        outward.fire("on_train_batch_end", None, None, outward.run.batch_idx)
         outward.agree()
         if control.should_evaluate:  # the Trainer tells that it will, not when it begins
             self._begin_evaluation(outward)
 
     def _begin_batch(self, outward: Outward) -> None:
-        outward.view.batch_idx += 1
-        outward.fire("on_train_batch_start", None, outward.view.batch_idx)
+        outward.run.batch_idx += 1
+        outward.fire("on_train_batch_start", None, outward.run.batch_idx)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Gradients are clipped already."""
         outward = self._at(args, state, control, given)
-        for optimizer in outward.view.optimizers:
+        for optimizer in outward.run.optimizers:
             outward.fire("on_before_optimizer_step", optimizer)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The Trainer counts this step, and clears the gradients, after this."""
         outward = self._at(args, state, control, given)
         host: Any = outward.host
-        for optimizer in outward.view.optimizers:
+        for optimizer in outward.run.optimizers:
             if not host.skipped:
                 outward.stepped(state.global_step + 1, optimizer)
             outward.fire("on_before_zero_grad", optimizer)

@@ -1,32 +1,40 @@
-"""Loop: state of the loop and which hook fires when."""
+"""The state of the training loop, and the life of a run: which hook fires when."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
+from accel_callbacks import collectives
+from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher, Entry
+from accel_callbacks.callbacks.dispatch.functions import (
+    Filters,
+    FunctionCallback,
+    FunctionHandle,
+    name_of,
+)
+from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.accumulation import GradientWindow
-from accel_callbacks.loop.passes import counted_epochs, evaluation_pass, feeding_pass, training_pass
 from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["Deliveries", "LoadersSeen", "Loop"]
+__all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
 
 
-class Deliveries:
-    """Notes of the training loaders that delivered a batch.
+class LoaderProgress:
+    """The training loaders that delivered a batch, and how many micro-batches they have left.
 
     Attributes:
-        fresh: those that did since the last micro-batch began.
+        fresh: the loaders that delivered since the last micro-batch began.
 
     Example:
-        >>> from accel_callbacks.loop.loop import Deliveries
-        >>> Deliveries().remaining(None)
+        >>> from accel_callbacks.loop.loop import LoaderProgress
+        >>> LoaderProgress().remaining(None)
         (None, False)
     """
 
@@ -37,15 +45,16 @@ class Deliveries:
         self._before: list[DataLoaderShard] = []
 
     def note(self, loader: DataLoaderShard) -> None:
-        """A loader moved on; in a loop without ``accumulate`` nobody ever takes the notes away."""
+        """Record that a loader delivered a batch."""
+        # A loop without `accumulate` never calls `remaining`, so the list must not grow.
         if loader not in self.fresh:
             self.fresh.append(loader)
 
     def remaining(self, innermost: DataLoaderShard | None) -> tuple[int | None, bool]:
-        """(micro-batches left with this one if known, whether this is the last).
+        """Return the number of micro-batches left, this one included, and whether it is the last.
 
-        Loaders read side by side, as by ``zip``, end with the shortest; an outer loader that
-        moves on only now and then does not count.
+        Loaders iterated together, as by ``zip``, end with the shortest one. An outer loader that
+        delivers only now and then does not count. The number is None where it is not known.
 
         Args:
             innermost: the loader whose loop was entered last.
@@ -59,17 +68,17 @@ class Deliveries:
         return min(known, default=None), any(one.on_last for one in chosen)
 
     def clear(self) -> None:
-        """No loop is open any more."""
+        """Forget all loaders."""
         self.fresh.clear()
         self._before.clear()
 
 
-class LoadersSeen:
-    """The loader that was trained on last, and those that were validated and tested on.
+class UsedLoaders:
+    """The loader of the last training pass, and the loaders of validations and tests.
 
     Example:
-        >>> from accel_callbacks.loop.loop import LoadersSeen
-        >>> LoadersSeen().training is None
+        >>> from accel_callbacks.loop.loop import UsedLoaders
+        >>> UsedLoaders().training is None
         True
     """
 
@@ -78,44 +87,46 @@ class LoadersSeen:
         self.validation: list[DataLoaderShard] = []
         self.test: list[DataLoaderShard] = []
 
-    def evaluated(self, loader: DataLoaderShard, stage: str) -> None:
-        """It is iterated in this stage."""
+    def add_evaluated(self, loader: DataLoaderShard, stage: str) -> None:
+        """Add a loader of a validation or test."""
         known = self.test if stage == "test" else self.validation
         if not any(loader is one for one in known):
             known.append(loader)
 
-    def forget(self) -> None:
-        """What was prepared is gone."""
+    def clear(self) -> None:
+        """Forget all loaders."""
         self.training = None
         self.validation.clear()
         self.test.clear()
 
 
 class Loop:
-    """Knows which loader is being iterated and in which phase, and fires the hooks around it.
+    """Keeps track of the loader being iterated, the phase and the run, and fires the hooks.
 
-    What a loop leaves open when it is broken off (the end of the last batch, the end of an
-    evaluation) is fired by the next thing the script does, and dropped if the script is ending
-    with an exception: a hook must not save, or meet other processes, while an error unwinds.
+    A loop that is left by ``break`` leaves hooks to be fired: the end of its last batch, the end of
+    an evaluation. They are deferred to the next call of the script, and dropped if the script ends
+    with an exception: a hook must not save, or wait in a collective, while an error unwinds.
 
     Args:
-        run: the state of the run; replaced for a new run.
+        run: the state of the run; replaced when a new run starts.
         dispatch: the callbacks.
         window: the gradient window.
-        models: the prepared models, as a list that grows.
-        optimizers: the prepared optimizers, likewise.
+        models: the prepared models, a list that grows.
+        optimizers: the prepared optimizers, a list that grows.
+        loaders: the prepared loaders, a list that grows.
 
     Attributes:
         active: loaders being iterated, the innermost last.
-        worked: the current training batch was trained on.
+        worked: True once the current training batch was trained on.
         stepped: optimizers that stepped since the global step was last counted.
-        deliveries: training loaders that moved on since the last micro-batch began.
-        left_open: what is fired by the next thing that the script does.
-        saves: what saves the training state, also in the background.
-        stages: the evaluations that are open, the innermost last.
-        loaders_seen: which prepared loaders were used for what.
-        stop_is_old: the run's stop ended a training that is over, and is none for another.
-        half_loaded: the checkpoint whose loading broke off after it had changed something.
+        progress: training loaders that delivered since the last micro-batch began.
+        deferred: hooks to be fired by the next call of the script.
+        saves: saves of the training state, also in the background.
+        stages: the open evaluations, the innermost last.
+        used_loaders: the loaders of each phase.
+        stop_consumed: True if the run's stop ended a training that is over, so that another one
+            may start.
+        half_loaded: the checkpoint whose load failed after it had changed something.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -131,30 +142,32 @@ class Loop:
         window: GradientWindow,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
+        loaders: Sequence[DataLoaderShard],
     ) -> None:
         self.run = run
         self.dispatch = dispatch
         self.window = window
         self.models = models
         self.optimizers = optimizers
+        self.loaders = loaders
         self.model: torch.nn.Module | None = None
         self.active: list[DataLoaderShard] = []
-        self.deliveries = Deliveries()
-        self.left_open: list[Callable[[], None]] = []
+        self.progress = LoaderProgress()
+        self.deferred: list[Callable[[], None]] = []
         self.saves = BackgroundSaves(self.fire)
         self.stages: list[str] = []
-        self.loaders_seen = LoadersSeen()
-        self.told_no_saver = False
+        self.used_loaders = UsedLoaders()
+        self.warned_no_saver = False
         self.eval_loaders = 0
         self.last_loss: torch.Tensor | None = None
         self.half_loaded: str | None = None
         self.worked = False
-        self.epochs_counted = self.stop_is_old = False
+        self.epochs_counted = self.stop_consumed = False
         self.stepped: set[int] = set()
         self._outer: DataLoaderShard | None = None
         self._cut_short = self._passed = False
         self._settling = self._fit_started = self._train_started = False
-        self._untorn: list[Callable[..., None]] | None = None  # whose teardown has still to come
+        self._pending_teardowns: list[Callable[..., None]] | None = None
 
     @property
     def phase(self) -> str:
@@ -166,56 +179,180 @@ class Loop:
 
     @property
     def evaluating(self) -> int:
-        """How many evaluations are open."""
+        """Number of open evaluations."""
         return len(self.stages)
 
     @property
     def fitting(self) -> bool:
-        """Between ``setup`` and ``teardown``."""
+        """True between ``setup`` and ``teardown``."""
         return self._fit_started
 
     @property
+    def iterating(self) -> bool:
+        """True while a prepared loader is being iterated."""
+        return bool(self.active)
+
+    @property
     def between_passes(self) -> bool:
-        """Prepared loaders are used, and none is being iterated now."""
+        """True if prepared loaders are used, and none is being iterated now."""
         return self._passed and not self.active
 
+    @property
+    def in_window(self) -> bool:
+        """True between the micro-batches of one gradient window."""
+        return self.window.is_open
+
+    @property
+    def in_lockstep(self) -> bool:
+        """False in a block of ``join_uneven_inputs``, where ranks take unequal numbers of steps."""
+        return not self.window.normalizer.closed
+
+    @property
+    def savers(self) -> list[Any]:
+        """The callbacks that save."""
+        return self.dispatch.savers
+
+    @property
+    def train_loader(self) -> DataLoaderShard | None:
+        """The loader of the current or last training pass."""
+        return self.used_loaders.training
+
+    @property
+    def validation_loaders(self) -> list[DataLoaderShard]:
+        """The loaders of validations, in the order of their first use."""
+        return self.used_loaders.validation
+
+    @property
+    def test_loaders(self) -> list[DataLoaderShard]:
+        """The loaders of tests, in the order of their first use."""
+        return self.used_loaders.test
+
+    def require_loaded(self, action: str) -> None:
+        """Raise ResumeError if the last ``load_state`` failed midway.
+
+        Args:
+            action: the method that would use the mixed state, for the message.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> loop = Accelerator(cpu=True).loop
+            >>> loop.half_loaded = "runs/step-1"
+            >>> loop.require_loaded("backward")
+            Traceback (most recent call last):
+            accel_callbacks.errors.ResumeError: backward: loading runs/step-1 broke off half-way, \
+and models and optimizers hold a mixture of it and of what was there before. Load a checkpoint \
+first: load_state() takes the newest that is whole.
+        """
+        if self.half_loaded is not None:
+            raise ResumeError(
+                f"{action}: loading {self.half_loaded} broke off half-way, and models and "
+                "optimizers hold a mixture of it and of what was there before. Load a checkpoint "
+                "first: load_state() takes the newest that is whole."
+            )
+
     def fire(self, hook: str, *args: Any) -> None:
-        """Call a hook of all callbacks with the run and the model in front."""
+        """Call a hook of all callbacks with the run and the model as first arguments."""
         for method in self.dispatch.hooks[hook]:
             method(self.run, self.model, *args)
 
     def settle(self) -> None:
-        """Fire what a broken-off loop left open."""
-        if self._settling:  # a hook saves, say: what comes after it must stay after it
+        """Fire the deferred hooks."""
+        # A deferred hook may save, and a save settles: the hooks behind it must stay behind it.
+        if self._settling:
             return
         self._settling = True
         try:
-            while self.left_open:
-                self.left_open.pop(0)()
+            while self.deferred:
+                self.deferred.pop(0)()
         finally:
             self._settling = False
+
+    # --- callbacks that come and go -----------------------------------------------------------
+
+    def add_callback(self, wanted: Any) -> Entry:
+        """Register a callback; during a run, set it up and restore its state.
+
+        Args:
+            wanted: the callback, or what ``configured`` returned.
+        """
+        (entry,) = self.dispatch.add(wanted)
+        if entry.votes or entry.meets_others:
+            self.dispatch.check_alike()
+        if self.fitting and "setup" in entry.calls:
+            entry.calls["setup"](self.run, self.model, "fit")
+        if self.run.resumed_from is not None:
+            self.dispatch.claim(entry)
+        return entry
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback; during a run, tear it down.
+
+        Raises:
+            ValueError: it is not registered.
+        """
+        entry = self.dispatch.remove(callback)
+        if self.fitting and "teardown" in entry.calls:
+            entry.off = False  # for this one call
+            try:
+                entry.calls["teardown"](self.run, self.model, "fit")
+            finally:
+                entry.off = True
+
+    def discard_callback(self, callback: Any) -> None:
+        """Remove a callback if it is still registered."""
+        if any(callback is one for one in self.dispatch.callbacks):
+            self.remove_callback(callback)
+
+    def add_function(
+        self,
+        function: Callable[..., Any],
+        hook: str,
+        filters: Filters,
+        *,
+        on_error: str,
+        can_vote: bool,
+    ) -> FunctionHandle:
+        """Register a function for one hook; see ``Accelerator.on``.
+
+        Args:
+            function: called with the arguments that it names.
+            hook: the checked name.
+            filters: which calls of the hook reach it.
+            on_error: ``"raise"``, ``"warn"`` or ``"disable"``.
+            can_vote: it may stop the run in the middle of an epoch.
+        """
+        key = self.dispatch.free_key(f"{name_of(function)}:{hook}")
+        callback = FunctionCallback(function, hook, filters, key, self.dispatch.retire)
+        callback.can_vote = can_vote
+        self.add_callback(configured(callback, on_error=on_error))
+        return FunctionHandle(callback, self.discard_callback, function)
+
+    def share_identity(self, run: TrainingRun) -> None:
+        """Collective: give the run the id drawn on rank 0, and check that callbacks are alike."""
+        run.run_id = collectives.broadcast_object(run.run_id)
+        self.dispatch.check_alike()
 
     # --- the life of a run --------------------------------------------------------------------
 
     def begin_fit(self, restore: Callable[[], None] | None = None) -> None:
-        """``setup``, the restoring of a checkpoint, ``on_fit_start``; once a run."""
+        """Fire ``setup``, restore a checkpoint, fire ``on_fit_start``; once a run."""
         if self._fit_started:
             return
-        self._fit_started, self.stop_is_old = True, False
+        self._fit_started, self.stop_consumed = True, False
         self.fire("setup", "fit")
         if restore is not None:
             restore()
         self.fire("on_fit_start")
 
     def begin_training(self) -> None:
-        """``on_train_start``, once a run, before the first training batch."""
+        """Fire ``on_train_start``, once a run, before the first training batch."""
         self.begin_fit()
         if not self._train_started:
             self._train_started = True
             self.fire("on_train_start")
 
     def end_fit(self, error: BaseException | None = None) -> None:
-        """The end of a run, well or with an error; an error of an end hook is one too."""
+        """End the run; an error in an end hook fails it."""
         try:
             if error is None:
                 self.finish_fit()
@@ -227,7 +364,7 @@ class Loop:
                 self.fail_fit(error)
 
     def finish_fit(self) -> None:
-        """The hooks of a run that ends well; where one raises, the run is not over yet."""
+        """Fire the hooks of a run that succeeds; if one raises, the run is not over yet."""
         if self._fit_started:
             self.settle()
             if self._train_started:
@@ -236,23 +373,23 @@ class Loop:
         if not self._fit_started:
             return
         self.fire("on_fit_end")
-        self._untorn = left = list(self.dispatch.hooks["teardown"])
+        self._pending_teardowns = left = list(self.dispatch.hooks["teardown"])
         while left:
             left.pop(0)(self.run, self.model, "fit")
         self._reset()
 
     def fail_fit(self, error: BaseException) -> None:
-        """The hooks of a run that ends with an error."""
+        """Fire the hooks of a run that fails."""
         self.run.interrupted = isinstance(error, KeyboardInterrupt)
         if self._fit_started:
-            hooks, left = self.dispatch.hooks, self._untorn
+            hooks, left = self.dispatch.hooks, self._pending_teardowns
             self._call_safely(hooks["on_exception"], error)
             self._call_safely(hooks["teardown"] if left is None else left, "fit")
             self._reset()
         self.saves.abandon()
 
     def _call_safely(self, methods: Sequence[Callable[..., None]], *args: Any) -> None:
-        """Call hooks while an error unwinds: a second error is shown, and hides nothing."""
+        """Call hooks while an error unwinds; print their own errors, and raise none."""
         for method in methods:
             try:
                 method(self.run, self.model, *args)
@@ -260,39 +397,36 @@ class Loop:
                 traceback.print_exc()
 
     def _reset(self) -> None:
-        """Forget the run that was, so that another can begin."""
+        """Reset, so that another run can start."""
         self._fit_started = self._train_started = self.epochs_counted = False
-        self._untorn, self.stop_is_old = None, self.run.should_stop
+        self._pending_teardowns, self.stop_consumed = None, self.run.should_stop
         self._drop_passes()
 
     def forget(self) -> None:
-        """What was prepared is gone: drop what belongs to it, without any hook."""
+        """Drop all that belongs to prepared objects, without firing a hook."""
         self._drop_passes()
         self.window.close()
         self.model = self.last_loss = self.half_loaded = None
-        self.loaders_seen.forget()
+        self.used_loaders.clear()
         self.window.normalizer.forget()
         self.window.dirty = self._passed = False
 
     def _drop_passes(self) -> None:
-        """No loop is open any more."""
+        """Close all passes over loaders."""
         self._cut_short = False
-        for group in (self.left_open, self.active, self.deliveries, self.stepped, self.stages):
+        for group in (self.deferred, self.active, self.progress, self.stepped, self.stages):
             group.clear()
         self._outer = None
-        if not self.run.awaits_training:  # else the open window is that of the checkpoint
+        # After a load, the open window is the one that the checkpoint holds.
+        if not self.run.awaits_training:
             self.window.abandon()
 
     # --- epochs -------------------------------------------------------------------------------
 
-    def epochs(self, total: int) -> Iterator[int]:
-        """Count epochs; see ``TrainingRun.epochs``."""
-        return counted_epochs(self, total)
-
     def end_epoch(self, epoch: int, *, counted: bool) -> None:
-        """``on_train_epoch_end``, and whether the epoch counts as done."""
-        # An epoch that a stop cut short is not done: a resume goes on inside of it. A callback may
-        # have taken the stop back meanwhile.
+        """Fire ``on_train_epoch_end``; count the epoch as done unless a stop cut it short."""
+        # A resume continues inside of an epoch that was cut short. A callback may have withdrawn
+        # the stop meanwhile; then the epoch is done after all.
         cut_short, self._cut_short = self._cut_short, False
         if not (cut_short and self.run.should_stop):
             self.run.epoch_open = False
@@ -302,48 +436,39 @@ class Loop:
         self.fire("on_train_epoch_end")
 
     def open_plain_epoch(self, epoch: int) -> None:
-        """In a loop without ``run.epochs``, a pass over the training data is an epoch."""
+        """Start an epoch at the first batch of a pass, in a loop without ``run.epochs``."""
         if not self.epochs_counted and not self.run.epoch_open:
             self.run.current_epoch = epoch
             self.open_epoch(counted=False)
 
     def open_epoch(self, *, counted: bool) -> None:
-        """``on_train_epoch_start``, and the loaders begin an epoch."""
+        """Start an epoch of the loaders, and fire ``on_train_epoch_start``."""
         self.run.epoch_open = True
-        for loader in self.run.accelerator.loaders:
+        for loader in self.loaders:
             loader.begin_epoch(counted=counted)
         self.fire("on_train_epoch_start")
 
     def close_plain_epoch(self, epoch: int) -> None:
-        """The pass is over; its end is fired when the script goes on."""
+        """Defer the end of the epoch to the next call of the script."""
         if not self.epochs_counted and self.run.epoch_open:
-            self.left_open.append(lambda: self.end_epoch(epoch, counted=False))
+            self.deferred.append(lambda: self.end_epoch(epoch, counted=False))
 
-    # --- iteration ----------------------------------------------------------------------------
-
-    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
-        """Iterate a prepared loader, as training, as data inside of training, or as validation."""
-        self.settle()
-        if self.phase != "train":
-            yield from evaluation_pass(self, loader)
-        elif self._outer is not None and self._outer is not loader:
-            yield from feeding_pass(self, loader)
-        else:
-            yield from training_pass(self, loader)
+    # --- passes over loaders ------------------------------------------------------------------
 
     def enter(self, loader: DataLoaderShard, *, outer: bool) -> int:
-        """A pass begins; returns its number, which :meth:`leave` takes."""
-        if loader in self.active:  # of an iterator that was kept and not read to its end
+        """Start a pass; return its number, for :meth:`leave`."""
+        # An iterator that was kept and not read to its end is still active.
+        if loader in self.active:
             self.active.remove(loader)
         self.active.append(loader)
         self._passed = True
         if outer:
-            self._outer = self.loaders_seen.training = loader
+            self._outer = self.used_loaders.training = loader
         loader.passes += 1
         return loader.passes
 
     def leave(self, loader: DataLoaderShard, token: int) -> bool:
-        """A pass is over; False if a newer pass over the same loader has taken its place."""
+        """End a pass; return False if a newer pass over the same loader has replaced it."""
         if loader.passes != token:
             return False
         if self._outer is loader:
@@ -353,8 +478,13 @@ class Loop:
             self.active.remove(loader)
         return True
 
+    @property
+    def outer(self) -> DataLoaderShard | None:
+        """The loader of the training pass, None outside of one."""
+        return self._outer
+
     def stop_pass(self, loader: DataLoaderShard) -> None:
-        """The run stops after this batch; unless it was the last, its epoch is cut short."""
+        """Stop after this batch; unless it was the last, the epoch is cut short."""
         self._cut_short = not loader.on_last
         if loader.on_last:
             loader.end_pass()
@@ -362,21 +492,31 @@ class Loop:
     # --- the step -----------------------------------------------------------------------------
 
     def begin_batch(self, loader: DataLoaderShard) -> None:
-        """A training batch of the outer loader is delivered; nothing was done with it yet."""
+        """Start a training batch of the outer loader."""
         self.worked, self.last_loss = False, None
         self.stepped.clear()
-        self.deliveries.note(loader)
+        self.progress.note(loader)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count an optimizer step; optimizers that take turns in one batch count as one."""
+        """Count an optimizer step; optimizers that alternate within one batch count as one."""
         stepped, own = self.stepped, id(optimizer)
         if not stepped or own in stepped:
             stepped.clear()
             self.run.global_step += 1
         stepped.add(own)
 
+    def next_step(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the global step, from 1, that an optimizer takes next."""
+        shares = bool(self.stepped) and id(optimizer) not in self.stepped
+        return self.run.global_step if shares else self.run.global_step + 1
+
+    def gradient_scale(self) -> float | torch.Tensor:
+        """Collective: return the factor that brings gradients of this window to their true size."""
+        normalizer = self.window.normalizer
+        return normalizer.factor() if normalizer.active else self.window.correction
+
     def drop_gradients(self) -> None:
-        """Clear what a window gathered that was left before its end."""
+        """Clear the gradients of an abandoned window."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.window.normalizer.forget()

@@ -1,4 +1,4 @@
-"""TrainingRun: position, metrics, stop; under Lightning's trainer names too."""
+"""TrainingRun: position, metrics and stop of a run, also under the names of Lightning's trainer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.votes import Votes
+from accel_callbacks.loop.host import Host
 
 if TYPE_CHECKING:
-    from accel_callbacks.accelerator import Accelerator
     from accel_callbacks.data.loader import DataLoaderShard
     from loggers import Tracker
 
@@ -45,7 +45,7 @@ class TrainerAttributes:
     fast_dev_run = False
     max_steps = -1
 
-    accelerator: Accelerator
+    _host: Host
     callback_metrics: dict[str, Any]
     max_epochs: int | None
     resumed_from: str | None
@@ -55,27 +55,32 @@ class TrainerAttributes:
     @property
     def models(self) -> list[torch.nn.Module]:
         """The prepared models as the user built them."""
-        return self.accelerator.bare_models
+        return list(self._host.bare_models)
 
     @property
     def model(self) -> torch.nn.Module | None:
         """The first prepared model as the user built it."""
-        return self.accelerator.loop.model
+        return self._host.loop.model
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The prepared optimizers, in the order of ``prepare``."""
-        return list(self.accelerator.optimizers)
+        return list(self._host.optimizers)
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The prepared schedulers, in the order of ``prepare``."""
+        return list(self._host.schedulers)
 
     @property
     def callbacks(self) -> list[Any]:
         """The registered callbacks, in the order in which they were given."""
-        return self.accelerator.callbacks
+        return self._host.callbacks
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
         """The callbacks that save."""
-        return self.accelerator.loop.dispatch.savers
+        return self._host.loop.savers
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -85,9 +90,7 @@ class TrainerAttributes:
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         """The ``EarlyStopping`` callbacks."""
-        from accel_callbacks.callbacks.early_stopping import EarlyStopping
-
-        return [one for one in self.callbacks if isinstance(one, EarlyStopping)]
+        return [one for one in self.callbacks if getattr(one, "is_early_stopping", False)]
 
     @property
     def early_stopping_callback(self) -> Any:
@@ -97,7 +100,7 @@ class TrainerAttributes:
     @property
     def loggers(self) -> list[Tracker]:
         """The trackers of this run; empty off the main process."""
-        return self.accelerator.trackers
+        return self._host.trackers
 
     @property
     def logger(self) -> Tracker | None:
@@ -109,17 +112,18 @@ class TrainerAttributes:
     @property
     def train_dataloader(self) -> DataLoaderShard | None:
         """The prepared loader that is trained on, or was last; ``None`` before the first pass."""
-        return self.accelerator.loop.loaders_seen.training
+        loader: DataLoaderShard | None = self._host.loop.train_loader
+        return loader
 
     @property
     def val_dataloaders(self) -> list[DataLoaderShard]:
         """The prepared loaders that validation has iterated, in the order of their first use."""
-        return list(self.accelerator.loop.loaders_seen.validation)
+        return list(self._host.loop.validation_loaders)
 
     @property
     def test_dataloaders(self) -> list[DataLoaderShard]:
         """The prepared loaders that a test has iterated."""
-        return list(self.accelerator.loop.loaders_seen.test)
+        return list(self._host.loop.test_loaders)
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -153,17 +157,17 @@ class TrainerAttributes:
     @property
     def training(self) -> bool:
         """A loader that is iterated now would be trained on."""
-        return self.accelerator.loop.phase == "train"
+        return self._host.loop.phase == "train"
 
     @property
     def validating(self) -> bool:
         """A loader that is iterated now would count as validation."""
-        return self.accelerator.loop.phase == "validation"
+        return self._host.loop.phase == "validation"
 
     @property
     def testing(self) -> bool:
         """Inside of ``accel.evaluate(stage="test")``."""
-        return self.accelerator.loop.phase == "test"
+        return self._host.loop.phase == "test"
 
     @property
     def evaluating(self) -> bool:
@@ -185,32 +189,72 @@ class TrainerAttributes:
             if isinstance(value, numbers)
         }
 
+    @property
+    def open_evaluations(self) -> int:
+        """Number of open evaluations; validation inside of a test counts both."""
+        return self._host.loop.evaluating
+
+    @property
+    def iterating(self) -> bool:
+        """True while a prepared loader is being iterated."""
+        return self._host.loop.iterating
+
+    # --- the gradients of the next step ---------------------------------------------------------
+
+    @property
+    def in_window(self) -> bool:
+        """True between the micro-batches of one gradient window."""
+        return self._host.loop.in_window
+
+    @property
+    def in_lockstep(self) -> bool:
+        """False where ranks take unequal numbers of steps, so that a collective would hang."""
+        return self._host.loop.in_lockstep
+
+    @property
+    def gradients_complete(self) -> bool:
+        """In ``on_after_backward``: no other backward follows before the step."""
+        return self._host.sync_gradients
+
+    def gradient_scale(self) -> float | torch.Tensor:
+        """Collective: return the factor that brings gradients of this window to their true size."""
+        return self._host.loop.gradient_scale()
+
+    def loss_scale(self) -> torch.Tensor | None:
+        """Return the loss scale of fp16 as a tensor on the device, None without one."""
+        scaler = self._host.scaler
+        return scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
+
+    def next_step(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the global step, from 1, that an optimizer takes next."""
+        return self._host.loop.next_step(optimizer)
+
     # --- options and places -------------------------------------------------------------------
 
     @property
     def accumulate_grad_batches(self) -> int:
         """Micro-batches of one optimizer step; a new number counts from the next window on."""
-        return self.accelerator.gradient_accumulation_steps
+        return self._host.gradient_accumulation_steps
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
-        self.accelerator.gradient_accumulation_steps = value
+        self._host.gradient_accumulation_steps = value
 
     @property
     def precision(self) -> str:
         """In Lightning's words: ``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"`` (or ``"fp8"``)."""
-        name = self.accelerator.mixed_precision
+        name = self._host.mixed_precision
         return _PRECISION.get(name, name)
 
     @property
     def default_root_dir(self) -> str:
         """The project folder."""
-        return self.accelerator.project_dir
+        return self._host.project_dir
 
     @property
     def log_dir(self) -> str:
         """The folder of the trackers' files."""
-        return self.accelerator.project_configuration.log_folder
+        return self._host.logging_dir
 
     @property
     def ckpt_path(self) -> str | None:
@@ -222,22 +266,22 @@ class TrainerAttributes:
     @property
     def is_global_zero(self) -> bool:
         """True on rank 0."""
-        return self.accelerator.is_main_process
+        return self._host.topology.rank == 0
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.accelerator.topology.world_size
+        return self._host.topology.world_size
 
     @property
     def global_rank(self) -> int:
         """Index of this process among all."""
-        return self.accelerator.topology.rank
+        return self._host.topology.rank
 
     @property
     def local_rank(self) -> int:
         """Index of this process on its machine."""
-        return self.accelerator.topology.local_rank
+        return self._host.topology.local_rank
 
     @property
     def node_rank(self) -> int:
@@ -252,13 +296,13 @@ class TrainerAttributes:
     @property
     def num_devices(self) -> int:
         """Processes on this machine."""
-        return self.accelerator.topology.local_world_size
+        return self._host.topology.local_world_size
 
     # --- methods ------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process of each machine only."""
-        self.accelerator.print(*args, **kwargs)
+        self._host.print(*args, **kwargs)
 
     def save_checkpoint(self, path: str) -> None:
         """Save the whole training state, as ``accel.save_state`` does; on all processes.
@@ -266,7 +310,7 @@ class TrainerAttributes:
         Args:
             path: folder or fsspec URL.
         """
-        self.accelerator.save_state(path)
+        self._host.save_state(path)
 
 
 def length_of(loader: DataLoaderShard) -> int | float:
@@ -283,7 +327,13 @@ class TrainingRun(TrainerAttributes):
     Its public attributes carry the names of Lightning's trainer, so that a callback which uses
     only those runs in both worlds.
 
+    Args:
+        host: the Accelerator, or what stands for another library's trainer.
+        name: of the run.
+
     Attributes:
+        accelerator: the Accelerator; in another library's trainer the host, which has some of its
+            names.
         name: the name given to ``Accelerator.run`` (or ``"run"``).
         run_id: random name of this run that survives a resume; owns the run's checkpoints.
         global_step: optimizer steps taken; optimizers that take turns in one batch count as one
@@ -313,8 +363,9 @@ class TrainingRun(TrainerAttributes):
         1 0
     """
 
-    def __init__(self, accelerator: Accelerator, name: str = "run") -> None:
-        self.accelerator = accelerator
+    def __init__(self, host: Host, name: str = "run") -> None:
+        self._host = host
+        self.accelerator: Any = host
         self.name = name
         self.run_id = uuid.uuid4().hex[:12]
         self.config: dict[str, Any] = {}
@@ -343,7 +394,7 @@ class TrainingRun(TrainerAttributes):
     def start_over(self) -> None:
         """Stand at the beginning, for another training; name, id and config stay."""
         kept = {name: getattr(self, name) for name in ("run_id", "config")}
-        vars(self).update({**vars(TrainingRun(self.accelerator, self.name)), **kept})
+        vars(self).update({**vars(TrainingRun(self._host, self.name)), **kept})
 
     @property
     def begins_anew(self) -> bool:
@@ -465,7 +516,7 @@ class TrainingRun(TrainerAttributes):
         Yields:
             The index of the epoch, from 0.
         """
-        return self.accelerator.loop.epochs(total)
+        return self._host.passes.epochs(total)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs to go on at this place."""

@@ -1,70 +1,85 @@
-"""The boundary between two steps: saves that have ended, and what the processes voted for."""
+"""The boundary between two steps: saves that have ended, and what the ranks have voted for."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 from accel_callbacks import collectives
+from accel_callbacks.loop.loop import Loop
 
-if TYPE_CHECKING:
-    from accel_callbacks.loop.loop import Loop
-
-__all__ = ["poll", "poll_outside", "vote", "vote_within"]
+__all__ = ["StepBoundary"]
 
 
-def poll(loop: Loop) -> None:
-    """At a step boundary: learn whether the save that is under way has ended."""
-    window = loop.window
-    # In a block of join_uneven_inputs the processes do not come here equally often.
-    if loop.saves.pending and not window.is_open and not window.normalizer.closed:
-        loop.saves.poll()
+class StepBoundary:
+    """Polls the save in the background and holds the vote, where all ranks do so together.
 
+    Args:
+        loop: the loop whose steps are separated.
 
-def poll_outside(loop: Loop) -> None:
-    """The same where no prepared loader tells where a step ends: before the next one's backward."""
-    window = loop.window
-    if not loop.active and window.position <= 1 and not window.normalizer.closed:
-        loop.saves.poll()
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.loop.step_boundary import StepBoundary
+        >>> accel = Accelerator(cpu=True)
+        >>> accel.current_run.stop("done")
+        >>> StepBoundary(accel.loop).vote()
+        >>> accel.current_run.stop_reason
+        'done'
+    """
 
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
 
-def vote_within(loop: Loop) -> None:
-    """The vote at a step boundary within an epoch, where a callback may vote."""
-    window = loop.window
-    if window.is_open or window.normalizer.closed:
-        return
-    # A request of one process among several waits for a place to which all come.
-    alone = collectives.world_size() == 1 and loop.run.votes.asked
-    if loop.dispatch.can_vote or alone:
-        vote(loop)
+    def poll(self) -> None:
+        """Check at a step boundary whether the save in the background has ended."""
+        loop = self._loop
+        # Polling is collective: inside a window, or in a block of join_uneven_inputs, the ranks do
+        # not come here equally often, and a rank would wait for the others.
+        if loop.saves.pending and not loop.in_window and loop.in_lockstep:
+            loop.saves.poll()
 
+    def poll_before_backward(self) -> None:
+        """Poll before the first backward of a step, where no prepared loader marks the boundary."""
+        loop = self._loop
+        if not loop.active and loop.window.position <= 1 and loop.in_lockstep:
+            loop.saves.poll()
 
-def vote(loop: Loop) -> None:
-    """Collective: do what any process asked for: save, give way to another job, stop."""
-    run = loop.run
-    agreed = run.votes.agree()
-    if not agreed:
-        return
-    loop.begin_fit()  # a request may come before the first batch
-    if "save" in agreed:
-        _save(loop, agreed["save"][0])
-    if "preempt" in agreed:
-        reason, rank = agreed["preempt"]
-        run.preempted = True
-        loop.fire("on_preempt", reason)
-        run._stopped(reason, rank)
-    if "stop" in agreed:
-        run._stopped(*agreed["stop"])
+    def vote_within_epoch(self) -> None:
+        """Vote at a step boundary within an epoch, if a callback may vote there."""
+        loop = self._loop
+        if loop.in_window or not loop.in_lockstep:
+            return
+        # With several ranks, a request of one rank waits for a place that all ranks come to:
+        # without a voting callback that is the end of the epoch.
+        alone = collectives.world_size() == 1 and loop.run.votes.asked
+        if loop.dispatch.can_vote or alone:
+            self.vote()
 
+    def vote(self) -> None:
+        """Collective: save, preempt or stop, if any rank has asked for it."""
+        loop, run = self._loop, self._loop.run
+        agreed = run.votes.agree()
+        if not agreed:
+            return
+        loop.begin_fit()  # a request may come before the first batch
+        if "save" in agreed:
+            self._save(agreed["save"][0])
+        if "preempt" in agreed:
+            reason, rank = agreed["preempt"]
+            run.preempted = True
+            loop.fire("on_preempt", reason)
+            run._stopped(reason, rank)
+        if "stop" in agreed:
+            run._stopped(*agreed["stop"])
 
-def _save(loop: Loop, reason: str) -> None:
-    """Every callback that saves does so now."""
-    savers = [saver for saver in loop.dispatch.savers if hasattr(saver, "save_now")]
-    if not savers and not loop.told_no_saver:
-        loop.told_no_saver = True
-        warnings.warn(
-            f"run.save_now({reason!r}): no callback saves; give the Accelerator a Checkpoint.",
-            stacklevel=2,
-        )
-    for saver in savers:
-        saver.save_now(loop.run, reason)
+    def _save(self, reason: str) -> None:
+        """Let every callback save that can."""
+        loop = self._loop
+        savers = [saver for saver in loop.savers if hasattr(saver, "save_now")]
+        if not savers and not loop.warned_no_saver:
+            loop.warned_no_saver = True
+            warnings.warn(
+                f"run.save_now({reason!r}): no callback saves; give the Accelerator a Checkpoint.",
+                stacklevel=2,
+            )
+        for saver in savers:
+            saver.save_now(loop.run, reason)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -14,8 +14,20 @@ from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
+from accel_callbacks.strategies.optimizer_state import (
+    named_optimizer_state,
+    positional_optimizer_state,
+)
 
-__all__ = ["Strategy"]
+__all__ = ["SetUp", "Strategy"]
+
+
+class SetUp(NamedTuple):
+    """The objects that `Strategy.setup` returns in place of those it was given."""
+
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[Any]
 
 
 class Strategy(ABC):
@@ -51,6 +63,16 @@ class Strategy(ABC):
         refuse_empty(model)
 
     @property
+    def data_rank(self) -> int:
+        """Rank among those that read different data; ranks that share a model read the same."""
+        return self.topology.rank
+
+    @property
+    def data_world(self) -> int:
+        """Number of ranks that read different data."""
+        return self.topology.world_size
+
+    @property
     def averaged_over(self) -> int:
         """Processes over which backward averages gradients."""
         return self.topology.world_size if self.has_gradient_sync else 1
@@ -58,6 +80,27 @@ class Strategy(ABC):
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make a model ready for training on this topology; it is on the device already."""
+
+    def setup(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+    ) -> SetUp:
+        """Set up the new objects of one ``prepare`` call, for training together.
+
+        The default wraps each model by itself. An engine overrides it that replaces the parameters
+        of optimizers, or that owns the step.
+
+        Args:
+            models: new models, on the device, wrapped for the precision.
+            optimizers: the optimizers as the user made them, new or prepared before.
+            schedulers: the schedulers as the user made them, likewise.
+
+        Returns:
+            The objects to be used in their place, in the same order.
+        """
+        return SetUp([self.wrap(model) for model in models], list(optimizers), list(schedulers))
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as the user built it."""
@@ -123,3 +166,30 @@ class Strategy(ABC):
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
         """Load what :meth:`model_state_dict` gave."""
         self.unwrap(model).load_state_dict(state)
+
+    def optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Return the state of an optimizer by parameter name, for a checkpoint.
+
+        Args:
+            optimizer: the optimizer inside of the prepared one.
+            names: from `accel_callbacks.strategies.optimizer_state.parameter_names`.
+        """
+        return named_optimizer_state(optimizer, names)
+
+    def fit_optimizer_state(
+        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Translate a state by parameter name to what :meth:`load_optimizer_state_dict` takes.
+
+        Raises:
+            ResumeError: the optimizer holds other parameters than the saved one.
+        """
+        return positional_optimizer_state(state, optimizer, names)
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Load what :meth:`fit_optimizer_state` returned, its tensors filled."""
+        optimizer.load_state_dict(state)

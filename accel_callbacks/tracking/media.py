@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_callbacks.facade.parts import Parts
+from accel_callbacks.loop.loop import Loop
+from accel_callbacks.strategies import Strategy
+from accel_callbacks.tracking.trackers import Tracking
 
 if TYPE_CHECKING:
     from loggers import TrackerHub
@@ -19,8 +19,12 @@ Keywords = Mapping[str, Mapping[str, Any]]
 """Keywords by the name of a tracker."""
 
 
-class MediaMethods(Parts):
+class MediaMethods:
     """What a loop records beside numbers. One warning a kind names the trackers that lack it."""
+
+    tracking: Tracking
+    loop: Loop
+    strategy: Strategy
 
     def log_images(
         self,
@@ -197,16 +201,5 @@ class MediaMethods(Parts):
     def _media(self, step: int | None) -> tuple[TrackerHub | None, int]:
         """The open trackers, if there are any, and the step to log at."""
         if not self.tracking.is_open:
-            self._open_trackers()
+            self.tracking.open(self.loop.run)
         return self.tracking.hub, self.loop.run.global_step if step is None else step
-
-    def _open_trackers(self) -> None:
-        self.tracking.open(self.loop.run)
-        if self.tracking.is_open:
-            atexit.register(_close_at_exit, weakref.ref(self.tracking))
-
-
-def _close_at_exit(tracking: weakref.ref[Any]) -> None:
-    held = tracking()
-    if held is not None:
-        held.close_at_exit()

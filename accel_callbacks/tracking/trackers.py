@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
@@ -165,7 +167,7 @@ class Tracking:
             logging_dir=self._logging_dir,
             run_id=run.run_id,
             resumed_step=run.global_step if goes_on else None,
-            rank=run.accelerator.process_index,
+            rank=run.global_rank,
         )
         options = asdict(self._config or loggers.TrackerConfig())
         options["strict"] = options["strict"] or self._strict
@@ -182,8 +184,47 @@ class Tracking:
                 hub.finish("failed")
             raise
         self._hub = hub
+        atexit.register(_close_at_exit, weakref.ref(self))
         if hub.trackers:
             self._ending = EndOnSigterm().__enter__()
+
+    def init(
+        self,
+        run: TrainingRun,
+        name: str,
+        config: Mapping[str, Any] | None,
+        init_kwargs: InitKwargs | None,
+    ) -> None:
+        """Name the run and open the trackers; see ``Accelerator.init_trackers``."""
+        hub = self._hub
+        self.configure(init_kwargs)
+        run.name = name
+        run.config = dict(config or {})
+        if hub is None:
+            self.open(run)
+            return
+        warnings.warn(
+            "init_trackers after the trackers were started: only the config is recorded. Call it "
+            "before the first log.",
+            stacklevel=3,
+        )
+        hub.log_config(run.config)
+
+    def log(
+        self,
+        run: TrainingRun,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: InitKwargs | None = None,
+    ) -> tuple[dict[str, Any], int]:
+        """Hand values to the trackers and to the run; return them flat, and their step."""
+        flat = self.flat(values)
+        step = run.global_step if step is None else step
+        if self._hub is None:
+            self.open(run)
+        self.put(flat, step, log_kwargs)
+        run.callback_metrics.update(flat)
+        return flat, step
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values as ``{"a/b": number, text or tensor on an accelerator}``, for the callbacks."""
@@ -323,3 +364,9 @@ def _loggers() -> ModuleType:
     import loggers
 
     return loggers
+
+
+def _close_at_exit(tracking: weakref.ref[Tracking]) -> None:
+    held = tracking()
+    if held is not None:
+        held.close_at_exit()

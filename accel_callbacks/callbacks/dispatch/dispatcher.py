@@ -12,6 +12,7 @@ from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS
 from accel_callbacks.callbacks.dispatch.ledger import Ledger, Tally
 from accel_callbacks.callbacks.dispatch.registration import (
+    Adapter,
     Configured,
     accepted,
     as_tuple,
@@ -32,6 +33,7 @@ class Entry:
 
     Args:
         given: a callback, or what ``configured`` returned.
+        adapters: recognise callbacks of other libraries.
 
     Attributes:
         given: the object that the user passed.
@@ -53,10 +55,10 @@ class Entry:
         ('EarlyStopping:loss', True, False)
     """
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: Any, adapters: Iterable[Adapter] = ()) -> None:
         options = given if isinstance(given, Configured) else Configured(given)
         self.given = options.callback
-        self.callback = callback = accepted(options.callback)
+        self.callback = callback = accepted(options.callback, adapters)
         self.name = str(getattr(callback, "state_key", None) or type(callback).__qualname__)
         self.has_state = hasattr(callback, "state_dict")
         self.key = self.name if self.has_state else f"{self.name}@{id(callback)}"
@@ -247,6 +249,7 @@ class Dispatcher:
     Args:
         callbacks: in the order in which they are called, as far as their ``before``, ``after`` and
             ``runs_last`` allow; exit hooks run in reverse.
+        adapters: recognise callbacks of other libraries.
 
     Attributes:
         hooks: for each hook what to call, none where nobody overrides it.
@@ -270,7 +273,8 @@ class Dispatcher:
         ()
     """
 
-    def __init__(self, callbacks: Iterable[Any] = ()) -> None:
+    def __init__(self, callbacks: Iterable[Any] = (), adapters: Iterable[Adapter] = ()) -> None:
+        self._adapters = tuple(adapters)
         self.entries: list[Entry] = []
         self.hooks: dict[str, tuple[Hook, ...]] = dict.fromkeys(HOOKS, ())
         self.ledger = Ledger()
@@ -285,7 +289,7 @@ class Dispatcher:
 
     def add(self, *callbacks: Any) -> list[Entry]:
         """Register more callbacks, all or, where one is refused, none."""
-        new = [Entry(callback) for callback in callbacks]
+        new = [Entry(callback, self._adapters) for callback in callbacks]
         entries = [*self.entries, *new]
         _check_keys(entries)
         check_targets(new, entries)

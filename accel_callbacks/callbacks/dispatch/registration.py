@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from accel_callbacks.errors import nearest
 
 __all__ = [
     "ON_ERROR",
+    "Adapter",
     "Configured",
     "accepted",
     "as_tuple",
@@ -26,39 +28,29 @@ _TRAINER_ONLY = {
     "on_sanity_check_end",
     *(f"on_predict_{edge}" for edge in _PREDICT),
 }
-_LIGHTNING = ("lightning", "pytorch_lightning")
 ON_ERROR = ("raise", "warn", "disable")
 
 
-def accepted(callback: Any) -> Any:
-    """The callback, or what stands for it where it is one of Lightning's.
+Adapter = Callable[[Any], Any]
+"""Returns what stands for a callback of another library; any other callback as it is."""
+
+
+def accepted(callback: Any, adapters: Iterable[Adapter] = ()) -> Any:
+    """Return the callback, or the adapter that stands for it.
+
+    Args:
+        callback: an object with hooks.
+        adapters: recognise callbacks of other libraries.
 
     Raises:
-        TypeError: a class, a callback for the Trainer of transformers, or a method that looks
-            like a hook and is none.
+        TypeError: a class, or a method that looks like a hook and is none.
     """
     if isinstance(callback, type):
         raise TypeError(f"{callback.__name__} is a class: pass an instance, {callback.__name__}().")
-    if _is_a(callback, "TrainerCallback", ("transformers",)):
-        raise TypeError(
-            f"{type(callback).__qualname__} is a callback for the Trainer of transformers, whose "
-            "hooks take other arguments: write its work as a Callback (run and model instead of "
-            "args, state and control)."
-        )
-    if _is_a(callback, "Callback", _LIGHTNING):
-        from accel_callbacks.callbacks.adapters import from_lightning
-
-        callback = from_lightning(callback)
+    for adapter in adapters:
+        callback = adapter(callback)
     _check_hooks(callback)
     return callback
-
-
-def _is_a(callback: Any, name: str, roots: tuple[str, ...]) -> bool:
-    """Whether a class of this name in these packages is among its classes; imports nothing."""
-    return any(
-        one.__name__ == name and one.__module__.partition(".")[0] in roots
-        for one in type(callback).__mro__
-    )
 
 
 def _check_hooks(callback: Any) -> None:

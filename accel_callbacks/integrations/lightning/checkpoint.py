@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.utils.prune
 
-from accel_callbacks.checkpoint.training_state import parameter_names
 from accel_callbacks.integrations.lightning.packages import LightningPackage, bare_optimizers
+from accel_callbacks.strategies.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun

@@ -36,7 +36,8 @@ class _Methods:
     @property
     def device(self) -> torch.device:
         """Where the run computes."""
-        return self._trainer.accel_run.accelerator.device
+        device: torch.device = self._trainer.accel_run.accelerator.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:

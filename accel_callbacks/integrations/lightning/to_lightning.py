@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.integrations.foreign_trainer import Outward
-from accel_callbacks.integrations.host import Host
+from accel_callbacks.integrations.host import ForeignHost
 from accel_callbacks.integrations.lightning.packages import LightningPackage, import_lightning
 
 __all__ = ["FreshMetrics", "LightningHost", "to_lightning"]
@@ -53,7 +53,7 @@ _SAME = frozenset(
 _NEVER = ("on_checkpoint_saved", "on_preempt")
 
 
-class LightningHost(Host):
+class LightningHost(ForeignHost):
     """The Trainer by which the adapter was called last.
 
     Example:
@@ -79,14 +79,17 @@ class LightningHost(Host):
             return None if self.trainer.max_epochs == -1 else self.trainer.max_epochs
         raise KeyError(name)
 
-    def models(self) -> list[torch.nn.Module]:
+    @property
+    def bare_models(self) -> list[torch.nn.Module]:
         """The LightningModule."""
         return [self.trainer.lightning_module]
 
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those of ``configure_optimizers``."""
         return list(self.trainer.optimizers)
 
+    @property
     def schedulers(self) -> list[Any]:
         """Likewise."""
         return [config.scheduler for config in self.trainer.lr_scheduler_configs]
@@ -96,11 +99,12 @@ class LightningHost(Host):
         found: dict[str, Any] = self.trainer.callback_metrics
         return found
 
+    @property
     def device(self) -> torch.device:
         """The strategy's."""
         return torch.device(self.trainer.strategy.root_device)
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def write(self, values: dict[str, Any], step: int) -> None:
         """To all of the Trainer's loggers; numbers are read from the device here."""
         numbers = {name: float(one) for name, one in values.items() if not isinstance(one, str)}
         for logger in self.trainer.loggers:
@@ -238,7 +242,7 @@ class _Hooks:
         """Of ``fit`` only, as ours is."""
         if stage == "fit":
             outward = self._at(trainer)
-            outward.view.begin()
+            outward.run.begin()
             self._fresh = FreshMetrics()
             self._set_up = True
             outward.fire("setup", stage)
@@ -303,7 +307,7 @@ class _Hooks:
     ) -> None:
         """A batch is there."""
         outward = self._at(trainer)
-        outward.view.epoch_open, outward.view.batch_idx = True, batch_idx
+        outward.run.epoch_open, outward.run.batch_idx = True, batch_idx
         outward.fire("on_train_batch_start", batch, batch_idx)
 
     def on_train_batch_end(
@@ -337,9 +341,9 @@ class _Hooks:
     def _tell_log(self, outward: Outward) -> None:
         """``on_log`` with the metrics that are new."""
         if outward.has("on_log"):
-            fresh = self._fresh.among(dict(outward.view.callback_metrics))
+            fresh = self._fresh.among(dict(outward.run.callback_metrics))
             if fresh:
-                outward.fire("on_log", fresh, outward.view.global_step)
+                outward.fire("on_log", fresh, outward.run.global_step)
 
     # --- evaluation ---------------------------------------------------------------------------
 

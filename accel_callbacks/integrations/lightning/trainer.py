@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.checkpoint import training_state
 from accel_callbacks.integrations.host import Missing
 from accel_callbacks.integrations.lightning.packages import (
     LightningPackage,
@@ -400,7 +399,7 @@ class TrainerFacade(TrainerPosition):
             model = run.accelerator.models[0]
             run.accelerator.save_model(model, filepath, storage_options=storage_options)
         else:
-            training_state.write(run.accelerator, fspath(filepath), storage_options=storage_options)
+            run.accelerator.checkpointer.write(fspath(filepath), storage_options=storage_options)
 
     def log_from_module(
         self,

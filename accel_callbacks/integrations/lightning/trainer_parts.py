@@ -258,7 +258,8 @@ class StrategyFacade(Part):
     @property
     def root_device(self) -> torch.device:
         """Where this process computes."""
-        return self._trainer.accel_run.accelerator.device
+        device: torch.device = self._trainer.accel_run.accelerator.device
+        return device
 
     @property
     def world_size(self) -> int:
@@ -361,7 +362,7 @@ class _FitLoop(Part):
 
     def _should_accumulate(self) -> bool:
         """The gradient window goes on after this batch."""
-        return self._trainer.accel_run.accelerator.loop.window.is_open
+        return self._trainer.accel_run.in_window
 
 
 class _EpochLoop(Part):

@@ -1,0 +1,304 @@
+"""Checkpointer: saves and restores the training state of an Accelerator, and saves its models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
+from accel_callbacks.checkpoint.open import describe_foreign_folder
+from accel_callbacks.checkpoint.project import SavePlace, project_save, refuse_each_node
+from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restore_newest
+from accel_callbacks.checkpoint.selection import Only, Rename, Selection
+from accel_callbacks.checkpoint.tensor_file import save_tensors
+from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
+from accel_callbacks.distributed.abort import refuse_torn
+from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.distributed.process_control import synchronize
+
+if TYPE_CHECKING:
+    from checkpoint_io import CheckpointFolder, Manifest, SaveJob
+
+__all__ = ["Checkpointer"]
+
+_VERIFY = ("parts", "full")
+
+
+class Checkpointer:
+    """Saves and restores a training state; the methods are collective.
+
+    Args:
+        training: the state.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accel_callbacks import Accelerator
+        >>> accel = Accelerator(cpu=True, project_dir=tempfile.mkdtemp())
+        >>> model = accel.prepare(torch.nn.Linear(1, 1))
+        >>> path = accel.checkpointer.save_state(async_save=True)
+        >>> accel.checkpointer.wait()
+        >>> accel.checkpointer.load_state() == path
+        True
+    """
+
+    def __init__(self, training: TrainingState) -> None:
+        self.training = training
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = "5GB",
+        async_save: bool = False,
+        when_busy: str = "wait",
+        trainable_only: bool = False,
+    ) -> str:
+        """Save to a path, or to the next place of the project; see ``Accelerator.save_state``."""
+        _refuse_pickle(safe_serialization)
+        refuse_torn("save_state")
+        training = self.training
+        training.loop.settle()
+        refuse_each_node(training.project, training.strategy.topology)
+        if output_dir is not None:
+            place = SavePlace(fspath(output_dir))
+        else:
+            place = project_save(training.project, training.loop.run, storage_options)
+        path = self.write(
+            place.target,
+            metadata={**place.metadata, **(metadata or {})},
+            storage_options=storage_options,
+            max_shard_size=max_shard_size,
+            async_save=async_save,
+            when_busy=when_busy,
+            trainable_only=trainable_only,
+            callbacks=place.callbacks,
+        )
+        if path:
+            place.started()
+        return path
+
+    def write(
+        self,
+        target: str | CheckpointFolder,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = "5GB",
+        async_save: bool = False,
+        when_busy: str = "wait",
+        trainable_only: bool = False,
+        callbacks: SaveCallbacks | None = None,
+        began: float | None = None,
+    ) -> str:
+        """Save the state on all ranks; return the path, or "" if the save was skipped.
+
+        Args:
+            target: the checkpoint's own path, or a folder, for ``step-<global step>`` as the newest
+                in it.
+            metadata: JSON values for the manifest.
+            storage_options: for the filesystem behind a path; a folder has its own.
+            max_shard_size: largest tensor file.
+            async_save: return once the state is copied, and write it while training goes on.
+            when_busy: ``"wait"`` for a pending save, or ``"skip"`` this one.
+            trainable_only: leave frozen parameters out.
+            callbacks: called once it is durable, or has failed in the background.
+            began: when training stopped for it, by ``time.perf_counter()``; now if ``None``.
+
+        Raises:
+            checkpoint_io.CheckpointError: any rank failed to write; nothing was committed. Or the
+                pending save in the background has failed.
+            RemoteError: a hook or the state of a callback failed on another rank; likewise.
+        """
+        require_neighbour("checkpoint_io")
+        check_when_busy(when_busy)
+        loop = self.training.loop
+        loop.require_loaded("save_state")
+        loop.run.save_began = time.perf_counter() if began is None else began
+        saves = loop.saves
+        if not saves.make_room(when_busy if async_save else "wait"):
+            return ""
+        step = loop.run.global_step
+        url = target if isinstance(target, str) else target.path(step)
+        shared, local, labels = self._state_and_labels(url, trainable_only)
+        options: dict[str, Any] = {
+            "local_state": local,
+            "metadata": {**labels, **(metadata or {})},
+            "group": saves.control,
+            "max_shard_size": max_shard_size,
+            "replicated": self.training.replicated_keys(),
+        }
+        if isinstance(target, str):
+            job = _prepare_save(url, shared, storage_options, options)
+        else:
+            job = target.prepare_save(step, shared, **options)
+        (saves.start if async_save else saves.run_now)(job, callbacks or SaveCallbacks())
+        return url
+
+    def _state_and_labels(
+        self, url: str, trainable_only: bool
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Return the state as the hooks leave it, and metadata that identify it."""
+        training = self.training
+        with shared_failure("save_state"):
+            shared, local = training.capture()
+            extra = ExtraFiles(url) if training.pre_hooks.save_some else None
+        with shared_failure("save_state"):
+            training.choose_weights(shared, url, trainable_only=trainable_only)
+            training.loop.fire("on_save_checkpoint", shared)
+        run = training.loop.run
+        labels = {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
+        return shared, local, labels if extra is None else {**labels, **extra.labels()}
+
+    def wait(self) -> None:
+        """Wait for the save in the background; see ``Accelerator.wait_for_save``."""
+        refuse_torn("wait_for_save")
+        self.training.loop.saves.wait()
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "5GB",
+        safe_serialization: bool = True,
+        *,
+        trainable_only: bool = False,
+        progress: bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the weights of a model; see ``Accelerator.save_model``.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> from accel_callbacks import Accelerator
+            >>> folder = tempfile.mkdtemp()
+            >>> Accelerator(cpu=True).save_model(torch.nn.Linear(1, 1), folder)
+            >>> os.listdir(folder)
+            ['model.safetensors']
+        """
+        _refuse_pickle(safe_serialization)
+        training = self.training
+        training.loop.require_loaded("save_model")
+        require_neighbour("checkpoint_io")
+        import checkpoint_io
+
+        state = training.strategy.model_state_dict(model)
+        if trainable_only:
+            state = without_frozen(state, training.strategy.unwrap(model))
+        spread = any(hasattr(value, "device_mesh") for value in state.values())
+        with synchronize("save_model"):
+            # Sharded parameters are gathered one at a time in the write, so all ranks take part.
+            if spread or self._writes_files:
+                checkpoint_io.save_model(
+                    state,
+                    fspath(save_directory),
+                    max_shard_size=max_shard_size,
+                    storage_options=storage_options,
+                    progress=progress,
+                )
+
+    def save_tensors(
+        self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True
+    ) -> None:
+        """Write tensors as one safetensors file on the main rank; see ``Accelerator.save``.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from safetensors.torch import load_file
+            >>> from accel_callbacks import Accelerator
+            >>> path = tempfile.mkdtemp() + "/mean.safetensors"
+            >>> Accelerator(cpu=True).save({"mean": torch.ones(2)}, path)
+            >>> load_file(path)
+            {'mean': tensor([1., 1.])}
+        """
+        _refuse_pickle(safe_serialization)
+        if self._writes_files:
+            save_tensors(obj, f)
+
+    @property
+    def _writes_files(self) -> bool:
+        """True on the rank that writes what is written once, or once a node."""
+        here = self.training.strategy.topology
+        return (here.local_rank if self.training.project.save_on_each_node else here.rank) == 0
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def load_state(
+        self,
+        input_dir: str | PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        only: Only | None = None,
+        rename: Rename | None = None,
+        strict: bool = False,
+        verify: str = "parts",
+        progress: bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Restore a path, or the newest valid checkpoint; see ``Accelerator.load_state``."""
+        if load_kwargs:
+            raise TypeError(
+                f"load_kwargs={dict(load_kwargs)!r} has no meaning here: tensors are restored in "
+                "place. Leave it out."
+            )
+        if verify not in _VERIFY:
+            raise ValueError(f"verify={verify!r} is unknown: use one of {_VERIFY}.")
+        require_neighbour("checkpoint_io")
+        refuse_torn("load_state")
+        options = LoadOptions(Selection(only, rename), strict, verify, progress, storage_options)
+        if input_dir is not None:
+            return restore_from(self.training, fspath(input_dir), options)
+        root = self.training.project.path("checkpoints")
+        found = restore_newest(self.training, root, options)
+        if found is None:
+            raise FileNotFoundError(
+                f"no valid checkpoint under {root}: pass the path of one, or save_state() first."
+                + describe_foreign_folder(root, storage_options)
+            )
+        return found
+
+    def restore_newest(
+        self, root: str, options: LoadOptions, skip: Collection[str] = ()
+    ) -> str | None:
+        """Restore the newest valid checkpoint of a folder; return its path, None if it has none.
+
+        Args:
+            root: the folder.
+            options: what is restored, and how.
+            skip: paths that are not tried.
+        """
+        return restore_newest(self.training, root, options, skip)
+
+
+def _prepare_save(
+    url: str,
+    shared: Mapping[str, Any],
+    storage_options: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> SaveJob:
+    """Prepare a save to a path of its own, one generation after the checkpoint there."""
+    import checkpoint_io
+
+    def following(previous: Manifest | None) -> int:
+        return 1 if previous is None else previous.generation + 1
+
+    return checkpoint_io.prepare_save(
+        url, shared, next_generation=following, storage_options=storage_options, **options
+    )
+
+
+def _refuse_pickle(safe_serialization: bool) -> None:
+    if not safe_serialization:
+        raise ValueError(
+            "safe_serialization=False means pickle, which runs code when it is loaded: nothing "
+            "here writes it. Leave it out; any safetensors reader opens what is saved."
+        )

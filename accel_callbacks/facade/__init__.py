@@ -1,1 +1,0 @@
-"""The methods of Accelerator, by theme; each only delegates to the part that does the work."""

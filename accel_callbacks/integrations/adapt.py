@@ -1,0 +1,43 @@
+"""Callbacks of other libraries, recognised when they are registered with the Accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["adapt"]
+
+_LIGHTNING = ("lightning", "pytorch_lightning")
+
+
+def adapt(callback: Any) -> Any:
+    """Return the adapter of a Lightning callback; any other callback as it is.
+
+    Recognising a callback imports neither library.
+
+    Raises:
+        TypeError: a callback for the Trainer of transformers.
+
+    Example:
+        >>> from accel_callbacks.integrations.adapt import adapt
+        >>> adapt("anything")
+        'anything'
+    """
+    if _is_a(callback, "TrainerCallback", ("transformers",)):
+        raise TypeError(
+            f"{type(callback).__qualname__} is a callback for the Trainer of transformers, whose "
+            "hooks take other arguments: write its work as a Callback (run and model instead of "
+            "args, state and control)."
+        )
+    if _is_a(callback, "Callback", _LIGHTNING):
+        from accel_callbacks.integrations.lightning.from_lightning import from_lightning
+
+        return from_lightning(callback)
+    return callback
+
+
+def _is_a(callback: Any, name: str, roots: tuple[str, ...]) -> bool:
+    """Return whether a class of this name in one of these packages is among its bases."""
+    return any(
+        one.__name__ == name and one.__module__.partition(".")[0] in roots
+        for one in type(callback).__mro__
+    )

@@ -1,0 +1,206 @@
+"""The training step: backward, clipping, and gradients at their true size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from accel_callbacks.gradients import has_gradients
+from accel_callbacks.loop.contexts import Accumulate
+from accel_callbacks.loop.loop import Loop
+from accel_callbacks.loop.step_boundary import StepBoundary
+from accel_callbacks.optimizer import AcceleratedOptimizer
+from accel_callbacks.precision import Precision
+from accel_callbacks.strategies import Strategy
+
+__all__ = ["StepEngine"]
+
+
+class StepEngine:
+    """Runs backward and clips gradients, as the gradient window and the precision ask for.
+
+    Args:
+        strategy: runs backward and clips.
+        precision: scales losses and unscales gradients.
+        loop: has the gradient window and fires the hooks.
+        boundary: polls the save in the background.
+        models: the prepared models, a list that grows.
+        optimizers: the prepared optimizers, a list that grows.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> weight = torch.tensor(2.0, requires_grad=True)
+        >>> Accelerator(cpu=True).backward(weight * 3)
+        >>> weight.grad
+        tensor(3.)
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        precision: Precision,
+        loop: Loop,
+        boundary: StepBoundary,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[AcceleratedOptimizer],
+    ) -> None:
+        self._strategy = strategy
+        self._precision = precision
+        self._loop = loop
+        self._boundary = boundary
+        self._models = models
+        self._optimizers = optimizers
+        self._one_over: dict[Any, torch.Tensor] = {}
+
+    def accumulate(self, *models: torch.nn.Module) -> Accumulate:
+        """Return the context of one micro-batch; see ``Accelerator.accumulate``.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+            >>> for value in (1.0, 3.0):
+            ...     with accel.accumulate(model):
+            ...         accel.backward(model(torch.tensor([[value]])).sum())
+            >>> model.weight.grad
+            tensor([[2.]])
+        """
+        return Accumulate(self._loop, self._strategy, models or tuple(self._models))
+
+    def backward(
+        self, loss: torch.Tensor, normalizer: float | torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> None:
+        """Run backward, averaged over the gradient window; see ``Accelerator.backward``.
+
+        Example:
+            Two micro-batches of 3 and 1 tokens; each token counts the same.
+
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> weight = torch.tensor(2.0, requires_grad=True)
+            >>> accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> optimizer = accel.prepare(torch.optim.SGD([weight], lr=1.0))
+            >>> for tokens in (torch.ones(3), torch.ones(1) * 5):
+            ...     with accel.accumulate():
+            ...         accel.backward((weight * tokens).sum(), normalizer=tokens.numel())
+            ...         optimizer.step()
+            >>> weight
+            tensor(0., requires_grad=True)
+        """
+        loop = self._loop
+        if loop.half_loaded is not None:
+            loop.require_loaded("backward")
+        if loop.saves.pending:
+            self._boundary.poll_before_backward()
+        hooks = loop.dispatch.hooks
+        for hook in hooks["on_before_backward"]:
+            hook(loop.run, loop.model, loss)
+        window = loop.window
+        loop.last_loss = loss.detach() if hooks["on_train_batch_end"] else None
+        divisor = window.divisor
+        if normalizer is not None or window.normalizer.active:
+            loss, divisor = self._normalized(loss, normalizer)
+        loop.worked = window.touched = True
+        if self._precision.scales_loss:
+            loss = self._precision.scale(loss if divisor == 1 else loss / divisor)
+        elif divisor != 1:
+            loss, kwargs = self._divided(loss, divisor, kwargs)
+        self._strategy.backward(loss, **kwargs)
+        for hook in hooks["on_after_backward"]:
+            hook(loop.run, loop.model)
+
+    def _normalized(
+        self, loss: torch.Tensor, normalizer: float | torch.Tensor | None
+    ) -> tuple[torch.Tensor, int]:
+        """Return the loss for backward, and the divisor that is left."""
+        window, counts = self._loop.window, self._loop.window.normalizer
+        mixed = "a window has losses with a normalizer and without: give it each time, or never."
+        if normalizer is None:
+            if counts.pending:
+                raise ValueError(mixed)
+            counts.forget()
+            return loss, window.divisor
+        if counts.pending and (window.touched or window.position == 0):
+            raise ValueError(
+                "a second loss with a normalizer, and no step after the first: add the losses of "
+                "a micro-batch up, and put each micro-batch inside `with accel.accumulate(model)`."
+            )
+        inside = window.position > 1 and not counts.pending
+        if inside and any(has_gradients(optimizer) for optimizer in self._optimizers):
+            raise ValueError(mixed)
+        return counts.add(loss, normalizer, expected=window.divisor), 1
+
+    def _divided(
+        self, loss: torch.Tensor, divisor: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Divide the gradients of a loss.
+
+        A scalar is divided by starting backward from 1/divisor instead of 1, which costs no
+        operation on the loss.
+        """
+        if loss.dim() != 0 or "gradient" in kwargs:
+            return loss / divisor, kwargs
+        key = (divisor, loss.dtype, loss.device)
+        seed = self._one_over.get(key)
+        if seed is None:
+            seed = torch.tensor(1.0 / divisor, dtype=loss.dtype, device=loss.device)
+            self._one_over[key] = seed
+        return loss, {**kwargs, "gradient": seed}
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring gradients to their true size; see ``Accelerator.unscale_gradients``."""
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for own in self._optimizers:
+            if optimizer is None or own in chosen or own.optimizer in chosen:
+                own.settle_gradients()
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+    ) -> torch.Tensor | None:
+        """Clip by the total norm at the end of a window; see ``Accelerator.clip_grad_norm_``.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> accel = Accelerator(cpu=True)
+            >>> accel.backward((weight * 4).sum())
+            >>> accel.clip_grad_norm_([weight], 1.0)
+            tensor(4.)
+        """
+        if not self._loop.window.sync:
+            return None
+        self.unscale_gradients()
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        return self._strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
+    ) -> None:
+        """Clip each element at the end of a window; see ``Accelerator.clip_grad_value_``.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> accel = Accelerator(cpu=True)
+            >>> accel.backward((weight * 4).sum())
+            >>> accel.clip_grad_value_([weight], 0.5)
+            >>> weight.grad
+            tensor([0.5000])
+        """
+        if not self._loop.window.sync:
+            return
+        self.unscale_gradients()
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        self._strategy.clip_grad_value_(parameters, clip_value)

@@ -1,0 +1,176 @@
+"""Models, and with them optimizers and schedulers, made ready for a strategy and a precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_callbacks.loop.loop import Loop
+from accel_callbacks.modeling.compile import adopt, compile_model
+from accel_callbacks.optimizer import AcceleratedOptimizer
+from accel_callbacks.plugins.compile import TorchDynamoPlugin
+from accel_callbacks.precision import Precision
+from accel_callbacks.scheduler import AcceleratedScheduler
+from accel_callbacks.strategies import Strategy
+from accel_callbacks.strategies.checks import is_spread
+
+__all__ = ["ModelRequest", "Preparer", "is_scheduler"]
+
+
+class ModelRequest(NamedTuple):
+    """A model to prepare.
+
+    Args:
+        model: the model, prepared or not.
+        device_placement: move it to the device; as the Accelerator does if ``None``.
+        evaluation_mode: it is not trained, so that its gradients are not averaged.
+    """
+
+    model: torch.nn.Module
+    device_placement: bool | None = None
+    evaluation_mode: bool = False
+
+
+class Preparer:
+    """Prepares the models, optimizers and schedulers of one ``prepare`` call together.
+
+    Args:
+        strategy: sets them up for training on several ranks.
+        precision: wraps models for mixed precision.
+        compile_plugin: how models are compiled.
+        loop: counts the steps of optimizers.
+        models: the prepared models; the new ones are added.
+        optimizers: the prepared optimizers, likewise.
+        schedulers: the prepared schedulers, likewise.
+        device_placement: move models to the device.
+        scheduler_options: keywords of :class:`AcceleratedScheduler`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> accel, teacher = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+        >>> accel.prepare_model(teacher, evaluation_mode=True) is teacher
+        True
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        precision: Precision,
+        compile_plugin: TorchDynamoPlugin,
+        loop: Loop,
+        models: list[torch.nn.Module],
+        optimizers: list[AcceleratedOptimizer],
+        schedulers: list[AcceleratedScheduler],
+        *,
+        device_placement: bool,
+        scheduler_options: dict[str, Any],
+    ) -> None:
+        self._strategy = strategy
+        self._precision = precision
+        self._compile_plugin = compile_plugin
+        self._loop = loop
+        self._models = models
+        self._optimizers = optimizers
+        self._schedulers = schedulers
+        self._device_placement = device_placement
+        self._scheduler_options = scheduler_options
+
+    def prepare(
+        self,
+        requests: Sequence[ModelRequest] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Sequence[Any] = (),
+    ) -> dict[int, Any]:
+        """Prepare the objects of one call; what is prepared already comes back as it is.
+
+        Returns:
+            The prepared objects by the ``id`` of those that were given.
+
+        Raises:
+            ValueError: a model cannot be set up, or a scheduler's optimizer is not prepared.
+        """
+        ready: dict[int, Any] = {}
+        bare = [self._strategy.unwrap(request.model) for request in requests]
+        prepared = {id(self._strategy.unwrap(model)): model for model in self._models}
+        new: list[torch.nn.Module] = []
+        for request, inner in zip(requests, bare, strict=True):
+            if id(inner) in prepared or any(inner is one for one in new):
+                continue
+            wrapped = self._wrap_for_precision(request, inner)
+            if wrapped is not inner or request.evaluation_mode:
+                prepared[id(inner)] = wrapped
+            else:
+                new.append(inner)
+        set_up = self._strategy.setup(
+            new,
+            [_inside(one, AcceleratedOptimizer, "optimizer") for one in optimizers],
+            [_inside(one, AcceleratedScheduler, "scheduler") for one in schedulers],
+        )
+        prepared.update(zip(map(id, new), set_up.models, strict=True))
+        for request, inner in zip(requests, bare, strict=True):
+            ready[id(request.model)] = self._add_model(prepared[id(inner)], inner)
+        for given, optimizer in zip(optimizers, set_up.optimizers, strict=True):
+            ready[id(given)] = self._optimizer(optimizer)
+        for given, scheduler in zip(schedulers, set_up.schedulers, strict=True):
+            ready[id(given)] = self._scheduler(scheduler)
+        return ready
+
+    def _wrap_for_precision(self, request: ModelRequest, inner: torch.nn.Module) -> torch.nn.Module:
+        """Move a new model to the device, wrap it for the precision and compile it.
+
+        Return the model inside, or the strategy's wrapper that is around it already.
+        """
+        self._strategy.check(inner)
+        place = request.device_placement
+        place = self._device_placement if place is None else place
+        model = adopt(request.model)
+        if place and not is_spread(inner):
+            model = model.to(self._strategy.topology.device)
+        # The precision changes the forward of the inner model, so the wrapper stays valid.
+        compile_model(self._precision.wrap(inner), self._compile_plugin)
+        return model
+
+    def _add_model(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+            if self._loop.model is None:
+                self._loop.model = inner
+        return model
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
+        for known in self._optimizers:
+            if known.optimizer is optimizer:
+                return known
+        prepared = AcceleratedOptimizer(optimizer, self._loop, self._precision)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        for known in self._schedulers:
+            if known.scheduler is scheduler:
+                return known
+        inner = _inside(scheduler.optimizer, AcceleratedOptimizer, "optimizer")
+        own = [optimizer for optimizer in self._optimizers if inner is optimizer.optimizer]
+        if not own:
+            raise ValueError(
+                f"the optimizer of {type(scheduler).__name__} is not prepared: pass it to "
+                "prepare() before the scheduler, or together with it."
+            )
+        prepared = AcceleratedScheduler(scheduler, own, self._loop, **self._scheduler_options)
+        self._schedulers.append(prepared)
+        return prepared
+
+
+def is_scheduler(item: Any) -> bool:
+    """Return whether an object is a learning-rate scheduler, prepared or not."""
+    if isinstance(item, AcceleratedScheduler):
+        return True
+    return all(hasattr(item, name) for name in ("optimizer", "step", "state_dict"))
+
+
+def _inside(given: Any, kind: type, name: str) -> Any:
+    """Return the object inside of a prepared one: another Accelerator may have prepared it."""
+    return getattr(given, name) if isinstance(given, kind) else given

@@ -1,0 +1,93 @@
+"""Optimizer state by parameter name, so that any engine can load what another one saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel_callbacks.errors import ResumeError, nearest
+
+__all__ = ["named_optimizer_state", "parameter_names", "positional_optimizer_state"]
+
+
+def parameter_names(models: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """Map ``id(parameter)`` to ``"<model index>.<name>"`` for all parameters of the models.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.optimizer_state import parameter_names
+        >>> sorted(parameter_names([torch.nn.Linear(1, 1)]).values())
+        ['0.bias', '0.weight']
+    """
+    names: dict[int, str] = {}
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{index}.{name}")
+    return names
+
+
+def _ordered_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return names in the order of torch's positions.
+
+    A parameter that belongs to no model is named by its position.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [names.get(id(p), f"parameter.{i}") for i, p in enumerate(parameters)]
+
+
+def named_optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` with names in place of positions."""
+    ordered = _ordered_names(optimizer, names)
+    state = optimizer.state_dict()
+    return {
+        **state,
+        "state": {ordered[i]: value for i, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [ordered[i] for i in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def positional_optimizer_state(
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """Invert :func:`named_optimizer_state` for the order of this optimizer.
+
+    Raises:
+        ResumeError: the optimizer holds other parameters than the saved one.
+    """
+    ordered = _ordered_names(optimizer, names)
+    position = {name: i for i, name in enumerate(ordered)}
+    here, first = [], 0
+    for group in optimizer.param_groups:
+        here.append(ordered[first : first + len(group["params"])])
+        first += len(group["params"])
+    _check_groups([group["params"] for group in state["param_groups"]], here)
+    return {
+        **state,
+        "state": {position[name]: value for name, value in state["state"].items()},
+        # torch pairs parameters by their place in the group: use the order of this optimizer.
+        "param_groups": [
+            {**group, "params": [position[name] for name in own]}
+            for group, own in zip(state["param_groups"], here, strict=True)
+        ],
+    }
+
+
+def _check_groups(saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> None:
+    if len(saved) != len(here):
+        raise ResumeError(
+            f"the optimizer has {len(here)} parameter groups and the checkpoint's {len(saved)}: "
+            "add the groups before loading."
+        )
+    for number, (before, now) in enumerate(zip(saved, here, strict=True)):
+        for name in sorted(set(before) ^ set(now)):
+            place, other = ("checkpoint", now) if name in before else ("optimizer", before)
+            raise ResumeError(
+                f"{name!r} is only in the {place}'s parameter group {number}.{nearest(name, other)}"
+            )
