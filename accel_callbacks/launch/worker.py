@@ -21,8 +21,8 @@ def main() -> None:
     """Run ``script PATH`` or ``module NAME`` from ``sys.argv``, with the arguments after it.
 
     Example:
-        >>> from accel_callbacks.launch import children
-        >>> callable(children.main)
+        >>> from accel_callbacks.launch import worker
+        >>> callable(worker.main)
         True
     """
     kind, name = sys.argv[1:3]

@@ -17,8 +17,8 @@ import torch
 from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS
 from accel_callbacks.callbacks.dispatch.functions import checked_hook
 from accel_callbacks.callbacks.dispatch.registration import accepted, configured, overrides, saves
+from accel_callbacks.testing.device_syncs import host_syncs
 from accel_callbacks.testing.hooks import arguments_of, fire
-from accel_callbacks.testing.host_syncs import host_syncs
 from accel_callbacks.testing.training import TinyTraining
 
 __all__ = [

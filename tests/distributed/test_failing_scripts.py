@@ -226,13 +226,14 @@ CUT_OFF = """
 import os, signal, sys, time
 from datetime import timedelta
 import torch
-from accel_callbacks import Accelerator, failing
+from accel_callbacks import Accelerator
+from accel_callbacks.distributed import abort
 from accel_callbacks.collectives import all_objects
 sys.path.insert(0, sys.argv[1])
 from gated_files import Gate
 
 how, folder = sys.argv[2:]
-failing._SILENCE = 1.0 if how == "cut off" else 8.0
+abort._SILENCE = 1.0 if how == "cut off" else 8.0
 accel = Accelerator(cpu=True, timeout=timedelta(seconds=4))
 other = all_objects(os.getpid(), operation="test")[1]
 model = accel.prepare(torch.nn.Linear(1, 1))
@@ -249,7 +250,7 @@ try:
             gate.open()
         elif accel.process_index == 1:
             time.sleep(7)  # longer than the other waits
-            failing.threading.Timer(12, gate.open).start()
+            abort.threading.Timer(12, gate.open).start()
         accel.wait_for_everyone()
 finally:
     if how == "cut off":

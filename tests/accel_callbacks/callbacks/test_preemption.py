@@ -262,8 +262,8 @@ signal.raise_signal(15)
 """
 STUCK = """
 import ctypes
-from accel_callbacks.callbacks import signals
-signals._STUCK = 0.1
+from accel_callbacks.callbacks import preemption
+preemption._STUCK = 0.1
 signal.raise_signal(15)
 print("stuck", flush=True)
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
