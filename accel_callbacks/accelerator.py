@@ -353,7 +353,7 @@ class Accelerator(ProcessControl, MediaMethods):
         )
         for one, place in placed:
             if isinstance(one, (DataLoader, SkipDataLoader)):
-                ready[id(one)] = self._loaders.prepare(one, place)
+                ready[id(one)] = self.prepare_data_loader(one, place)
         result = tuple(ready.get(id(one), one) for one in args)
         return result[0] if len(result) == 1 else result
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the prepared objects, found out before anything changes."""
+"""Checks that a checkpoint fits the prepared objects, before anything is changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_callbacks.errors import ResumeError, nearest
 if TYPE_CHECKING:
     from checkpoint_io import Manifest
 
-__all__ = ["chosen_indices", "doubt_names", "fitting_weights", "own_part"]
+__all__ = ["chosen_indices", "fitting_weights", "rank_part", "warn_of_names"]
 
 _SHOWN = 5
 
@@ -25,11 +25,11 @@ _SHOWN = 5
 def chosen_indices(
     training: TrainingState, state: Mapping[str, Any], kind: str, selection: Selection
 ) -> list[int]:
-    """Which of the prepared objects of a kind are restored from the selected part of a state.
+    """Return the indices of the prepared objects of a kind that are restored.
 
     Raises:
-        ResumeError: there are more or fewer here than in the checkpoint, or one that was selected
-            is not here.
+        ResumeError: the numbers of prepared and saved objects differ, or a selected one is not
+            prepared.
     """
     saved, here = len(state[kind]), len(getattr(training, kind))
     if not selection.partial:
@@ -56,12 +56,11 @@ def fitting_weights(
     selection: Selection,
     report: RestoreReport,
 ) -> dict[str, Any]:
-    """The saved weights for a model, by their names here; what does not fit is noted.
+    """Return the saved weights of a model by their names here; add mismatches to the report.
 
     Raises:
-        ResumeError: they do not fit in shape or dtype, or nothing is left; or, where all of the
-            checkpoint is loaded, a name is missing; or a save hook left them out and no load
-            hook took the model.
+        ResumeError: a shape or dtype differs; no weight is left; a name is missing in a load of
+            the whole checkpoint; a save hook left the weights out, and no load hook took the model.
     """
     if state["models"][str(index)] is None:
         raise ResumeError(
@@ -96,8 +95,8 @@ def fitting_weights(
 
 
 def _check_tensor(name: str, here: Any, saved: Any) -> None:
-    own = name.rpartition(".")[2] == "_extra_state"  # whose form only its module knows
-    if own or not isinstance(here, torch.Tensor):
+    # Only the module itself knows the form of its extra state.
+    if name.rpartition(".")[2] == "_extra_state" or not isinstance(here, torch.Tensor):
         return
     shape = getattr(saved, "shape", None)
     if shape is None or tuple(here.shape) != tuple(shape):
@@ -115,15 +114,15 @@ def _check_tensor(name: str, here: Any, saved: Any) -> None:
 def _differences(
     missing: Iterable[str], unexpected: Iterable[str], here: Collection[str], there: Collection[str]
 ) -> str:
-    """The names that are only on one side, the first few with the nearest on the other."""
+    """Describe the names that are on one side only, the first few with the nearest on the other."""
     lines = [f"{name!r} is only in the checkpoint.{nearest(name, here)}" for name in unexpected]
     lines += [f"{name!r} is only in the model.{nearest(name, there)}" for name in missing]
     more = len(lines) - _SHOWN
     return "\n".join(lines[:_SHOWN] + ([f"and {more} more."] if more > 0 else []))
 
 
-def doubt_names(report: RestoreReport, strict: bool) -> None:
-    """Tell which selected names were not restored.
+def warn_of_names(report: RestoreReport, strict: bool) -> None:
+    """Warn of selected names that were not restored.
 
     Raises:
         ResumeError: there are some, and ``strict``.
@@ -138,7 +137,7 @@ def doubt_names(report: RestoreReport, strict: bool) -> None:
     warnings.warn(text + "\nThe others are loaded.", stacklevel=6)
 
 
-def own_part(
+def rank_part(
     training: TrainingState,
     manifest: Manifest,
     state: Mapping[str, Any],
@@ -146,10 +145,9 @@ def own_part(
     selection: Selection,
     strict: bool,
 ) -> dict[str, Any] | None:
-    """What this process restores of what it, or one in its place, saved for itself.
+    """Return the part of the checkpoint that belongs to this rank alone, as far as it is restored.
 
-    On another number of processes only the random generators of the ranks that there are on both
-    sides go on.
+    With another world size that is only the random generators, on ranks that exist on both sides.
 
     Raises:
         ResumeError: the resume is not exact, and ``strict``.
@@ -177,7 +175,7 @@ def own_part(
 def _other_world(
     saved: int, here: int, local: Mapping[str, Any] | None, *, exact: bool, selection: Selection
 ) -> str:
-    """What another number of processes means for the rest of a run; empty if nothing."""
+    """Describe what another world size means for the rest of a run; empty if nothing."""
     kept = min(saved, here)
     alike = "rank 0" if kept == 1 else f"ranks 0 to {kept - 1}"
     parts = []

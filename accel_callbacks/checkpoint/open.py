@@ -27,13 +27,14 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_KINDS = (  # files that tell what a folder is, and what that is called
+# Files by which a folder of another library is recognised.
+_KINDS = (
     (("optimizer.bin", "scheduler.bin", "random_states_0.pkl"), "accelerate"),
     ((".metadata",), "torch"),
     (("model.safetensors", "model.safetensors.index.json"), "weights"),
     (("pytorch_model.bin", "pytorch_model.bin.index.json"), "weights"),
 )
-_LOOKED_AT = 3
+_MOST_FOLDERS = 3
 _ADVICE = {
     "accelerate": "was saved by Hugging Face Accelerate, whose optimizer and random states are "
     "pickles and are not read: load_checkpoint_in_model(model, path) takes the weights, and "
@@ -61,13 +62,13 @@ def process_group() -> ProcessGroupLike | None:
 
 
 class LoadFailed(Exception):
-    """A part of a load failed on some process; raised on all of them alike.
+    """A part of a load failed on some rank; raised on all ranks.
 
     Attributes:
-        error: what to raise on this process: its own error, or a :class:`RemoteError`.
-        damaged: the checkpoint is why, on each process that failed: an older one may do.
-        changed: something here, on some process, is not what it was before the part began.
-        text: what happened, by rank.
+        error: the error to raise on this rank: its own, or a :class:`RemoteError`.
+        damaged: the checkpoint is at fault on every rank that failed, so an older one may load.
+        changed: prepared objects of some rank were changed before the failure.
+        text: the errors by rank.
     """
 
     def __init__(self, error: Exception, damaged: bool, changed: bool, text: str) -> None:
@@ -76,17 +77,17 @@ class LoadFailed(Exception):
 
 
 def together(where: str, action: Callable[[], T], *, changes: bool = False) -> T:
-    """Collective: the action's result, if it succeeds on all processes.
+    """Collective: return the result of an action if it succeeds on all ranks.
 
-    It may take long on some: the others wait in a group that is for that.
+    The ranks wait in the group of saves, whose timeout allows for a slow action on one of them.
 
     Args:
-        where: shown in the errors of the other processes.
-        action: what to do; errors that are no ``Exception`` pass through.
-        changes: the action changes what is here, so that a success on one process is a change.
+        where: shown in the errors of the other ranks.
+        action: called on each rank; errors that are no ``Exception`` are not shared.
+        changes: the action changes prepared objects, so that a success on one rank is a change.
 
     Raises:
-        LoadFailed: on all processes, if the action failed on one.
+        LoadFailed: on all ranks, if the action failed on one.
 
     Example:
         >>> from accel_callbacks.checkpoint.open import together
@@ -118,7 +119,7 @@ def together(where: str, action: Callable[[], T], *, changes: bool = False) -> T
 
 
 class _Report(NamedTuple):
-    """How it went on one process; no text where it went well."""
+    """The outcome on one rank; without text if it succeeded."""
 
     text: str
     details: str
@@ -135,7 +136,7 @@ def _report(error: Exception | None, changes: bool) -> _Report:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether the checkpoint is at fault, and not, say, a network that is down."""
+    """Return whether the checkpoint is at fault, unlike a network that is down."""
     import checkpoint_io
 
     damage = (checkpoint_io.CorruptCheckpointError, checkpoint_io.CheckpointNotFoundError)
@@ -150,10 +151,10 @@ def _half_done(error: Exception) -> bool:
 
 
 def open_one(url: str, storage_options: Mapping[str, Any] | None = None) -> CheckpointReader:
-    """Collective: the checkpoint at a place, the same one for all processes.
+    """Collective: open the checkpoint at a URL, the same one on all ranks.
 
     Raises:
-        LoadFailed: a process cannot open it.
+        LoadFailed: a rank cannot open it.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -182,15 +183,15 @@ def open_one(url: str, storage_options: Mapping[str, Any] | None = None) -> Chec
 def open_newest(
     root: str, storage_options: Mapping[str, Any] | None = None, skip: Collection[str] = ()
 ) -> CheckpointReader | None:
-    """Collective: the newest checkpoint under ``root`` that opens on every process.
+    """Collective: open the newest checkpoint under ``root`` that opens on every rank.
 
     Args:
         root: the folder of checkpoints.
         storage_options: for the filesystem behind it.
-        skip: paths that were tried already.
+        skip: paths that were tried before.
 
     Raises:
-        checkpoint_io.CorruptCheckpointError: there are checkpoints, and all are damaged.
+        checkpoint_io.CorruptCheckpointError: all checkpoints are damaged.
 
     Example:
         >>> from accel_callbacks.checkpoint.open import open_newest
@@ -211,10 +212,10 @@ def open_newest(
 
 
 def same_for_all(reader: CheckpointReader) -> CheckpointReader:
-    """Collective: refuse a checkpoint that a save replaced between the looks of two processes.
+    """Collective: raise if a save replaced the checkpoint while the ranks opened it.
 
     Raises:
-        LoadFailed: the processes have opened different ones.
+        LoadFailed: the ranks have opened different ones.
     """
     first = collectives.broadcast_object(reader.manifest.id)
 
@@ -231,7 +232,7 @@ def same_for_all(reader: CheckpointReader) -> CheckpointReader:
 
 
 def describe_foreign(url: str, storage_options: Mapping[str, Any] | None = None) -> str | None:
-    """What a folder is that is none of our checkpoints, and what to do with it; None if unknown.
+    """Describe a folder that holds no checkpoint of ours, with advice; None if it is unknown.
 
     Example:
         >>> import pathlib, tempfile
@@ -248,21 +249,21 @@ def describe_foreign(url: str, storage_options: Mapping[str, Any] | None = None)
 
 
 def describe_foreign_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """The same for the newest by name of the folders in a folder, as a sentence; empty if unknown.
+    """Describe the newest folder of a folder, by name, as a sentence; empty if it is unknown.
 
     Example:
         >>> from accel_callbacks.checkpoint.open import describe_foreign_folder
         >>> describe_foreign_folder("memory://doc-reading/nothing")
         ''
     """
-    for name in sorted(_names_in(root, storage_options) or (), reverse=True)[:_LOOKED_AT]:
+    for name in sorted(_names_in(root, storage_options) or (), reverse=True)[:_MOST_FOLDERS]:
         if kind := describe_foreign(f"{root.rstrip('/')}/{name}", storage_options):
             return f" {name} {kind}."
     return ""
 
 
 def _names_in(url: str, storage_options: Mapping[str, Any] | None) -> set[str] | None:
-    """The names in a folder, none where it cannot be listed; None if it is a file."""
+    """Return the names in a folder, none if it cannot be listed; None if it is a file."""
     from fsspec.core import url_to_fs
 
     try:
@@ -271,5 +272,6 @@ def _names_in(url: str, storage_options: Mapping[str, Any] | None) -> set[str] |
             return None
         listed: Iterable[Any] = filesystem.ls(path, detail=False)
         return {posixpath.basename(str(name).rstrip("/")) for name in listed}
-    except Exception:  # each store's driver has errors of its own, and this is only for advice
+    except Exception:
+        # Each store's driver has errors of its own, and this is only for advice.
         return set()

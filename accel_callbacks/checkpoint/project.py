@@ -1,4 +1,4 @@
-"""ProjectConfiguration; automatic names, total_limit."""
+"""ProjectConfiguration: where a run keeps its files, and how it names checkpoints."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _MARK = {"saved_by": "save_state"}
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run keeps its files, and how ``save_state()`` without a path names and keeps them.
+    """Options of the project folder, and of checkpoints that ``save_state()`` names itself.
 
-    An Accelerator takes a copy, so one configuration can serve several.
+    An Accelerator takes a copy, so that several can share one configuration.
 
     Args:
         project_dir: folder (or fsspec URL) of the run; ``None`` for the current folder.
@@ -95,7 +95,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
     def count_from(self, number: int | None) -> None:
-        """Go on behind the checkpoint of this number, if it has one."""
+        """Number the next checkpoint after this one, if it has a number."""
         if number is not None:
             self.iteration = max(self.iteration, number + 1)
 
@@ -143,11 +143,11 @@ def _whole(name: str, value: Any) -> int:
 def chosen_project(
     folder: str | os.PathLike[str] | None, config: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """A configuration of the Accelerator's own, from what it was given.
+    """Return the Accelerator's own configuration from its arguments.
 
     Raises:
-        TypeError: the configuration is none.
-        ValueError: both name a folder, and not the same.
+        TypeError: ``config`` is no ProjectConfiguration.
+        ValueError: the two name different folders.
 
     Example:
         >>> from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
@@ -174,7 +174,7 @@ def chosen_project(
 
 
 class NamedFolder:
-    """A folder of checkpoints whose next one has a given name instead of that of its step.
+    """A folder of checkpoints whose next one has a given name instead of its step.
 
     Example:
         >>> from accel_callbacks.checkpoint.open import open_folder
@@ -191,12 +191,11 @@ class NamedFolder:
         return getattr(self._folder, name)
 
     def path(self, step: int) -> str:
-        """The URL of the checkpoint, whatever the step."""
-        url = self._folder.url  # "memory://" is a root, whose slashes belong to it
-        return f"{url}{self._name}" if url.endswith("/") else f"{url}/{self._name}"
+        """Return the URL of the checkpoint; the step is ignored."""
+        return path_in(self._folder.url, self._name)
 
     def prepare_save(self, step: int, state: Mapping[str, Any], **options: Any) -> Any:
-        """``CheckpointFolder.prepare_save`` under the name."""
+        """Prepare a save under the name; see ``CheckpointFolder.prepare_save``."""
         return self._folder.prepare_save(step, state, name=self._name, **options)
 
 
@@ -206,9 +205,9 @@ class SavePlace:
 
     Attributes:
         target: its path, or the folder in which it is the newest.
-        metadata: what its manifest says of its name.
+        metadata: JSON values that mark it as named here.
         callbacks: called when the save ends.
-        started: called once it has its place among the others.
+        started: called once the save has started.
 
     Example:
         >>> from accel_callbacks.checkpoint.project import SavePlace
@@ -284,7 +283,7 @@ def refuse_each_node(config: ProjectConfiguration, here: Topology) -> None:
 
 
 def number_of(path: str) -> int | None:
-    """The number of a checkpoint that was named automatically.
+    """Return the number of a checkpoint that was named automatically, None for others.
 
     Example:
         >>> from accel_callbacks.checkpoint.project import number_of
@@ -296,7 +295,7 @@ def number_of(path: str) -> int | None:
 
 
 def _highest(folder: CheckpointFolder) -> int:
-    """The highest number in a folder, whoever wrote it and whether or not it is whole; or -1."""
+    """Return the highest number in a folder, of any run and valid or not; -1 if there is none."""
     numbers = (number_of(entry.name) for entry in folder.survey())
     return max((number for number in numbers if number is not None), default=-1)
 

@@ -1,4 +1,4 @@
-"""Registered objects and save/load pre-hooks."""
+"""Objects and hooks that users register for save_state and load_state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Hook = Callable[..., Any]
 
 
 class PreHooks:
-    """The hooks around models in ``save_state`` and ``load_state``, in the order of registering.
+    """The hooks before ``save_state`` and ``load_state``, in the order of registration.
 
     Example:
         >>> from accel_callbacks.checkpoint.registered import PreHooks
@@ -49,22 +49,21 @@ class PreHooks:
 
     @property
     def save_some(self) -> bool:
-        """Whether hooks run in a save."""
+        """True if there is a save hook."""
         return bool(self._before_save)
 
     @property
     def load_some(self) -> bool:
-        """Whether hooks run in a load."""
+        """True if there is a load hook."""
         return bool(self._before_load)
 
     def save(
         self, models: Iterable[torch.nn.Module], weights: Iterable[Any], output_dir: str
     ) -> list[Any]:
-        """Call the hooks; the weights of each model as they left them, None for one taken out.
+        """Call the hooks; return the weights that they left of each model, None for removed ones.
 
         Raises:
-            ValueError: a hook took weights out and put others in, so that it cannot be said
-                which belong to which model.
+            ValueError: a hook removed weights and added others, so that their models are unknown.
         """
         models, weights = list(models), list(weights)
         owners = list(range(len(models)))  # owners[i]: whose weights weights[i] are
@@ -80,7 +79,7 @@ class PreHooks:
         return result
 
     def load(self, models: Iterable[Any], input_dir: str) -> list[Any]:
-        """Call the hooks; the models that they did not take out, which are still to be loaded."""
+        """Call the hooks; return the models that they left, which are still to be loaded."""
         left = list(models)
         for hook in list(self._before_load.values()):
             hook(left, input_dir)
@@ -96,7 +95,7 @@ def _add(hooks: OrderedDict[int, Hook], hook: Hook, form: str) -> RemovableHandl
 
 
 def _owners_after(hook: Hook, owners: list[int], before: list[Any], after: list[Any]) -> list[int]:
-    """Whose weights are left: known by the very objects, or by place where all are there."""
+    """Return the model index of each weight that is left, by identity, or by place if all are."""
     known = {id(one): owner for one, owner in zip(before, owners, strict=True)}
     if any(id(one) not in known for one in after):
         if len(after) == len(before):
@@ -126,11 +125,11 @@ class Registered:
 
     @property
     def names(self) -> list[str]:
-        """The names under which states are saved."""
+        """The names of the saved states."""
         return list(self._objects)
 
     def add(self, *objects: Any, **named: Any) -> None:
-        """Register objects, those without a name under that of their class; once each.
+        """Register objects once each; those without a name get the name of their class.
 
         Raises:
             ValueError: an object lacks ``state_dict`` or ``load_state_dict``, or a name is taken.
@@ -145,7 +144,7 @@ class Registered:
                 self._put(name, one)
 
     def clear(self) -> None:
-        """Forget all objects, and what was loaded for others."""
+        """Forget all objects, and states that were loaded for objects not registered."""
         self._objects: dict[str, Any] = {}
         self._unnamed: list[str] = []
         self._unclaimed: dict[str, Any] = {}
@@ -190,7 +189,7 @@ class Registered:
     # --- saving and loading -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each object by name, and what was loaded for objects not here."""
+        """Return the state of each object by name, with loaded states of objects not registered."""
         kept = [name for name in self._unclaimed_unnamed if name not in self._objects]
         return {
             "objects": {
@@ -207,12 +206,12 @@ class Registered:
         strict: bool = False,
         chosen: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Restore each object by name; those whose class has another name now, by position.
+        """Restore each object by name, or by position if its class was renamed.
 
         Args:
             saved: from :meth:`state_dict`.
             strict: raise where an object finds no state of its own, instead of warning.
-            chosen: whether the object of a name is restored; the others stay as they are.
+            chosen: returns whether the object of a name is restored.
 
         Raises:
             ResumeError: ``strict``, and an object is missing in ``saved`` or found by position.
@@ -236,36 +235,37 @@ class Registered:
 
     def _load_one(self, one: Any, state: Any) -> None:
         if self._undo is not None:
-            # On the CPU, as a checkpoint is: the device may have no room for a second one.
+            # On the CPU, because the device may have no memory for a second copy.
             host = map_tensors(one.state_dict(), lambda tensor: tensor.detach().cpu())
             self._undo.append(partial(one.load_state_dict, copy.deepcopy(host)))
         one.load_state_dict(state)
 
     def _by_position(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        """Where as many unnamed ones are left here as there, they are taken in their order."""
+        """Pair unnamed objects with unnamed states by order, if there are equally many."""
         here = [name for name in self._unnamed if name not in saved["objects"]]
         there = [name for name in saved["unnamed"] if name not in self._objects]
         return dict(zip(here, there, strict=True)) if len(here) == len(there) else {}
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """A block that may load; where it raises, the objects are as they were before."""
+        """Restore all objects to their state before the block if it raises."""
         undo = self._undo = []
         unclaimed = self._unclaimed, self._unclaimed_unnamed
         try:
             yield
         except BaseException:
             self._unclaimed, self._unclaimed_unnamed = unclaimed
-            for put_back in reversed(undo):
-                with suppress(Exception):  # the first error is the one to report
-                    put_back()
+            for restore in reversed(undo):
+                # The first error is the one to report.
+                with suppress(Exception):
+                    restore()
             raise
         finally:
             self._undo = None
 
 
 def _check(candidates: list[tuple[str, Any]]) -> None:
-    """Refuse all objects that cannot be saved, in one error."""
+    """Raise one error for all objects that cannot be saved."""
     lacking = [
         f"  {name}: {_show(one)} lacks {' and '.join(missing)}"
         for name, one in candidates

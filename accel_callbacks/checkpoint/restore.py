@@ -1,4 +1,4 @@
-"""Load_state: check, read in place, hand out."""
+"""Restore a training state: open, check that it fits, read in place, apply."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 from accel_callbacks.checkpoint.compatibility import (
     chosen_indices,
-    doubt_names,
     fitting_weights,
-    own_part,
+    rank_part,
+    warn_of_names,
 )
 from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one, together
 from accel_callbacks.checkpoint.project import number_of
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Content",
-    "Filling",
+    "InPlaceReads",
     "LoadOptions",
     "Ready",
+    "apply",
     "make_ready",
-    "put_back",
     "read_content",
     "restore_from",
     "restore_newest",
@@ -47,25 +47,26 @@ _KINDS = ("models", "optimizers", "schedulers", "loaders")
 _WHERE = "load_state"
 
 
-class Filling:
-    """Collects which view of a checkpoint is read into which tensor; nothing is changed before
-    :meth:`run`.
+class InPlaceReads:
+    """Collects pairs of a checkpoint's view and the tensor that it is read into, and reads them.
+
+    Nothing is changed before :meth:`run`.
 
     Args:
         reader: the checkpoint.
 
     Attributes:
-        changes: some of the memory is in use already.
+        changes: True if some of the memory is that of prepared objects.
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.checkpoint.restore import Filling
+        >>> from accel_callbacks.checkpoint.restore import InPlaceReads
         >>> from checkpoint_io import open_checkpoint, save
-        >>> _ = save("memory://doc-filling/c", {"weight": torch.ones(2)})
-        >>> reader, here = open_checkpoint("memory://doc-filling/c"), torch.zeros(2)
-        >>> filling = Filling(reader)
-        >>> filling.into("weight", reader["weight"], here)
-        >>> filling.run()
+        >>> _ = save("memory://doc-reads/c", {"weight": torch.ones(2)})
+        >>> reader, here = open_checkpoint("memory://doc-reads/c"), torch.zeros(2)
+        >>> reads = InPlaceReads(reader)
+        >>> reads.into("weight", reader["weight"], here)
+        >>> reads.run()
         >>> here
         tensor([1., 1.])
     """
@@ -78,10 +79,10 @@ class Filling:
         self._storages: set[int] = set()
 
     def into(self, name: str, view: TensorView, target: torch.Tensor) -> None:
-        """Read a view into a tensor of a model; tied tensors are read once.
+        """Add a view to be read into a tensor of a model; tied tensors are read once.
 
         Raises:
-            ResumeError: two names are one tensor here and were two in the checkpoint.
+            ResumeError: two names are one tensor here, and two in the checkpoint.
         """
         local = _local(target)
         place = (_storage(local), local.storage_offset(), local.shape, local.stride())
@@ -98,8 +99,8 @@ class Filling:
         self._pairs.append((view, target.detach()))
 
     @staticmethod
-    def reads(saved: Any) -> bool:
-        """Whether a part of a saved state is a view, which is still to be read."""
+    def is_view(saved: Any) -> bool:
+        """Return whether a part of a saved state is a view that is still to be read."""
         from checkpoint_io import TensorView
 
         return isinstance(saved, TensorView)
@@ -111,15 +112,15 @@ class Filling:
         parameter: torch.Tensor | None = None,
         key: Any = None,
     ) -> Any:
-        """A part of a saved state with tensors in place of its views.
+        """Return a part of a saved state with tensors in place of its views.
 
-        A tensor that is here already and fits is used again, else there is a new one.
+        A current tensor that fits is used again; else a new one is made.
 
         Args:
             saved: the part in the checkpoint.
-            current: the same part of the optimizer here, if there is one.
-            parameter: what the part belongs to; without one, tensors are on the CPU.
-            key: the part's own name.
+            current: the same part of the current state, if there is one.
+            parameter: the parameter that the part belongs to; without one, tensors are on the CPU.
+            key: the name of the part.
         """
         if isinstance(saved, Mapping):
             inner = current if isinstance(current, Mapping) else {}
@@ -130,7 +131,7 @@ class Filling:
             return type(saved)(
                 self.replace(value, filled[i], parameter, key) for i, value in enumerate(saved)
             )
-        return self._leaf(saved, current, parameter, key) if self.reads(saved) else saved
+        return self._leaf(saved, current, parameter, key) if self.is_view(saved) else saved
 
     def _leaf(self, view: TensorView, current: Any, parameter: Any, key: Any) -> Any:
         if view.is_array:
@@ -143,8 +144,9 @@ class Filling:
         return current
 
     def _new(self, view: TensorView, parameter: torch.Tensor | None, key: Any) -> torch.Tensor:
-        """Memory for a state: spread like its parameter where it has its shape."""
-        if parameter is None or key == "step":  # torch moves a step to where the optimizer wants it
+        """Make a tensor for a state, sharded like its parameter if it has the same shape."""
+        # torch moves the step count to where the optimizer wants it.
+        if parameter is None or key == "step":
             target = torch.empty(view.shape, dtype=view.dtype)
         elif view.shape == tuple(parameter.shape):
             target = torch.empty_like(parameter, dtype=view.dtype, requires_grad=False)
@@ -154,7 +156,7 @@ class Filling:
         return target
 
     def _reusable(self, current: Any, view: TensorView) -> bool:
-        """Whether a tensor fits, and nothing else is in its memory."""
+        """Return whether a tensor fits, and shares its memory with no other."""
         if not isinstance(current, torch.Tensor) or current.is_meta:
             return False
         if tuple(current.shape) != view.shape or current.dtype != view.dtype:
@@ -164,19 +166,19 @@ class Filling:
         return own and _storage(local) not in self._storages
 
     def run(self, progress: bool | None = None) -> None:
-        """Read all of it; every byte is verified before it is written."""
+        """Read all views; every byte is verified before it is written."""
         self._reader.read(self._pairs, progress=progress)
 
 
 def views_in(tree: Any) -> Iterator[TensorView]:
-    """The views in a part of a saved state.
+    """Iterate the views in a part of a saved state.
 
     Example:
         >>> from accel_callbacks.checkpoint.restore import views_in
         >>> list(views_in({"lr": [0.1]}))
         []
     """
-    if Filling.reads(tree):
+    if InPlaceReads.is_view(tree):
         yield tree
     elif isinstance(tree, (Mapping, list, tuple)):
         for item in tree.values() if isinstance(tree, Mapping) else tree:
@@ -184,9 +186,10 @@ def views_in(tree: Any) -> Iterator[TensorView]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is on this process."""
+    """Return the part of a tensor that is on this rank."""
     tensor = tensor.detach()
-    to_local = getattr(tensor, "to_local", None)  # a DTensor, without importing torch's module
+    # Only a DTensor has it; torch's module is not imported for the test.
+    to_local = getattr(tensor, "to_local", None)
     local: torch.Tensor = tensor if to_local is None else to_local()
     return local
 
@@ -200,7 +203,7 @@ _NEEDED = (*_KINDS, "precision", "run", "callbacks", "trackers")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is restored, and how; see ``Accelerator.load_state``.
+    """Options of a load; see ``Accelerator.load_state``.
 
     Example:
         >>> from accel_callbacks.checkpoint.restore import LoadOptions
@@ -216,7 +219,7 @@ class LoadOptions:
 
 
 class Content(NamedTuple):
-    """A checkpoint whose models and optimizers are still to be read, if ``lazy``."""
+    """The content of a checkpoint; if ``lazy``, models and optimizers are still to be read."""
 
     state: dict[str, Any]
     local: dict[str, Any] | None
@@ -224,24 +227,34 @@ class Content(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A checkpoint that fits, as far as it is to be restored."""
+    """The selected part of a checkpoint that fits.
 
-    state: dict[str, Any]  # the selected part
-    weights: dict[int, dict[str, Any]]  # for models that load in their own way
-    optimizers: dict[int, dict[str, Any]]  # with tensors that the filling fills
+    Attributes:
+        state: the selected part.
+        weights: for models that load in their own way, by index.
+        optimizers: states whose tensors are read by ``reads``, by index.
+        indices: the prepared objects to restore, by kind.
+        local: the part of this rank.
+        reads: the tensors to read in place.
+        report: the names that are not restored.
+    """
+
+    state: dict[str, Any]
+    weights: dict[int, dict[str, Any]]
+    optimizers: dict[int, dict[str, Any]]
     indices: dict[str, list[int]]
     local: dict[str, Any] | None
-    filling: Filling
+    reads: InPlaceReads
     report: RestoreReport
 
 
 def read_content(
     training: TrainingState, reader: CheckpointReader, options: LoadOptions
 ) -> Content:
-    """Verify what there is to verify first, and read all that is not read in place.
+    """Verify the checkpoint, and read all that is not read in place.
 
     Raises:
-        ResumeError: it is no training state.
+        ResumeError: it holds no training state.
         checkpoint_io.CheckpointError: it is damaged.
     """
     state: dict[str, Any] = dict(reader.state)
@@ -272,10 +285,10 @@ def _hooks_want_tensors(training: TrainingState) -> bool:
 def make_ready(
     training: TrainingState, reader: CheckpointReader, content: Content, options: LoadOptions
 ) -> Ready:
-    """Check that all fits, and let those load who may refuse: hooks, and registered objects.
+    """Check that all fits, and load what may refuse the load: hooks and registered objects.
 
     Raises:
-        ResumeError: it does not fit, or the resume is not exact and strict.
+        ResumeError: it does not fit, or the resume is not exact and ``strict``.
     """
     selection, state = options.selection, content.state
     selection.check(all_keys(state))
@@ -284,7 +297,7 @@ def make_ready(
     hooked = training.pre_hooks.load_some and bool(indices["models"])
     if not hooked:
         _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
-    local = own_part(training, reader.manifest, part, content.local, selection, options.strict)
+    local = rank_part(training, reader.manifest, part, content.local, selection, options.strict)
     _optimizer_states(training, part, indices["optimizers"])
     if not content.lazy:
         if hooked:
@@ -296,16 +309,16 @@ def make_ready(
         part = selection.apply(state)
     report = RestoreReport(reader.path)
     weights = _weights(training, part, indices["models"], selection, report)
-    doubt_names(report, options.strict)
+    warn_of_names(report, options.strict)
     optimizers = _optimizer_states(training, part, indices["optimizers"])
-    filling = Filling(reader)
-    weights = _place_weights(training, weights, filling)
-    optimizers = _place_states(training, optimizers, filling)
+    reads = InPlaceReads(reader)
+    weights = _place_weights(training, weights, reads)
+    optimizers = _place_states(training, optimizers, reads)
     registered = part["registered"]
     training.registered.load_state_dict(
         registered, strict=options.strict, chosen=lambda name: selection.takes(f"registered/{name}")
     )
-    return Ready(part, weights, optimizers, indices, local, filling, report)
+    return Ready(part, weights, optimizers, indices, local, reads, report)
 
 
 def _weights(
@@ -331,40 +344,40 @@ def _optimizer_states(
 
 
 def _place_weights(
-    training: TrainingState, weights: dict[int, dict[str, Any]], filling: Filling
+    training: TrainingState, weights: dict[int, dict[str, Any]], reads: InPlaceReads
 ) -> dict[int, dict[str, Any]]:
-    """Say where weights are read into; returns those that their model is given afterwards."""
+    """Add weights to be read in place; return those that their model loads itself."""
     given: dict[int, dict[str, Any]] = {}
     for index, saved in weights.items():
         model = training.models[index]
         plain = training.strategy.fills_in_place(model)
-        if plain and all(filling.reads(value) for value in saved.values()):
+        if plain and all(reads.is_view(value) for value in saved.values()):
             here = training.strategy.own_state(model)
             for name, view in saved.items():
-                filling.into(name, view, here[name])
+                reads.into(name, view, here[name])
         else:
-            given[index] = filling.replace(saved)
+            given[index] = reads.replace(saved)
     return given
 
 
 def _place_states(
-    training: TrainingState, optimizers: dict[int, dict[str, Any]], filling: Filling
+    training: TrainingState, optimizers: dict[int, dict[str, Any]], reads: InPlaceReads
 ) -> dict[int, dict[str, Any]]:
-    """The states that the optimizers are given, with tensors to be filled in place of views."""
+    """Return optimizer states with tensors to be read in place of views."""
     given: dict[int, dict[str, Any]] = {}
     for index, saved in optimizers.items():
         optimizer = training.optimizers[index].optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states = {
-            place: filling.replace(state, optimizer.state.get(parameters[place]), parameters[place])
+            place: reads.replace(state, optimizer.state.get(parameters[place]), parameters[place])
             for place, state in saved["state"].items()
         }
-        given[index] = {**filling.replace({**saved, "state": {}}), "state": states}
+        given[index] = {**reads.replace({**saved, "state": {}}), "state": states}
     return given
 
 
-def put_back(training: TrainingState, ready: Ready, selection: Selection) -> None:
-    """Restore what was selected; tensors that are read in place have been filled before."""
+def apply(training: TrainingState, ready: Ready, selection: Selection) -> None:
+    """Apply the selected part; tensors that are read in place have been read before."""
     state, indices = ready.state, ready.indices
     for index, weights in ready.weights.items():
         kept = training.strategy.own_state(training.models[index])
@@ -389,7 +402,7 @@ def put_back(training: TrainingState, ready: Ready, selection: Selection) -> Non
 
 
 def _restore_place(training: TrainingState, ready: Ready, selection: Selection) -> None:
-    """Where the run stands, and its loaders."""
+    """Restore the position of the run and of its loaders."""
     state, run = ready.state, training.loop.run
     if selection.takes("run"):
         run.load_state_dict(state["run"])
@@ -400,7 +413,7 @@ def _restore_place(training: TrainingState, ready: Ready, selection: Selection) 
         if not state["run"]["epoch_open"]:
             loader.end_pass()
         elif loader.done:
-            loader.skip_next_pass()  # the open epoch has read it to its end
+            loader.skip_next_pass()  # the open epoch has read it to the end
 
 
 def _restore_window(
@@ -423,7 +436,7 @@ def _restore_window(
 
 
 def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters (MultiStepLR's milestones) travel as plain dicts and come back as counters."""
+    """Convert plain dicts back to Counters, such as the milestones of MultiStepLR."""
     inner = getattr(scheduler, "_schedulers", [])
     restored: dict[str, Any] = {}
     for key, value in state.items():
@@ -436,16 +449,16 @@ def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_from(training: TrainingState, url: str, options: LoadOptions) -> str:
-    """Collective: restore the checkpoint at a place; returns its path.
+    """Collective: restore the checkpoint at a URL; return its path.
 
     Raises:
-        ResumeError: it does not fit (nothing was changed), or is not exact and strict.
+        ResumeError: it does not fit (nothing was changed), or is not exact and ``strict``.
         checkpoint_io.CheckpointError: it is missing or damaged.
-        RemoteError: another process failed.
+        RemoteError: another rank failed.
     """
     training.loop.saves.wait()
     try:
-        return _load_steady(training, open_one(url, options.storage_options), url, options)
+        return _load_or_reload(training, open_one(url, options.storage_options), url, options)
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
 
@@ -453,22 +466,22 @@ def restore_from(training: TrainingState, url: str, options: LoadOptions) -> str
 def restore_newest(
     training: TrainingState, root: str, options: LoadOptions, skip: Iterable[str] = ()
 ) -> str | None:
-    """Collective: restore the newest checkpoint of a folder that is whole; None if it has none.
+    """Collective: restore the newest valid checkpoint of a folder; return None if it has none.
 
-    One that turns out to be damaged, even half-way, is passed over with a warning. Those in
-    ``skip`` are not tried.
+    One that is found to be damaged, even midway, is skipped with a warning. Those in ``skip`` are
+    not tried.
 
     Raises:
-        ResumeError: it does not fit, or is not exact and strict.
-        checkpoint_io.CorruptCheckpointError: there are some, and all are damaged.
-        RemoteError: another process failed.
+        ResumeError: it does not fit, or is not exact and ``strict``.
+        checkpoint_io.CorruptCheckpointError: all checkpoints are damaged.
+        RemoteError: another rank failed.
     """
     training.loop.saves.wait()
     tried = list(skip)
     try:
         while (reader := open_newest(root, options.storage_options, tried)) is not None:
             try:
-                return _load_steady(training, reader, reader.path, options)
+                return _load_or_reload(training, reader, reader.path, options)
             except LoadFailed as failed:
                 if not failed.damaged:
                     raise
@@ -486,10 +499,10 @@ def _warn_of(path: str, failed: LoadFailed) -> None:
     warnings.warn(text, checkpoint_io.CheckpointWarning, stacklevel=4)
 
 
-def _load_steady(
+def _load_or_reload(
     training: TrainingState, reader: CheckpointReader, url: str, options: LoadOptions
 ) -> str:
-    """Load, and once more where a save has replaced the checkpoint while it was read."""
+    """Load; load again if a save replaced the checkpoint while it was read."""
     try:
         return _load(training, reader, options)
     except LoadFailed as failed:
@@ -500,7 +513,7 @@ def _load_steady(
 
 
 def _newer(reader: CheckpointReader, url: str, options: LoadOptions) -> CheckpointReader | None:
-    """Collective: what has taken the place of a checkpoint, if something has."""
+    """Collective: return the checkpoint that has replaced this one, None if none has."""
     try:
         found = open_one(url, options.storage_options)
     except LoadFailed:
@@ -509,30 +522,30 @@ def _newer(reader: CheckpointReader, url: str, options: LoadOptions) -> Checkpoi
 
 
 def _load(training: TrainingState, reader: CheckpointReader, options: LoadOptions) -> str:
-    """Read what is small, check that all fits, read the rest in place, hand it out.
+    """Read what is small, check that all fits, read the rest in place, apply it.
 
     Raises:
-        LoadFailed: some process could not read something.
+        LoadFailed: a rank could not read a part.
     """
     content = together(_WHERE, partial(read_content, training, reader, options))
     with training.registered.all_or_nothing():
         with shared_failure(_WHERE):
             ready = make_ready(training, reader, content, options)
-        _fill(training, ready, options.progress)
+        _read_in_place(training, ready, options.progress)
     with shared_failure(_WHERE):
-        put_back(training, ready, options.selection)
+        apply(training, ready, options.selection)
     training.loop.half_loaded = None
     training.load_report = ready.report
     training.project.count_from(number_of(reader.path))
     return reader.path
 
 
-def _fill(training: TrainingState, ready: Ready, progress: bool | None) -> None:
-    """Read into the memory of models and optimizers; a failure leaves the run unable to step."""
+def _read_in_place(training: TrainingState, ready: Ready, progress: bool | None) -> None:
+    """Read into the memory of models and optimizers; after a failure the run refuses to step."""
     before = training.loop.half_loaded
     training.loop.half_loaded = ready.report.path
     try:
-        together(_WHERE, partial(ready.filling.run, progress), changes=ready.filling.changes)
+        together(_WHERE, partial(ready.reads.run, progress), changes=ready.reads.changes)
     except LoadFailed as failed:
         if not failed.changed:
             training.loop.half_loaded = before

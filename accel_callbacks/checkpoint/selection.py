@@ -1,4 +1,4 @@
-"""Which part of a training state is restored, and under which names."""
+"""The part of a training state that is restored, and the names of its weights here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINGLE = ("precision", "run", "callbacks", "trackers", "window", "rng")
 
 
 class Selection:
-    """What is taken from a checkpoint, and how its parameters are called here.
+    """Selects parts of a checkpoint by key, and renames its weights.
 
     Keys are paths in the saved state: ``models/0/encoder.weight``, ``optimizers/0``,
     ``registered/ema``, ``run``.
@@ -51,14 +51,14 @@ class Selection:
         self._rename = renamer(rename)
 
     def takes(self, key: str) -> bool:
-        """Whether the thing saved under a key is restored."""
+        """Return whether the entry of a key is restored."""
         return self._takes(key)
 
     def weight(self, name: str) -> str:
-        """What a saved parameter, ``"<model>.<name>"``, is called here."""
+        """Return the name here of a saved parameter ``"<model>.<name>"``."""
         index, _, own = name.partition(".")
         if not self.renames or not index.isdecimal():
-            return name  # a parameter of no model goes by its position
+            return name  # a parameter of no model is named by its position
         key = self._rename(f"models/{index}/{own}")
         parts = key.split("/", 2)
         if len(parts) != 3 or parts[0] != "models" or not parts[1].isdecimal():
@@ -69,10 +69,10 @@ class Selection:
         return f"{parts[1]}.{parts[2]}"
 
     def apply(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The selected part of a saved state, its weights under the names that they have here.
+        """Return the selected part of a saved state, with its weights renamed.
 
         Raises:
-            ValueError: two names become one, or what a name becomes is no name of a weight.
+            ValueError: two weights get one name, or a new name is no name of a weight.
         """
         part = dict(state)
         for section in LISTED[:-1]:
@@ -132,7 +132,7 @@ class Selection:
         return renamed
 
     def check(self, keys: Iterable[str]) -> None:
-        """Refuse patterns that select nothing, and functions that do.
+        """Raise if a pattern or the function selects nothing.
 
         Raises:
             ResumeError: with the nearest key.
@@ -154,7 +154,7 @@ class Selection:
 
 
 def all_keys(state: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of all that can be restored of a saved state.
+    """Iterate the keys of all entries of a saved state that can be restored.
 
     Example:
         >>> from accel_callbacks.checkpoint.selection import all_keys

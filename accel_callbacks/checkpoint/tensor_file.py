@@ -1,4 +1,4 @@
-"""Accelerator.save: one safetensors file."""
+"""One safetensors file of tensors, and the folder for the files of save hooks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def save_tensors(obj: Any, place: str | os.PathLike[str]) -> None:
 
 
 def _checked(obj: Any) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, each in memory of its own."""
+    """Return the tensors on the CPU, each in its own storage."""
     if not isinstance(obj, Mapping):
         raise TypeError(f"a {type(obj).__qualname__} is no dict of tensors. {_INSTEAD}")
     tensors: dict[str, torch.Tensor] = {}

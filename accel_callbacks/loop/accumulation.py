@@ -1,4 +1,4 @@
-"""GradientWindow and token normalizer."""
+"""The gradient window: the micro-batches of one optimizer step, and their normaliser."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Count = float | torch.Tensor
 
 
 class Normalizer:
-    """Counts what the losses of one optimizer step were summed over.
+    """Counts the units (tokens, say) that the losses of one optimizer step were summed over.
 
-    Each loss is a sum. Its gradients are gathered as they are, but for a power of two that keeps
-    them in range (and costs no precision), and multiplied once, before the step, by what makes
-    them the gradients of the mean over everything that all processes counted.
+    Each loss is a sum. Its gradients accumulate as they are, but for a power of two that keeps
+    them in range (and costs no precision). Before the step they are multiplied once, by the factor
+    that makes them the gradients of the mean over all units of all ranks.
 
     Args:
-        averaged_over: processes over which the strategy averages gradients, 1 if it does not.
+        averaged_over: number of ranks over which the strategy averages gradients, 1 if it does not.
 
     Attributes:
-        active: the gradients that are there now were summed, by :meth:`add`.
-        closed: processes cannot meet to sum their counts now.
-        pending: no optimizer has stepped with them yet (others may still, with the same ones).
+        active: the current gradients come from losses given to :meth:`add`.
+        closed: counts cannot be summed now, because ranks take unequal numbers of steps.
+        pending: no optimizer has stepped with the gradients yet.
 
     Example:
         >>> import torch
@@ -51,17 +51,17 @@ class Normalizer:
         self._settled: set[int] = set()
 
     def add(self, loss: torch.Tensor, count: Count, *, expected: int = 1) -> torch.Tensor:
-        """The loss to call backward on.
+        """Return the loss to call backward on.
 
         Args:
             loss: the sum over ``count`` units.
-            count: of this process and micro-batch; a tensor stays on its device.
-            expected: micro-batches of the window, for the size of the gradients on the way.
+            count: units of this rank and micro-batch; a tensor stays on its device.
+            expected: micro-batches of the window, for the range of intermediate gradients.
 
         Raises:
             ValueError: the count is negative.
-            RuntimeError: inside of ``join_uneven_inputs``, where processes that are done would
-                be waited for.
+            RuntimeError: inside of ``join_uneven_inputs``, where the sum over ranks would wait for
+                ranks that are done.
         """
         if self.closed:
             raise RuntimeError(
@@ -81,12 +81,12 @@ class Normalizer:
         return loss / self._base
 
     def _agree_on_base(self, count: Count, expected: int) -> float:
-        """A power of two near the mean count of a step, the same on all processes."""
+        """Return a power of two near the mean count of a step, the same on all ranks."""
         typical = float(_summed(count)) / collectives.world_size() * expected
         return 2.0 ** round(math.log2(typical)) if typical > 0 else 1.0
 
     def factor(self) -> Count:
-        """Collective, once a step: what gradients must be multiplied by."""
+        """Collective, once a step: return the factor for the gradients."""
         if self._factor is None:
             total = _summed(self._total)
             wanted = (self._base or 1.0) * self._averaged_over
@@ -97,23 +97,23 @@ class Normalizer:
         return self._factor
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients of this optimizer to their true size, once a step."""
+        """Multiply the gradients of this optimizer by the factor, once a step."""
         if id(optimizer) not in self._settled:
             self._settled.add(id(optimizer))
             multiply_gradients(optimizer, self.factor())
 
     def forget(self) -> None:
-        """The gradients were cleared: count from nothing."""
+        """Reset the count, because the gradients were cleared."""
         self.active = self.pending = False
         self._total, self._factor = 0.0, None
         self._settled.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of an open window."""
+        """Return the count of an open window."""
         return {"pending": self.pending, "total": float(self._total), "base": self._base}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where ``state`` was taken."""
+        """Continue the count of a saved window."""
         self.forget()
         self.active = self.pending = state["pending"]
         self._total = state["total"]
@@ -121,7 +121,7 @@ class Normalizer:
 
 
 def _summed(count: Count) -> Count:
-    """The sum over all processes; a number stays a number."""
+    """Sum over all ranks; a number stays a number."""
     if collectives.world_size() == 1:
         return count
     if isinstance(count, torch.Tensor):
@@ -130,24 +130,24 @@ def _summed(count: Count) -> Count:
 
 
 class GradientWindow:
-    """Counts the micro-batches of one optimizer step and knows how many there really are.
+    """Counts the micro-batches of one optimizer step.
 
-    A window is normally ``num_steps`` long; at the end of an epoch it is as long as what is
-    left, and the loss is divided by that number, so that no window weighs less than another.
+    A window is ``num_steps`` long. At the end of an epoch it is as long as what is left, and the
+    loss is divided by that number, so that all windows weigh the same.
 
     Args:
         num_steps: micro-batches of a full window, at least 1.
         plugin: the same with more options; instead of ``num_steps``.
-        averaged_over: processes over which the strategy averages gradients, 1 if it does not.
+        averaged_over: number of ranks over which the strategy averages gradients, 1 if it does not.
 
     Attributes:
-        sync: true when the current micro-batch is the last of its window (and outside of
-            ``accumulate``): gradients synchronise and the optimizer really steps.
-        divisor: what a loss is divided by in this window.
+        sync: True in the last micro-batch of a window, and outside of ``accumulate``: gradients
+            synchronise and the optimizer really steps.
+        divisor: the number that a loss is divided by in this window.
         index: number of windows closed so far.
-        touched: gradients of the current micro-batch are there.
-        dirty: a window was left before its end, and its gradients are still there.
-        normalizer: counts what ``backward(normalizer=...)`` was told.
+        touched: True once the current micro-batch has added gradients.
+        dirty: True if a window was abandoned, and its gradients are not cleared yet.
+        normalizer: counts the units given to ``backward(normalizer=...)``.
 
     Raises:
         ValueError: ``num_steps`` is below 1.
@@ -192,7 +192,7 @@ class GradientWindow:
         self.dirty = False
 
     def resize(self, num_steps: int) -> None:
-        """Make windows this long, from the next one on.
+        """Set the length of windows, from the next one on.
 
         Raises:
             ValueError: ``num_steps`` is below 1.
@@ -204,7 +204,7 @@ class GradientWindow:
             self.divisor = num_steps
 
     def enter(self, remaining: int | None, last: bool) -> None:
-        """Begin a micro-batch; ``remaining`` counts it and those after it in the loader.
+        """Start a micro-batch.
 
         Args:
             remaining: micro-batches left in the epoch, this one included; ``None`` if unknown.
@@ -225,12 +225,12 @@ class GradientWindow:
             self.close()
 
     def leave_loader(self) -> None:
-        """The pass over the training data is over: a window does not outlive it, unless told to."""
+        """Abandon an open window at the end of a pass, unless windows span passes."""
         if self.is_open and self.plugin.sync_with_dataloader:
             self.abandon()
 
     def close(self) -> None:
-        """End the window here, whatever its length."""
+        """End the window, also before it is full."""
         if self.position:
             self.index += 1
         self.position = 0
@@ -238,13 +238,13 @@ class GradientWindow:
         self.sync = True
 
     def abandon(self) -> None:
-        """Leave the window before its end; what it gathered must not reach the next one."""
+        """Leave the window early; its gradients must not reach the next one."""
         self.dirty = self.dirty or self.position > 0
         self.close()
 
     @property
     def may_clear(self) -> bool:
-        """Whether ``zero_grad`` clears: not what earlier micro-batches of this window gathered."""
+        """True if ``zero_grad`` clears no gradients of earlier micro-batches of this window."""
         return self.sync if self.touched else self.position <= 1
 
     @property
@@ -254,7 +254,7 @@ class GradientWindow:
 
     @property
     def correction(self) -> float:
-        """What gradients must be multiplied by where the window ended earlier than planned.
+        """The factor for gradients of a window that ended earlier than planned, else 1.
 
         This happens only for loaders that do not know their length.
         """

@@ -314,7 +314,7 @@ class TrainerAttributes:
 
 
 def length_of(loader: DataLoaderShard) -> int | float:
-    """Its batches, ``inf`` if it does not know."""
+    """Return the number of batches of a loader, ``inf`` if it is unknown."""
     try:
         return len(loader)
     except TypeError:
@@ -347,11 +347,11 @@ class TrainingRun(TrainerAttributes):
         callback_metrics: the last value logged under each name (tensors stay on their device).
         config: what the run was started with.
         data_wait_s: seconds that the training loop has waited for its loader, on this process.
-        preempted: the processes have agreed to give way, and the run stops.
+        preempted: the ranks have agreed to be preempted, and the run stops.
         exit_code: set by a callback: after a preemption, the end of ``accel.run`` (or
             ``end_training``) raises ``SystemExit`` with it, once everything is closed.
         interrupted: the run ended with a ``KeyboardInterrupt``.
-        votes: what this process asks all of them for.
+        votes: the requests of this rank to all ranks.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -379,9 +379,10 @@ class TrainingRun(TrainerAttributes):
         self.callback_metrics: dict[str, Any] = {}
         self.resumed_from: str | None = None
         self.first_epoch = 0
-        self.loaded_step: int | None = None  # where load_state led, until another run takes it over
+        # The step that load_state restored, until another run takes it over.
+        self.loaded_step: int | None = None
         self.data_wait_s = 0.0
-        self.save_began: float | None = None  # when the newest save began, by time.perf_counter()
+        self.save_began: float | None = None  # start of the newest save, by time.perf_counter()
         self.preempted = self.interrupted = False
         self.exit_code: int | None = None
         self.votes = Votes()
@@ -392,21 +393,21 @@ class TrainingRun(TrainerAttributes):
         self._left = False
 
     def start_over(self) -> None:
-        """Stand at the beginning, for another training; name, id and config stay."""
+        """Reset the position for another training; name, id and config stay."""
         kept = {name: getattr(self, name) for name in ("run_id", "config")}
         vars(self).update({**vars(TrainingRun(self._host, self.name)), **kept})
 
     @property
     def begins_anew(self) -> bool:
-        """In ``setup``: nothing was loaded and nothing trained, so a callback starts from scratch.
+        """In ``setup``: True if nothing was loaded and no step taken, so that callbacks reset.
 
-        Not so in the ``setup`` of an evaluation that comes after the end of a run.
+        False in the ``setup`` of an evaluation after the end of a run.
         """
         return self.resumed_from is None and self.global_step == 0
 
     @property
     def awaits_training(self) -> bool:
-        """A checkpoint was loaded, and no step was taken since."""
+        """True if a checkpoint was loaded, and no step was taken since."""
         return self.loaded_step == self.global_step
 
     # --- stopping -----------------------------------------------------------------------------
@@ -439,7 +440,7 @@ class TrainingRun(TrainerAttributes):
         self.votes.ask("save", reason)
 
     def preempt(self, reason: str = "requested") -> None:
-        """Ask all processes to give way: ``on_preempt`` fires on all of them, then the run stops.
+        """Ask all ranks to be preempted: ``on_preempt`` fires on all of them, then the run stops.
 
         It takes effect where :meth:`save_now` does. May be called in a signal handler.
 
@@ -449,7 +450,7 @@ class TrainingRun(TrainerAttributes):
         self.votes.ask("preempt", reason)
 
     def _stopped(self, reason: str, rank: int) -> None:
-        """All processes have agreed to stop; the first reason is kept."""
+        """Stop, as all ranks have agreed; the first reason is kept."""
         if self._stop_reason is None:
             self._stop_reason, self._stop_rank = reason, rank
 
@@ -496,11 +497,11 @@ class TrainingRun(TrainerAttributes):
 
     @property
     def _ending(self) -> str:
-        """What the trackers are told of a run that ends without an error."""
+        """The status for trackers of a run that ends without an error."""
         return "interrupted" if self.preempted else "success"
 
     def _leave(self) -> None:
-        """After a preemption, once everything is closed: end the script, if a callback said so."""
+        """End the script after a preemption, with the exit code that a callback has set."""
         if self.preempted and self.exit_code is not None and not self._left:
             self._left = True
             raise SystemExit(self.exit_code)
@@ -519,7 +520,7 @@ class TrainingRun(TrainerAttributes):
         return self._host.passes.epochs(total)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs to go on at this place."""
+        """Return the position, for a resume."""
         return {
             "name": self.name,
             "run_id": self.run_id,
@@ -535,7 +536,7 @@ class TrainingRun(TrainerAttributes):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stand where ``state`` was taken."""
+        """Take over a saved position."""
         self.run_id = state["run_id"]
         self.global_step = state["global_step"]
         self.current_epoch = state["current_epoch"]

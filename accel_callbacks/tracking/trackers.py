@@ -92,7 +92,7 @@ def _owner(handler: Any) -> EndOnSigterm | None:
 
 
 class Tracking:
-    """Holds the requested trackers and opens them when the run's identity is settled.
+    """Holds the requested trackers, and opens them once the identity of the run is known.
 
     Args:
         log_with: names, classes or instances of trackers.
@@ -119,7 +119,7 @@ class Tracking:
         self.log_with = list(log_with)
         for one in self.log_with:
             if isinstance(one, str) and one != "all":
-                with suppress(ImportError):  # what is not there is told when it is needed
+                with suppress(ImportError):  # a missing package is an error when it is used
                     _loggers().check_name(_OTHER_NAMES.get(one, one))
         self._logging_dir = logging_dir
         self._is_main_process = is_main_process
@@ -129,7 +129,7 @@ class Tracking:
         self._hub: TrackerHub | None = None
         self._loaded: dict[str, Any] = {}
         self._closed_run: str | None = None
-        self._asked_for = False  # somebody may hold a tracker of this hub
+        self._asked_for = False  # True once the user may hold a tracker of this hub
         self._ending = EndOnSigterm()
 
     @property
@@ -139,7 +139,7 @@ class Tracking:
 
     @property
     def hub(self) -> TrackerHub | None:
-        """What the trackers are called through, while they are open."""
+        """The hub of the trackers, None while they are closed."""
         return self._hub
 
     @property
@@ -151,16 +151,16 @@ class Tracking:
         return [_unwrapped(one) for one in self._hub.trackers]
 
     def configure(self, init_kwargs: InitKwargs | None) -> None:
-        """Keep what the constructors of trackers are to get, by their names."""
+        """Set keywords for the constructors of trackers, by name."""
         self._init_kwargs = dict(init_kwargs or {})
-        chosen_trackers(self.log_with, self._init_kwargs)  # a name that is wrong is an error here
+        chosen_trackers(self.log_with, self._init_kwargs)  # raises for an unknown name
 
     def open(self, run: TrainingRun) -> None:
         """Start all trackers with the run's name, id and configuration."""
         if self._hub is not None or not self.log_with:
             return
         loggers = _loggers()
-        # A run that was closed and logs again goes on where it was, as a resumed one does.
+        # A run that was closed and logs again continues, as a resumed one does.
         goes_on = run.resumed_from is not None or run.run_id == self._closed_run
         info = loggers.RunInfo(
             name=run.name,
@@ -227,18 +227,18 @@ class Tracking:
         return flat, step
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values as ``{"a/b": number, text or tensor on an accelerator}``, for the callbacks."""
+        """Flatten values to ``{"a/b": number, text or tensor on its device}``."""
         if self._hub is not None:
             return self._hub.flat(values)
         return dict(_loggers().flatten(values))
 
     def put(self, flat: Mapping[str, Any], step: int, log_kwargs: InitKwargs | None = None) -> None:
-        """Hand what :meth:`flat` made to all trackers; waits neither for a device nor for them."""
+        """Queue flat values for all trackers; wait neither for the device nor for a tracker."""
         if self._hub is not None:
             self._hub.put(dict(flat), step, log_kwargs)
 
     def get(self, name: str, *, unwrap: bool = False) -> Any:
-        """The tracker of this name; one that does nothing where this process does not log."""
+        """Return the tracker of a name; one that does nothing on a rank that does not log."""
         if self._hub is None:
             raise RuntimeError(
                 f"tracker {name!r} is not started: enter `accel.run(...)`, call "
@@ -248,7 +248,7 @@ class Tracking:
         return tracker.raw if unwrap else _unwrapped(tracker)
 
     def close(self, status: Any) -> None:
-        """Deliver the rest and finish all trackers, within a time limit."""
+        """Flush and finish all trackers, within a time limit."""
         hub, self._hub = self._hub, None
         if hub is None:
             return
@@ -260,8 +260,8 @@ class Tracking:
             self._ending.__exit__()
 
     def close_at_exit(self) -> None:
-        """Close them at the end of a script that did not, with what has ended it."""
-        # The interpreter notes an error that nobody caught before it runs exit handlers.
+        """Close at the end of a script that did not, with the status that the script ends with."""
+        # The interpreter stores an uncaught error in sys.last_value before it runs exit handlers.
         error = getattr(sys, "last_value", None)
         if error is None:
             self.close("interrupted" if self._ending.received else "success")
@@ -269,15 +269,15 @@ class Tracking:
             self.close("failed" if isinstance(error, Exception) else "interrupted")
 
     def state_dict(self) -> dict[str, Any]:
-        """What the trackers need to go on with the same run; entries of others are kept."""
+        """Return the state to resume the trackers' run with; entries of other trackers are kept."""
         own = self._hub.state_dict() if self._hub is not None else {}
         return {**self._loaded, **own}
 
     def take_over(self, state: Mapping[str, Any], run: TrainingRun) -> None:
-        """Go on with the run of a checkpoint, in trackers too that were started before its load.
+        """Continue the run of a checkpoint, also in trackers that were started before the load.
 
-        Those have begun a run of their own. It ends here if nothing was logged to it and nobody
-        has asked for one of them; else it is kept, with a warning.
+        Such trackers have started a run of their own. It ends here if nothing was logged to it and
+        no tracker was requested; else it is kept, with a warning.
         """
         hub = self._hub
         goes_on = hub is None or hub.run.run_id == run.run_id
@@ -296,12 +296,12 @@ class Tracking:
         self.open(run)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Kept for the next :meth:`open`."""
+        """Keep a state for the next :meth:`open`."""
         self._loaded = dict(state)
 
 
 def chosen_trackers(log_with: Sequence[Any], init_kwargs: InitKwargs) -> list[Any]:
-    """What a hub takes, from what ``log_with`` and ``init_kwargs`` say.
+    """Return the tracker specifications of a hub from ``log_with`` and ``init_kwargs``.
 
     Raises:
         ValueError: ``init_kwargs`` has a name that ``log_with`` has not.
@@ -329,7 +329,7 @@ def chosen_trackers(log_with: Sequence[Any], init_kwargs: InitKwargs) -> list[An
 
 
 def _with_options(spec: Any, init_kwargs: dict[str, dict[str, Any]]) -> Any:
-    """One tracker with its filters, and with the options that there are for its name."""
+    """Return one tracker with its filters and the options for its name."""
     from accel_callbacks.tracking.general_tracker import AdaptedTracker, is_general
 
     choice = spec
@@ -344,14 +344,14 @@ def _with_options(spec: Any, init_kwargs: dict[str, dict[str, Any]]) -> Any:
 
 
 def _name_of(spec: Any) -> str:
-    """What a tracker is called by."""
+    """Return the name of a tracker."""
     if isinstance(spec, _loggers().ConfiguredTracker):
         return str(spec.label or _name_of(spec.tracker))
     return spec if isinstance(spec, str) else str(getattr(spec, "name", spec))
 
 
 def _unwrapped(tracker: Any) -> Any:
-    """The user's own object where it was written for Accelerate."""
+    """Return the user's own object if it was written for Accelerate."""
     from accel_callbacks.tracking.general_tracker import AdaptedTracker
 
     return tracker.wrapped if isinstance(tracker, AdaptedTracker) else tracker
@@ -359,7 +359,7 @@ def _unwrapped(tracker: Any) -> Any:
 
 @functools.cache
 def _loggers() -> ModuleType:
-    """The package of the trackers; what is beside the script must not hide it."""
+    """Return the package `loggers`, unless a file of the user shadows it."""
     require_neighbour("loggers")
     import loggers
 

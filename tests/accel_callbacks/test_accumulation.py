@@ -364,4 +364,4 @@ def test_a_loop_without_accumulate_keeps_no_note_of_each_batch(training):
     t = training(batches=8)
     for batch in t.train:
         t.step(batch)
-    assert len(t.accel.loop.deliveries.fresh) == 1
+    assert len(t.accel.loop.progress.fresh) == 1

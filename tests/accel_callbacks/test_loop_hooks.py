@@ -562,7 +562,7 @@ def test_a_callback_that_runs_last_does_so_in_every_hook(recorder):
 
 def test_a_hook_nobody_overrides_costs_nothing(recorder):
     accel = Accelerator(cpu=True, callbacks=[Callback()])
-    assert all(accel._dispatch.hooks[hook] == () for hook in HOOKS)
+    assert all(accel.loop.dispatch.hooks[hook] == () for hook in HOOKS)
 
 
 def test_hooks_that_are_set_on_the_instance_are_called(training):

@@ -17,8 +17,7 @@ import torch.distributed as dist
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback, LocalSGD
 from accel_callbacks.callbacks import Checkpoint
-from accel_callbacks.checkpoint import training_state
-from accel_callbacks.checkpoint.async_save import Then
+from accel_callbacks.checkpoint.async_save import SaveCallbacks
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 sys.path.insert(0, str(SUPPORT))
@@ -66,9 +65,9 @@ class Job:
         bare = self.accel.unwrap_model(self.model)
         return {name: value.clone() for name, value in bare.state_dict().items()}
 
-    def save(self, name: str, then: Then | None = None, **options) -> str:
+    def save(self, name: str, callbacks: SaveCallbacks | None = None, **options) -> str:
         options = {"async_save": True, "storage_options": self.gate.options, **options}
-        return training_state.write(self.accel, f"{self.gate.root}/{name}", then=then, **options)
+        return self.accel.checkpointer.write(f"{self.gate.root}/{name}", callbacks=callbacks, **options)
 
     def read(self, name: str) -> dict:
         path = f"{self.gate.root}/{name}"
@@ -181,7 +180,7 @@ def end_at_different_times(folder: str) -> tuple:
     for index, batch in enumerate(job.data):
         job.step(batch)
         if index == 1:
-            job.save("c", Then(tidy=tidy))
+            job.save("c", SaveCallbacks(cleanup=tidy))
         if index == 3 and job.rank == 1:
             job.accel.loop.saves._saver._handle.join()
         if index == 5 and job.rank == 0:
@@ -255,7 +254,7 @@ def test_no_room_for_the_copies_of_one_process_is_an_error_on_all(pool, tmp_path
 
 def skip_where_one_is_busy(folder: str) -> list:
     job, tidied = Job(folder), Path(folder, "tidied")
-    job.save("a", Then(tidy=(lambda: wait_for(tidied)) if job.rank == 0 else None))
+    job.save("a", SaveCallbacks(cleanup=(lambda: wait_for(tidied)) if job.rank == 0 else None))
     if job.rank == 1:
         job.accel.loop.saves._saver._handle.join()
     with warnings.catch_warnings():
