@@ -10,7 +10,7 @@ import pkgutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -89,6 +89,24 @@ ALLOWED_CIRCLES: list[set[str]] = [
         "accel_callbacks.trainer_attributes",
     }
 ]
+#: Files and folders that are named after something that the field calls so.
+FIELD_TERMS = {
+    "early_stopping",
+    "learning_rate",
+    "learning_rate_monitor",
+    "listing",
+    "logging",
+    "modeling",
+    "sharding",
+    "staging",
+    "testing",
+    "tracking",
+    "training",
+    "training_state",
+    "tuning",
+    "weight_averaging",
+}
+NO_GERUNDS = {"lightning", "ring", "string"}
 HEAVY = [
     "wandb",
     "tensorboard",
@@ -218,6 +236,16 @@ def all_circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
         if module in reach[module]
     }
     return sorted(map(set, circles), key=sorted)
+
+
+def gerunds(names: Iterable[str]) -> set[str]:
+    """Return the parts of dotted names that hold a verb in -ing and are no term of the field."""
+    parts = {part for name in names for part in name.split(".")} - FIELD_TERMS
+    return {
+        part
+        for part in parts
+        if any(word.endswith("ing") and word not in NO_GERUNDS for word in part.split("_"))
+    }
 
 
 def _real_names(tree: ast.AST) -> dict[str, str]:
@@ -372,6 +400,10 @@ def test_no_pickle_and_no_code_from_text(name: str) -> None:
     assert [use for use in unsafe_uses(tree) if use not in allowed] == []
 
 
+def test_files_are_named_after_things() -> None:
+    assert gerunds(SOURCES) == set()
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_are_marked_as_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
@@ -446,6 +478,11 @@ def test_walker_sees_circles_of_late_imports_and_of_imports_for_types(statement:
 
 def test_walker_sees_no_circle_where_imports_go_one_way() -> None:
     assert all_circles({"p.a": {"p.b", "p.c"}, "p.b": {"p.c"}, "p.c": set()}) == []
+
+
+def test_walker_sees_gerunds() -> None:
+    names = ["p.putting_back", "p.saving.options", "p.early_stopping", "p.from_lightning", "p.ring"]
+    assert gerunds([*names, "p.stopping", "p.settings"]) == {"putting_back", "saving", "stopping"}
 
 
 @pytest.mark.parametrize(
