@@ -67,7 +67,8 @@ class Job:
 
     def save(self, name: str, callbacks: SaveCallbacks | None = None, **options) -> str:
         options = {"async_save": True, "storage_options": self.gate.options, **options}
-        return self.accel.checkpointer.write(f"{self.gate.root}/{name}", callbacks=callbacks, **options)
+        path = f"{self.gate.root}/{name}"
+        return self.accel.checkpointer.write(path, callbacks=callbacks, **options)
 
     def read(self, name: str) -> dict:
         path = f"{self.gate.root}/{name}"
