@@ -27,6 +27,24 @@ MAY_WRITE_ENVIRON = {"accel_callbacks/launch/environment.py"}
 #: Files that import each other, those imports included that run late or only for type checkers.
 #: Each entry is one whole circle. The list only shrinks.
 ALLOWED_CIRCLES: list[set[str]] = []
+#: Files and folders that are named after something that the field calls so.
+FIELD_TERMS = {
+    "early_stopping",
+    "learning_rate",
+    "learning_rate_monitor",
+    "listing",
+    "logging",
+    "modeling",
+    "sharding",
+    "staging",
+    "testing",
+    "tracking",
+    "training",
+    "training_state",
+    "tuning",
+    "weight_averaging",
+}
+NO_GERUNDS = {"lightning", "ring", "string"}
 HEAVY = [
     "wandb",
     "tensorboard",
