@@ -14,7 +14,7 @@ from typing import Any
 
 from loggers.base import RunInfo, Status, Tracker, check_status
 from loggers.config import NanPolicy, TrackerConfig
-from loggers.media.convert import (
+from loggers.multimedia.convert import (
     Channels,
     as_audio,
     as_numbers,

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import gif, histogram, wav
-from loggers.media.files import figure_picture, named_pictures
+from loggers.multimedia.encode import gif, histogram, wav
+from loggers.multimedia.files import figure_picture, named_pictures
 from loggers.trackers.tool import (
     ToolTracker,
     as_float,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import gif, wav
-from loggers.media.files import Scratch, figure_picture, named_pictures
+from loggers.multimedia.encode import gif, wav
+from loggers.multimedia.files import Scratch, figure_picture, named_pictures
 from loggers.trackers.line_file import is_remote
 from loggers.trackers.tool import (
     ToolTracker,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.files import figure_picture, named_pictures
+from loggers.multimedia.files import figure_picture, named_pictures
 from loggers.trackers.tool import ToolTracker, local_folder, name_of_run
 from loggers.values import plain_config
 

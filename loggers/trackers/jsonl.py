@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import figure_png, film, histogram, png, wav
-from loggers.media.files import MediaFolder
+from loggers.multimedia.encode import figure_png, film, histogram, png, wav
+from loggers.multimedia.files import MediaFolder
 from loggers.trackers.line_file import LineFile, open_lines, read_lines
 from loggers.trackers.tool import ContinuingTracker, opened
 from loggers.values import plain_config

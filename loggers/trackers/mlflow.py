@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.files import named_pictures
+from loggers.multimedia.files import named_pictures
 from loggers.trackers.line_file import is_remote
 from loggers.trackers.tool import ToolTracker, as_float, local_folder, name_of_run
 from loggers.values import flat_config, plain_config

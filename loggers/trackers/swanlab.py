@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import gif
-from loggers.media.files import figure_picture, picture
+from loggers.multimedia.encode import gif
+from loggers.multimedia.files import figure_picture, picture
 from loggers.trackers.line_file import is_remote
 from loggers.trackers.tool import ToolTracker, local_folder, name_of_run, same_random_numbers
 from loggers.values import plain_config

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import figure_png, gif, markdown, png, size_of_png, wav
+from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
 from loggers.trackers.line_file import is_remote
 from loggers.trackers.tool import ContinuingTracker, opened
 from loggers.values import flat_config, plain_config

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import gif
-from loggers.media.files import Scratch, figure_picture, named_pictures
+from loggers.multimedia.encode import gif
+from loggers.multimedia.files import Scratch, figure_picture, named_pictures
 from loggers.trackers.tool import ToolTracker, as_float, name_of_run, same_random_numbers
 from loggers.values import plain_config
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import figure_png, gif, histogram, png, wav
+from loggers.multimedia.encode import figure_png, gif, histogram, png, wav
 from loggers.trackers.line_file import is_remote, local_path
 from loggers.trackers.tool import ContinuingTracker, opened
 from loggers.values import plain_config

@@ -23,7 +23,7 @@ from loggers import (
     configured_tracker,
     media,
 )
-from loggers.media.convert import as_audio, as_numbers, as_pictures, as_table, check_shape
+from loggers.multimedia.convert import as_audio, as_numbers, as_pictures, as_table, check_shape
 
 RUN = RunInfo("digits", "runs", "a1")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from loggers.media.encode import figure_png
+from loggers.multimedia.encode import figure_png
 from loggers.trackers.line_file import filesystem, is_remote, local_path, write_object
 
 if TYPE_CHECKING:
