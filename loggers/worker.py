@@ -97,9 +97,9 @@ class Pending(NamedTuple):
 
 
 class Writer:
-    """Owns a tracker's thread. Other threads call only `begin`, `put` and the requests.
+    """Owns a tracker's thread, and queues rows, media and requests for it.
 
-    No method but `join` blocks on the tracker.
+    No public method but `load_state` and `join` waits for the tracker.
 
     Args:
         guard: calls the tracker.

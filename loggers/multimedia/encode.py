@@ -40,9 +40,8 @@ def png(image: np.ndarray) -> bytes:
     import numpy as np
 
     height, width, channels = image.shape
-    rows = np.zeros(
-        (height, 1 + width * channels), np.uint8
-    )  # each row: filter type 0 (none), pixels
+    # Each row is a filter type, of which 0 is none, and the pixels.
+    rows = np.zeros((height, 1 + width * channels), np.uint8)
     rows[:, 1:] = image.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, _PNG_COLOR_TYPES[channels], 0, 0, 0)
     body = zlib.compress(rows.tobytes(), 6)

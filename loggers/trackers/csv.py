@@ -140,7 +140,7 @@ class CSVTracker(ContinuingTracker):
         # A header without its newline, left by a crash, is compared as far as it goes.
         if names is None or not axes.startswith(header[: len(axes)]):
             raise ValueError(
-                f"{file.path} was not written by this tracker: give CSVTracker another filename, "
+                f"{file.path} was not written by this tracker; use another filename for CSVTracker "
                 "or move that file away"
             )
         self._has_header = header.endswith(b"\n")

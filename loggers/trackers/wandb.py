@@ -12,7 +12,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -213,10 +213,15 @@ class WandBTracker(ContinuingTracker):
         """Return the run; raise RuntimeError if the tracker is not open."""
         return opened(self._run, "W&B")
 
-    def _create(self) -> AbstractContextManager[_MediaObjects]:
-        """Return a context that creates media objects; raise RuntimeError if there is no run."""
+    @contextmanager
+    def _create(self) -> Iterator[_MediaObjects]:
+        """Create media objects to log inside the block, after which their files are removed."""
         self._opened()
-        return _media_objects(self._wandb)
+        scratch = Scratch()
+        try:
+            yield _MediaObjects(self._wandb, scratch)
+        finally:
+            scratch.close()
 
     def _write(
         self,
@@ -253,9 +258,8 @@ class WandBTracker(ContinuingTracker):
     def _arguments(self, wandb: Any, run: RunInfo) -> dict[str, Any]:
         """Return the arguments of ``wandb.init``: defaults, overridden by the user's."""
         ours: dict[str, Any] = {"project": run.name}
-        if (
-            not {"resume_from", "fork_from"} & self._init_kwargs.keys()
-        ):  # these select a run already
+        # These options select a run already.
+        if not {"resume_from", "fork_from"} & self._init_kwargs.keys():
             ours["id"] = self._run_id or _run_id(run)
             ours["resume"] = "allow"
         folder = local_path(run.logging_dir)
@@ -346,16 +350,6 @@ def _in_netrc(base_url: str) -> bool:
         if any(host in entries.hosts for host in hosts):
             return True
     return False
-
-
-@contextmanager
-def _media_objects(wandb: Any) -> Iterator[_MediaObjects]:
-    """Create media objects to log inside the block, after which their files are removed."""
-    scratch = Scratch()
-    try:
-        yield _MediaObjects(wandb, scratch)
-    finally:
-        scratch.close()
 
 
 class _MediaObjects:
