@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from accel_callbacks.tracking.media import Keywords, MediaMethods
+from accel_callbacks.tracking.media import Keywords, MediaLogging
 
 __all__ = ["TrackingMethods"]
 
 
-class TrackingMethods(MediaMethods):
+class TrackingMethods(MediaLogging):
     """What a loop records. Methods return at once: threads of the trackers do the work."""
 
     @property
