@@ -70,7 +70,7 @@ from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import AcceleratorState, GradientState
 from accel_callbacks.strategies import create_strategy
-from accel_callbacks.tracking.media import Keywords, MediaMethods
+from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
 
 __all__ = ["Accelerator"]
@@ -78,7 +78,7 @@ __all__ = ["Accelerator"]
 T = TypeVar("T")
 
 
-class Accelerator(ProcessControl, MediaMethods):
+class Accelerator(ProcessControl, MediaLogging):
     """Runs a plain training loop on any machine, with callbacks, trackers and checkpoints.
 
     All arguments are keywords. Options that are not given are taken from what ``accel launch``

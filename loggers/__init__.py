@@ -1,6 +1,6 @@
-"""Trackers: one small protocol in front of JSONL files, TensorBoard and Weights & Biases.
+"""Experiment trackers behind one small protocol: files, TensorBoard, Weights & Biases and others.
 
-Usable in any script. Importing this package imports no tool, nor torch, nor numpy.
+Usable in any script. Importing this package imports neither a tool nor torch nor numpy.
 """
 
 from loggers.base import MEDIA, RunInfo, Scalar, Status, Tracker, media

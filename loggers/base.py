@@ -1,4 +1,4 @@
-"""The tracker protocol: what a tracker must do, and what it is told about the run."""
+"""The tracker protocol: the base class, and the description of a run that trackers receive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Scalar = float | int | str
 """One logged value, as a tracker receives it: never a tensor, never None."""
 
 Status = Literal["success", "failed", "interrupted"]
-"""How a run ended."""
+"""The outcome of a run."""
 
 STATUSES: tuple[str, ...] = get_args(Status)
 
@@ -25,15 +25,15 @@ MEDIA = ("images", "table", "histogram", "text", "audio", "video", "figure", "ar
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What every tracker is told when it starts.
+    """The run that a tracker records, passed to its ``start``.
 
     Args:
         name: project or run name, shown by the tools.
-        logging_dir: a local path or an fsspec URL; trackers write beneath it.
+        logging_dir: a local path or an fsspec URL; trackers write below it.
         run_id: identifier of this run, unique within ``name``.
-        resumed_step: last step that the restored checkpoint contains, or None for a fresh run.
+        resumed_step: last step that the restored checkpoint contains, or None for a new run.
             The next logged step is ``resumed_step + 1``.
-        rank: index of this process, 0 on the main one.
+        rank: rank of this process, 0 on the main one.
 
     >>> RunInfo(name="digits", logging_dir="runs", run_id="a1").resumed_step is None
     True
@@ -47,22 +47,22 @@ class RunInfo:
 
 
 class Tracker(ABC):
-    """Where scalars go. Subclass it, give it a ``name``, write `start`, `log` and `finish`.
+    """Base class of trackers. Subclasses set ``name`` and implement `start`, `log` and `finish`.
 
-    A subclass imports its tool in `start`, not at module level, and keeps its options in its
-    constructor. Methods may raise: `TrackerHub` isolates the run from it.
+    A subclass stores its options in its constructor and imports its tool in `start`, not at module
+    level. Methods may raise: `TrackerHub` isolates the run from their errors.
 
     Order of calls: `load_state_dict` (only on a resume), `start`, `log_config`, any number of
-    `log`, media and `flush`, `state_dict` at each checkpoint, `finish`. A hub makes all of them on
-    one thread of this tracker's own, which is not the main thread, one at a time.
+    `log`, media and `flush`, `state_dict` at each checkpoint, `finish`. A hub makes all calls, one
+    at a time, on one thread per tracker, which is not the main thread.
 
     Attributes:
-        name: what ``get`` and ``state_dict`` go by.
+        name: key of the tracker in ``get`` and ``state_dict``.
         main_process_only: whether only the main process uses it, True by default.
-        needs_rising_steps: the tool drops a step below the last one; the hub then gives such
+        needs_rising_steps: the tool drops a step below the last one; the hub then passes such
             values with the last step. False by default.
-        requires: modules that `start` imports; ``log_with="all"`` leaves the tracker out where
-            one is not installed. None by default.
+        requires: modules that `start` imports; ``log_with="all"`` skips the tracker if one is not
+            installed. None by default.
 
     >>> class Print(Tracker):
     ...     name = "print"
@@ -89,21 +89,21 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, run: RunInfo) -> None:
-        """Open the tool. The first moment at which files, threads or the network may be used."""
+        """Open the tool. Files, threads and the network may be used from here on, not earlier."""
 
     @abstractmethod
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
         """Record flat ``{"train/loss": 0.5}`` values at an optimizer step.
 
-        An override may take a further keyword, ``time: float | None = None``. A hub, which delivers
-        rows later than they were logged, then passes the Unix seconds of the user's call. Other
-        keywords are those that users may give in ``log_kwargs``. A call that raises may be made
-        again with the same row.
+        An override may take an extra keyword, ``time: float | None = None``. A hub, which delivers
+        rows later than they were logged, then passes the Unix time of the user's call. Other
+        keywords are those that users may pass in ``log_kwargs``. A call that raises may be retried
+        with the same row.
         """
 
     @abstractmethod
     def finish(self, status: Status = "success") -> None:
-        """Write what is still held and close the tool; a second call does nothing."""
+        """Write what is pending and close the tool; a second call does nothing."""
 
     # Optional methods do nothing by default, so that a tracker is three methods long.
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027
@@ -117,59 +117,59 @@ class Tracker(ABC):
         *,
         captions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Record pictures: by name uint8 of shape (N, H, W, C), C one of 1, 3, 4.
+        """Record images: by name uint8 of shape (N, H, W, C), C one of 1, 3, 4.
 
-        ``captions`` has N texts under the name of each array that has any.
+        ``captions`` has N texts under the name of each array with captions.
         """
-        self._lacks("images")
+        self._warn_unsupported("images")
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
-        """Record a table: rows of numbers, bool, str and None, as long as ``columns``."""
-        self._lacks("table")
+        """Record a table: rows of numbers, bool, str and None, each as long as ``columns``."""
+        self._warn_unsupported("table")
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
-        """Record distributions: by name the values themselves, float or int of shape (N,)."""
-        self._lacks("histogram")
+        """Record histograms: by name the values themselves, float or int of shape (N,)."""
+        self._warn_unsupported("histogram")
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Record texts by name."""
-        self._lacks("text")
+        self._warn_unsupported("text")
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
-        """Record sounds: by name float32 in [-1, 1] of shape (samples,) or (samples, channels)."""
-        self._lacks("audio")
+        """Record audio: by name float32 in [-1, 1] of shape (samples,) or (samples, channels)."""
+        self._warn_unsupported("audio")
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Record films: by name uint8 of shape (T, H, W, C), C one of 1, 3, 4."""
-        self._lacks("video")
+        """Record videos: by name uint8 of shape (T, H, W, C), C one of 1, 3, 4."""
+        self._warn_unsupported("video")
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Record matplotlib figures by name; not to be closed or changed here."""
-        self._lacks("figure")
+        """Record matplotlib figures by name, without closing or changing them."""
+        self._warn_unsupported("figure")
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
-        """Record a file or a folder of this machine; ``name`` is that of the path if None."""
-        self._lacks("artifact")
+        """Record a local file or folder; ``name`` is the last part of the path if None."""
+        self._warn_unsupported("artifact")
 
     def log_graph(self, model: Any, inputs: Any = None) -> None:
-        """Record a model's graph. The hub has it in eval mode, without gradients."""
-        self._lacks("graph")
+        """Record a model's graph. A hub calls this in eval mode, with gradients disabled."""
+        self._warn_unsupported("graph")
 
-    def _lacks(self, kind: str) -> None:
-        """Say that there is no place for this kind; a hub does not even call."""
+    def _warn_unsupported(self, kind: str) -> None:
+        """Warn that this kind is not recorded; a hub does not make such calls."""
         warnings.warn(f"tracker {self.name!r} does not record {kind}", UserWarning, stacklevel=3)
 
     def flush(self) -> None:  # noqa: B027
-        """Make what was logged so far visible to readers."""
+        """Make what was logged so far visible to readers of the files or the server."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on with the same run later, as JSON types."""
+        """Return what is needed to continue the same run later, as JSON types."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take back what `state_dict` returned; called before `start`."""
+        """Load what `state_dict` returned; called before `start`."""
 
     @property
     def raw(self) -> Any:
@@ -183,7 +183,7 @@ class Tracker(ABC):
 
 
 def media(tracker: Tracker) -> frozenset[str]:
-    """Return the kinds of media that a tracker records: those whose method it has of its own.
+    """Return the kinds of media that a tracker records: those whose method it overrides.
 
     >>> class Texts(Tracker):
     ...     def log_text(self, texts, step):
@@ -193,16 +193,15 @@ def media(tracker: Tracker) -> frozenset[str]:
     >>> sorted(media(Texts()))
     ['text']
     """
-    had = {
+    return frozenset(
         kind
         for kind in MEDIA
         if getattr(getattr(tracker, f"log_{kind}"), "__func__", None)
         is not getattr(Tracker, f"log_{kind}")
-    }
-    return frozenset(had)
+    )
 
 
 def check_status(status: str) -> None:
-    """Raise ValueError unless ``status`` is one of the three a run can end with."""
+    """Raise ValueError unless ``status`` is a `Status`."""
     if status not in STATUSES:
         raise ValueError(f"finish status {status!r} is unknown: use one of {', '.join(STATUSES)}")

@@ -1,4 +1,4 @@
-"""How a hub treats its trackers, checked once."""
+"""The options of a hub, validated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 __all__ = ["NanPolicy", "TrackerConfig"]
 
 NanPolicy = Literal["keep", "skip", "warn", "raise"]
-"""What becomes of a NaN or an infinity that is logged."""
+"""The treatment of a NaN or infinity that is logged."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,15 @@ class TrackerConfig:
         nan_policy: "keep" NaN and infinities (default), "skip" such values, "warn" once and keep
             them, or "raise" FloatingPointError at the next `log`, `flush` or `finish`.
         flush_every_s: seconds between deliveries to the trackers, default 1.0; 0 delivers at once.
-        max_buffer: rows that wait for one tracker at most, default 10 000; the oldest give way.
+        max_buffer: maximum rows that wait for one tracker, default 10 000; beyond, the oldest are
+            dropped.
         max_failures: failures of one method in a row after which a tracker is disabled, default 5.
         start_timeout_s: seconds to wait for the trackers to start, default 60. One that takes
-            longer goes on starting, and its rows wait.
-        finish_timeout_s: seconds that closing the trackers may take, default 30.
+            longer keeps starting in the background, and its rows wait.
+        finish_timeout_s: maximum seconds to close the trackers, default 30.
 
     Raises:
-        ValueError: an option has a value that does not exist.
+        ValueError: an option has an invalid value.
 
     >>> TrackerConfig(nan_policy="warn").flush_every_s
     1.0
@@ -42,7 +43,7 @@ class TrackerConfig:
     finish_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Validate the options."""
         if self.nan_policy not in get_args(NanPolicy):
             raise ValueError(
                 f"nan_policy={self.nan_policy!r} is unknown: use one of {get_args(NanPolicy)}"

@@ -1,10 +1,12 @@
-"""TrackerHub: fan-out without waiting; media taken on the training thread."""
+"""TrackerHub: send what a training loop logs to every tracker, without blocking the loop."""
 
 from __future__ import annotations
 
 import operator
 import os
+import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,251 +16,50 @@ from typing import Any
 
 from loggers.base import RunInfo, Status, Tracker, check_status
 from loggers.config import NanPolicy, TrackerConfig
-from loggers.media.convert import (
+from loggers.multimedia.convert import (
     Channels,
     as_audio,
+    as_images,
     as_numbers,
-    as_pictures,
     as_table,
     check_shape,
-    held,
     size_of,
+    snapshot,
 )
 from loggers.queue import Pump
-from loggers.registry import ConfiguredTracker, TrackerSpec, chosen
-from loggers.shutdown import HubParts, answers, by_name, close_all
+from loggers.registry import ConfiguredTracker, TrackerSpec
+from loggers.shutdown import close_all, wait_for_replies
 from loggers.trackers.null import NullTracker
 from loggers.values import flatten, plain_config
-from loggers.worker import Media, Pending, Reply, Row, TrackerReport
+from loggers.worker import Guard, Media, Pending, Reply, Row, TrackerReport, Writer
 
-__all__ = ["MediaMethods", "TrackerHub"]
-
-
-class MediaMethods(HubParts):
-    """The ``log_...`` methods of a hub beside `log`.
-
-    A call copies what it is given, on its device, and returns. Trackers without that kind of media
-    are left out, with one warning a kind that names them.
-    """
-
-    def log_images(
-        self,
-        images: Mapping[str, Any],
-        step: int,
-        *,
-        captions: Mapping[str, Sequence[str] | str] | None = None,
-        channels: Channels | None = None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Record pictures.
-
-        Args:
-            images: by name, tensors or arrays of shape (H, W), (H, W, C) or (N, H, W, C), or PIL
-                images, or lists of these; floats in [0, 1] or integers in [0, 255].
-            step: optimizer steps done.
-            captions: under the same names, a text for each picture.
-            channels: "first" or "last"; first in tensors, last in arrays if None.
-            log_kwargs: further keywords of a tracker's ``log_images``, by the tracker's name.
-
-        Raises:
-            TypeError: a value is no picture.
-            ValueError: a shape is none of these.
-
-        >>> import numpy as np
-        >>> from loggers import RunInfo, TrackerHub
-        >>> with TrackerHub([], run=RunInfo("digits", "runs", "a1")) as hub:
-        ...     hub.log_images({"digit": np.zeros((8, 8))}, step=1, captions={"digit": "zero"})
-        """
-        for name, value in images.items():
-            check_shape(name, value, channels)
-        texts = {
-            name: [text] if isinstance(text, str) else list(text)
-            for name, text in (captions or {}).items()
-        }
-        kwargs: dict[str, Any] = {"captions": texts} if texts else {}
-
-        def convert(kept: dict[str, Any]) -> tuple[Any, ...]:
-            return ({name: as_pictures(value, channels) for name, value in kept.items()},)
-
-        self._take("images", step, images, convert, kwargs, log_kwargs)
-
-    def log_table(
-        self,
-        name: str,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Any]],
-        step: int,
-        *,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Record a table; what is no number, bool, str or None is written as its text.
-
-        Raises:
-            ValueError: a row is not as long as ``columns``.
-        """
-        heads = [str(column) for column in columns]
-        for row in rows:
-            if len(row) != len(heads):
-                raise ValueError(
-                    f"table {name!r} has {len(heads)} columns and a row of {len(row)} cells"
-                )
-        kept = [held(list(row)) for row in rows]
-
-        def convert(cells: list[list[Any]]) -> tuple[Any, ...]:
-            return name, heads, as_table(cells)
-
-        self._take("table", step, kept, convert, {}, log_kwargs)
-
-    def log_histogram(self, histograms: Mapping[str, Any], step: int) -> None:
-        """Record distributions: by name tensors, arrays or lists of numbers; finite ones count."""
-        self._take("histogram", step, histograms, _converter(as_numbers), {})
-
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Record texts by name."""
-        self._take("text", step, texts, _converter(str), {})
-
-    def log_audio(self, audio: Mapping[str, Any], step: int, *, sample_rate: int) -> None:
-        """Record sounds.
-
-        Args:
-            audio: by name, tensors of shape (samples,) or (channels, samples), or arrays of shape
-                (samples,) or (samples, channels); floats in [-1, 1], or integers.
-            step: optimizer steps done.
-            sample_rate: samples a second.
-        """
-        kwargs = {"sample_rate": operator.index(sample_rate)}
-        self._take("audio", step, audio, _converter(as_audio), kwargs)
-
-    def log_video(
-        self,
-        videos: Mapping[str, Any],
-        step: int,
-        *,
-        fps: int = 4,
-        channels: Channels | None = None,
-    ) -> None:
-        """Record films: by name tensors (T, C, H, W) or arrays (T, H, W, C), as pictures are."""
-        for name, value in videos.items():
-            check_shape(name, value, channels, film=True)
-        convert = _converter(lambda value: as_pictures(value, channels))
-        self._take("video", step, videos, convert, {"fps": operator.index(fps)})
-
-    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Record matplotlib figures by name; leave them as they are afterwards."""
-        self._take("figure", step, figures, lambda kept: (kept,), {}, copy=False)
-
-    def log_artifact(
-        self, path: str | os.PathLike[str], *, name: str | None = None, kind: str = "file"
-    ) -> None:
-        """Record a file or folder; it has to stay where it is until the trackers have it."""
-        place = os.fspath(path)
-        kwargs = {"name": name, "kind": kind}
-        self._take("artifact", None, place, lambda kept: (kept,), kwargs, copy=False)
-
-    def log_graph(self, model: Any, inputs: Any = None, *, timeout: float = 30.0) -> None:
-        """Record a model's graph. This waits for the trackers: the model must not change meanwhile.
-
-        The model is in eval mode during that, and gradients are off.
-
-        Args:
-            model: an ``nn.Module``, not wrapped for several processes.
-            inputs: what it is called with, where the tool needs that.
-            timeout: seconds to wait at most; trackers that are not there by then leave it out.
-        """
-        if not self._wants("graph"):
-            return
-        deadline = time.monotonic() + timeout
-        with _still(model):
-            for writer in self._writers:  # one after the other, because there is one model
-                if "graph" in writer.guard.kinds:
-                    reply, in_time = Reply(), [True]
-                    writer.ask_graph(reply, in_time, model, inputs)
-                    in_time[0] = bool(answers(reply, 1, deadline))
-
-    def _wants(self, kind: str) -> bool:
-        """Say whether a tracker has this kind; warn once of those that have not."""
-        if not self._accepting(f"log_{kind}"):
-            return False
-        lacking = [repr(w.name) for w in self._writers if kind not in w.guard.kinds]
-        if len(lacking) == 1:
-            text = f"tracker {lacking[0]} does not record {kind}: it is left out"
-            self._warn_once(f"media {kind}", text)
-        elif lacking:
-            text = f"trackers {', '.join(lacking)} do not record {kind}: they are left out"
-            self._warn_once(f"media {kind}", text)
-        return len(lacking) < len(self._writers)
-
-    def _take(
-        self,
-        kind: str,
-        step: int | None,
-        value: Any,
-        convert: Callable[[Any], tuple[Any, ...]],
-        kwargs: dict[str, Any],
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-        *,
-        copy: bool = True,
-    ) -> None:
-        """Copy what was given, and let the hub's thread convert it."""
-        step = None if step is None else operator.index(step)
-        if log_kwargs:
-            self._check_keywords(log_kwargs, f"log_{kind}")
-        if not self._wants(kind):
-            return
-        if isinstance(value, Mapping):
-            kept: Any = {str(name): held(one) if copy else one for name, one in value.items()}
-        else:
-            kept = value
-        extra = {name: dict(keywords) for name, keywords in (log_kwargs or {}).items()}
-
-        size = size_of(kept)
-
-        def converted() -> Media:
-            return Media(kind, step, convert(kept), kwargs, kind != "artifact", extra, size)
-
-        self._pump.put_media(Pending(size, converted))
+__all__ = ["TrackerHub"]
 
 
-def _converter(one: Callable[[Any], Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return what converts each value of a mapping."""
-    return lambda kept: ({name: one(value) for name, value in kept.items()},)
-
-
-@contextmanager
-def _still(model: Any) -> Iterator[None]:
-    """Have a module in eval mode, and each part of it as it was afterwards."""
-    modules = list(model.modules()) if callable(getattr(model, "modules", None)) else []
-    modes = [module.training for module in modules]
-    if modules:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-
-
-class TrackerHub(MediaMethods):
-    """Gives what a training loop logs to every tracker, without waiting for any of them.
+class TrackerHub:
+    """Sends what a training loop logs to every tracker, without waiting for any of them.
 
     `log` only appends to a queue; tensors on an accelerator stay there. A thread reads them about
     once a second, with one copy per device, and hands the rows to one thread per tracker. A
-    tracker that raises is tried again, then disabled; one that is slow or hangs loses its oldest
-    rows when ``max_buffer`` of them wait. Both are counted (`report`) and said once on the logger
-    "accel_callbacks.trackers"; the other trackers and the run go on. Safe to call from several
+    tracker that raises is retried, then disabled; one that is slow or hangs loses its oldest
+    rows when ``max_buffer`` of them wait. Both are counted (`report`) and logged once on the logger
+    "accel_callbacks.trackers"; the other trackers and the run continue. Safe to call from several
     threads and from a signal handler; does nothing in a forked process.
 
+    The media methods (`log_images` and so on) copy their arguments on their device and return.
+    Trackers that do not record that kind of media are skipped, with one warning per kind.
+
     Args:
-        trackers: names, classes, instances, or what `configured_tracker` made, each of another
+        trackers: names, classes, instances, or results of `configured_tracker`, each with a unique
             name.
-        run: what the trackers are told when they start.
+        run: passed to the trackers when they start.
         main_process: whether this is the process that logs; on others only trackers whose
             ``main_process_only`` is False are used.
         strict, nan_policy, flush_every_s, max_buffer, max_failures, start_timeout_s,
             finish_timeout_s: see `TrackerConfig`.
 
     Raises:
-        ValueError: two trackers have one name, a name is unknown, or an option makes no sense.
+        ValueError: two trackers have the same name, a name is unknown, or an option is invalid.
         TypeError: a tracker is none of the above, or has no name.
 
     >>> import tempfile
@@ -295,15 +96,15 @@ class TrackerHub(MediaMethods):
             start_timeout_s=start_timeout_s,
             finish_timeout_s=finish_timeout_s,
         )
+        # Errors of the threads that the training thread is to raise.
         self._errors: deque[BaseException] = deque()
-        choices = [chosen(spec) for spec in trackers]
-        self._all = by_name([(choice.create(), choice) for choice in choices])
+        self._all = _create_all(trackers)
         self._writers = [
             self._writer(tracker, choice)
             for tracker, choice in self._all.values()
             if main_process or not tracker.main_process_only
         ]
-        self._pump = Pump(self._writers, self.config, self._note)
+        self._pump = Pump(self._writers, self.config, self._keep_error)
         self._last_step: int | None = None
         self._started = self._finished = False
         self._pid = os.getpid()
@@ -316,14 +117,14 @@ class TrackerHub(MediaMethods):
 
     @property
     def is_unused(self) -> bool:
-        """Whether nothing was logged yet, beside the settings."""
+        """True until values or media are logged; `log_config` does not count."""
         return self._last_step is None and not self._pump.has_media
 
     def start(self) -> None:
-        """Start every tracker; a second call does nothing. A tracker that fails is left out.
+        """Start every tracker; a second call does nothing. A tracker that fails is skipped.
 
-        All start at the same time. One that takes longer than ``start_timeout_s`` goes on
-        starting, and its rows wait.
+        All start concurrently. One that takes longer than ``start_timeout_s`` keeps starting in the
+        background, and its rows wait.
         """
         if self._started:
             return
@@ -335,23 +136,25 @@ class TrackerHub(MediaMethods):
             writer.begin(reply)
         self._pump.begin()
         limit = self.config.start_timeout_s
-        ready = answers(reply, len(self._writers), time.monotonic() + limit)
+        ready = wait_for_replies(reply, len(self._writers), time.monotonic() + limit)
         for writer in self._writers:
             if writer.name not in ready:
-                writer.guard.gave_up(f"has not started within {limit:g} s", 0, "Its rows wait.")
-        self._settle()
+                writer.guard.timed_out(f"has not started within {limit:g} s", 0, "Its rows wait.")
+        self._raise_kept()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Give the run's settings, nested as they are, to every tracker as plain JSON types.
+        """Send the run's settings to every tracker, as nested plain JSON types.
 
         Raises:
             RuntimeError: `start` was not called.
             TypeError: ``config`` is no mapping, dataclass or namespace.
         """
         plain = plain_config(config)
-        if self._accepting("log_config"):
+        if self._accepts("log_config"):
             for writer in self._writers:
-                writer.ask("log_config", SimpleQueue(), plain)
+                writer.request_call("log_config", SimpleQueue(), plain)
+
+    # --- values ---------------------------------------------------------------------------------
 
     def log(
         self,
@@ -362,11 +165,11 @@ class TrackerHub(MediaMethods):
         """Record values at a step, without waiting for a device or a tracker.
 
         Args:
-            values: numbers, numpy scalars, 0-d tensors (of any device; a later change in place
-                does not show), str; dicts of these become ``"a/b"``; None is left out.
-            step: optimizer steps done. Not to go down: a lower one is passed on with a warning,
-                and given as the last step to trackers that would drop it.
-            log_kwargs: further keywords of a tracker's ``log``, by the tracker's name.
+            values: numbers, numpy scalars, 0-d tensors (on any device; later in-place changes are
+                not seen), str; dicts of these become ``"a/b"``; None is dropped.
+            step: optimizer steps so far. Must not decrease: a lower step is passed on with a
+                warning, and replaced by the last step for trackers that would drop it.
+            log_kwargs: extra keywords of a tracker's ``log``, by tracker name.
 
         Raises:
             TypeError: a value is of another type (the key is named), ``step`` is no integer, or a
@@ -377,15 +180,15 @@ class TrackerHub(MediaMethods):
         self.put(self.flat(values), step, log_kwargs)
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values as `log` takes them, for `put`; the arguments and errors of `log`.
+        """Flatten and check values for `put`; takes and raises the same as `log`.
 
         >>> TrackerHub([], run=RunInfo("digits", "runs", "a1")).flat({"a": {"b": 1.0}})
         {'a/b': 1.0}
         """
-        left_out: list[str] = []
-        flat = flatten(values, left_out.append)
-        if left_out:
-            self._warn_once("none", f"log got None for {left_out[0]!r}; such values are left out")
+        dropped: list[str] = []
+        flat = flatten(values, dropped.append)
+        if dropped:
+            self._warn_once("none", f"log got None for {dropped[0]!r}; None values are dropped")
         return flat
 
     def put(
@@ -394,15 +197,15 @@ class TrackerHub(MediaMethods):
         step: int,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record what `flat` has returned; it is the hub's from then on.
+        """Record the result of `flat`; do not change the dict afterwards.
 
         >>> with TrackerHub([], run=RunInfo("digits", "runs", "a1")) as hub:
         ...     hub.put(hub.flat({"loss": 0.5}), step=1)
         """
-        step = operator.index(step)  # numpy's integers are not those of JSON
+        step = operator.index(step)  # numpy integers are not JSON serializable
         if log_kwargs:
             self._check_keywords(log_kwargs)
-        if not self._accepting("log") or not self._writers or not flat:
+        if not self._accepts("log") or not self._writers or not flat:
             return
         last = self._last_step
         if last is not None and step < last:
@@ -414,28 +217,164 @@ class TrackerHub(MediaMethods):
         self._last_step = step
         self._pump.put(Row(time.time(), step, flat, log_kwargs))
 
-    def flush(self, timeout: float = 30.0) -> bool:
-        """Deliver what was logged so far and let the trackers make it visible.
+    # --- media ----------------------------------------------------------------------------------
+
+    def log_images(
+        self,
+        images: Mapping[str, Any],
+        step: int,
+        *,
+        captions: Mapping[str, Sequence[str] | str] | None = None,
+        channels: Channels | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record images.
 
         Args:
-            timeout: seconds to wait at most; a tracker that is slower goes on by itself.
+            images: by name, tensors of shape (H, W), (C, H, W) or (N, C, H, W), arrays with
+                channels last, PIL images, or lists of these; floats in [0, 1] or integers in
+                [0, 255].
+            step: optimizer steps so far.
+            captions: one text per image, under the same names.
+            channels: "first" or "last"; by default first for tensors and last for arrays.
+            log_kwargs: extra keywords of a tracker's ``log_images``, by tracker name.
+
+        Raises:
+            TypeError: a value is not an image.
+            ValueError: a shape is none of these.
+
+        >>> import numpy as np
+        >>> from loggers import RunInfo, TrackerHub
+        >>> with TrackerHub([], run=RunInfo("digits", "runs", "a1")) as hub:
+        ...     hub.log_images({"digit": np.zeros((8, 8))}, step=1, captions={"digit": "zero"})
+        """
+        for name, value in images.items():
+            check_shape(name, value, channels)
+        texts = {
+            name: [text] if isinstance(text, str) else list(text)
+            for name, text in (captions or {}).items()
+        }
+        kwargs: dict[str, Any] = {"captions": texts} if texts else {}
+        convert = _convert_each(lambda value: as_images(value, channels))
+        self._put_media("images", step, images, convert, kwargs, log_kwargs)
+
+    def log_table(
+        self,
+        name: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Any]],
+        step: int,
+        *,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a table; cells other than numbers, bool, str and None are converted with ``str``.
+
+        Raises:
+            ValueError: a row is not as long as ``columns``.
+        """
+        header = [str(column) for column in columns]
+        for row in rows:
+            if len(row) != len(header):
+                raise ValueError(
+                    f"table {name!r} has {len(header)} columns and a row of {len(row)} cells"
+                )
+        copied = [snapshot(list(row)) for row in rows]
+
+        def convert(cells: list[list[Any]]) -> tuple[Any, ...]:
+            return name, header, as_table(cells)
+
+        self._put_media("table", step, copied, convert, {}, log_kwargs)
+
+    def log_histogram(self, histograms: Mapping[str, Any], step: int) -> None:
+        """Record histograms of tensors, arrays or lists of numbers, by name; finite values only."""
+        self._put_media("histogram", step, histograms, _convert_each(as_numbers), {})
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Record texts by name."""
+        self._put_media("text", step, texts, _convert_each(str), {})
+
+    def log_audio(self, audio: Mapping[str, Any], step: int, *, sample_rate: int) -> None:
+        """Record audio clips.
+
+        Args:
+            audio: by name, tensors of shape (samples,) or (channels, samples), or arrays of shape
+                (samples,) or (samples, channels); floats in [-1, 1], or integers.
+            step: optimizer steps so far.
+            sample_rate: samples per second.
+        """
+        kwargs = {"sample_rate": operator.index(sample_rate)}
+        self._put_media("audio", step, audio, _convert_each(as_audio), kwargs)
+
+    def log_video(
+        self,
+        videos: Mapping[str, Any],
+        step: int,
+        *,
+        fps: int = 4,
+        channels: Channels | None = None,
+    ) -> None:
+        """Record videos: by name tensors (T, C, H, W) or arrays (T, H, W, C), see `log_images`."""
+        for name, value in videos.items():
+            check_shape(name, value, channels, video=True)
+        convert = _convert_each(lambda value: as_images(value, channels))
+        self._put_media("video", step, videos, convert, {"fps": operator.index(fps)})
+
+    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
+        """Record matplotlib figures by name; do not change or close them afterwards."""
+        self._put_media("figure", step, figures, lambda value: (value,), {}, copy=False)
+
+    def log_artifact(
+        self, path: str | os.PathLike[str], *, name: str | None = None, kind: str = "file"
+    ) -> None:
+        """Record a file or folder; it must not move until the trackers have read it."""
+        kwargs = {"name": name, "kind": kind}
+        value = os.fspath(path)
+        self._put_media("artifact", None, value, lambda value: (value,), kwargs, copy=False)
+
+    def log_graph(self, model: Any, inputs: Any = None, *, timeout: float = 30.0) -> None:
+        """Record a model's graph. Blocks until the trackers are done with the model.
+
+        The model is in eval mode meanwhile, with gradients disabled.
+
+        Args:
+            model: an ``nn.Module``, not wrapped for several processes.
+            inputs: example inputs, where the tool needs them.
+            timeout: maximum seconds to wait; trackers that have not started by then skip the graph.
+        """
+        if not self._records("graph"):
+            return
+        deadline = time.monotonic() + timeout
+        with _eval_mode(model):
+            for writer in self._writers:  # one at a time: the trackers share the model
+                if "graph" in writer.guard.kinds:
+                    reply, in_time = Reply(), [True]
+                    writer.request_graph(reply, in_time, model, inputs)
+                    in_time[0] = bool(wait_for_replies(reply, 1, deadline))
+
+    # --- flush, state and end -------------------------------------------------------------------
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Deliver what was logged so far and flush the trackers.
+
+        Args:
+            timeout: maximum seconds to wait; a slower tracker finishes in the background.
 
         Returns:
             Whether all trackers were done in time.
         """
-        done = self._ask_all(lambda writer, reply: writer.ask_flush(reply), timeout)
-        self._settle()
+        done = self._request_all(lambda writer, reply: writer.request_flush(reply), timeout)
+        self._raise_kept()
         return done
 
     def finish(self, status: Status = "success", timeout: float | None = None) -> None:
-        """Deliver the rest and finish every tracker, all at the same time.
+        """Deliver the rest and finish every tracker, all concurrently.
 
         Rows that are left when most of the time is over are dropped, so that each tool is closed;
-        a tracker that does not come back is reported and left behind. Later calls do nothing.
+        a tracker that does not return is reported and abandoned. Later calls do nothing.
 
         Args:
             status: "success", "failed" or "interrupted".
-            timeout: seconds that this may take; ``finish_timeout_s`` if None.
+            timeout: maximum seconds to take; ``finish_timeout_s`` if None.
 
         Raises:
             ValueError: ``status`` is something else.
@@ -448,11 +387,11 @@ class TrackerHub(MediaMethods):
             return
         seconds = self.config.finish_timeout_s if timeout is None else timeout
         close_all(self._pump, self._writers, status, seconds)
-        if status == "success":  # else another error is on its way, which this must not hide
-            self._settle()
+        if status == "success":  # otherwise the run's own error is propagating: do not mask it
+            self._raise_kept()
 
     def get(self, name: str) -> Tracker:
-        """Return a tracker by name; a `NullTracker` where it is not used or could not start.
+        """Return a tracker by name; a `NullTracker` if it is not used here or failed to start.
 
         Raises:
             ValueError: no tracker of this name was configured.
@@ -468,15 +407,15 @@ class TrackerHub(MediaMethods):
     def state_dict(self, timeout: float = 5.0) -> dict[str, dict[str, Any]]:
         """Flush, and return the trackers' states by name, as JSON types, for a checkpoint.
 
-        What was logged before is then in the trackers' files. A tracker that is not done within
-        ``timeout`` seconds gives its last known state.
+        What was logged before is then in the trackers' files. For a tracker that is not done within
+        ``timeout`` seconds, its last known state is returned.
         """
-        self._ask_all(lambda writer, reply: writer.ask_state(reply), timeout)
-        self._settle()
+        self._request_all(lambda writer, reply: writer.request_state(reply), timeout)
+        self._raise_kept()
         return {w.name: dict(w.state) for w in self._writers if w.state is not None}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give each tracker the state that its name had; trackers without one start afresh.
+        """Load each tracker's state by name; trackers without an entry start a new run.
 
         Raises:
             RuntimeError: `start` was called already.
@@ -485,13 +424,13 @@ class TrackerHub(MediaMethods):
             raise RuntimeError("load_state_dict comes before start(): make a new TrackerHub")
         for writer in self._writers:
             if writer.name in state:
-                writer.take_state(state[writer.name])
-        self._settle()
+                writer.load_state(state[writer.name])
+        self._raise_kept()
 
     def report(self) -> dict[str, TrackerReport]:
-        """Return the rows, failures and fate of each tracker that this process uses, by name."""
+        """Return the counts and status of each tracker that this process uses, by name."""
         reports = {writer.name: writer.report() for writer in self._writers}
-        lost = self._pump.lost  # before any tracker could have it
+        lost = self._pump.lost  # lost before reaching any tracker
         return {name: replace(one, dropped=one.dropped + lost) for name, one in reports.items()}
 
     def __enter__(self) -> TrackerHub:
@@ -503,3 +442,166 @@ class TrackerHub(MediaMethods):
             self.finish("success")
         else:
             self.finish("failed" if issubclass(kind, Exception) else "interrupted")
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def _writer(self, tracker: Tracker, choice: ConfiguredTracker) -> Writer:
+        """Return the worker of a tracker, with its guard and filter."""
+        config = self.config
+        guard = Guard(tracker, config.max_failures, self._keep_error, report=not config.strict)
+        return Writer(guard, choice.takes, self.run, config.max_buffer)
+
+    def _keep_error(self, error: BaseException) -> None:
+        """Keep an error if the options request that the training thread raises it."""
+        requested = isinstance(error, FloatingPointError) and self.config.nan_policy == "raise"
+        if self.config.strict or requested:
+            self._errors.append(error)
+
+    def _raise_kept(self) -> None:
+        """Raise the first kept error and discard the others, which follow from it."""
+        if self._errors:
+            first = self._errors[0]
+            self._errors.clear()
+            raise first
+
+    def _accepts(self, method: str) -> bool:
+        """Return whether values are accepted; raise before `start`, warn after `finish`."""
+        if not self._started:
+            raise RuntimeError(f"TrackerHub.{method} before start(): call start() first")
+        if self._is_forked():
+            return False
+        if self._finished:
+            self._warn_once("finished", f"{method} after finish() is ignored: the run is over")
+            return False
+        if self._errors:  # tested here too: this is the hot path, and the call costs more
+            self._raise_kept()
+        return True
+
+    def _is_forked(self) -> bool:
+        """Return whether this is a forked child, where the hub's threads do not exist."""
+        return os.getpid() != self._pid
+
+    def _records(self, kind: str) -> bool:
+        """Return whether any tracker records this kind; warn once about those that do not."""
+        if not self._accepts(f"log_{kind}"):
+            return False
+        lacking = [repr(w.name) for w in self._writers if kind not in w.guard.kinds]
+        if len(lacking) == 1:
+            text = f"tracker {lacking[0]} does not record {kind} and is skipped"
+            self._warn_once(f"media {kind}", text)
+        elif lacking:
+            text = f"trackers {', '.join(lacking)} do not record {kind} and are skipped"
+            self._warn_once(f"media {kind}", text)
+        return len(lacking) < len(self._writers)
+
+    def _put_media(
+        self,
+        kind: str,
+        step: int | None,
+        value: Any,
+        convert: Callable[[Any], tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        copy: bool = True,
+    ) -> None:
+        """Copy the value, and queue it to be converted on the hub's thread."""
+        step = None if step is None else operator.index(step)
+        if log_kwargs:
+            self._check_keywords(log_kwargs, f"log_{kind}")
+        if not self._records(kind):
+            return
+        if isinstance(value, Mapping):
+            kept: Any = {str(name): snapshot(one) if copy else one for name, one in value.items()}
+        else:
+            kept = value
+        extra = {name: dict(keywords) for name, keywords in (log_kwargs or {}).items()}
+        size = size_of(kept)
+
+        def converted() -> Media:
+            return Media(kind, step, convert(kept), kwargs, kind != "artifact", extra, size)
+
+        self._pump.put_media(Pending(size, converted))
+
+    def _request_all(self, request: Callable[[Writer, Reply], None], timeout: float) -> bool:
+        """Send a request to every tracker after what was logged; return whether all replied."""
+        if not self._started or self._finished or not self._writers or self._is_forked():
+            return True
+        reply = Reply()
+        # A tracker stuck in one call for longer than this was waited for by an earlier request.
+        ready = [writer for writer in self._writers if not writer.guard.is_busy_for(timeout)]
+
+        def request_each() -> None:
+            for writer in ready:
+                request(writer, reply)
+
+        self._pump.submit(request_each)
+        replies = wait_for_replies(reply, len(ready), time.monotonic() + timeout)
+        return len(replies) == len(self._writers)
+
+    def _check_keywords(
+        self, log_kwargs: Mapping[str, Mapping[str, object]], method: str = "log"
+    ) -> None:
+        """Raise for an unknown tracker, and for a keyword that its method does not take."""
+        for name, keywords in log_kwargs.items():
+            if name not in self._all:
+                known = ", ".join(self._all) or "none"
+                raise ValueError(f"log_kwargs for {name!r}, which is no tracker here: {known}")
+            for writer in self._writers:
+                if writer.name != name:
+                    continue
+                unknown = writer.guard.unknown_keywords(method, keywords)
+                if unknown:
+                    raise TypeError(f"{method} of tracker {name!r} takes no keyword {unknown[0]!r}")
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        """Warn once per kind, at the line of the script that called the hub or an Accelerator."""
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        frame, level = sys._getframe(), 1
+        while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(f"{text} (warned once)", UserWarning, stacklevel=level)
+
+
+def _create_all(
+    specs: Iterable[TrackerSpec | ConfiguredTracker],
+) -> dict[str, tuple[Tracker, ConfiguredTracker]]:
+    """Create the trackers, by name; names must be unique, as checkpoints key states by them."""
+    named: dict[str, tuple[Tracker, ConfiguredTracker]] = {}
+    choices = [s if isinstance(s, ConfiguredTracker) else ConfiguredTracker(s) for s in specs]
+    for tracker, choice in [(choice.create(), choice) for choice in choices]:
+        name = getattr(tracker, "name", "")
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"tracker {tracker!r} has no name: set `name` on its class")
+        if name in named:
+            raise ValueError(
+                f"two trackers are named {name!r}: set .name on one of them, or give it a label "
+                "with configured_tracker(..., label=...)"
+            )
+        named[name] = (tracker, choice)
+    return named
+
+
+def _convert_each(one: Callable[[Any], Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Return a function that converts each value of a mapping."""
+    return lambda values: ({name: one(value) for name, value in values.items()},)
+
+
+@contextmanager
+def _eval_mode(model: Any) -> Iterator[None]:
+    """Set a module to eval mode, and restore the mode of each submodule afterwards."""
+    modules = list(model.modules()) if callable(getattr(model, "modules", None)) else []
+    modes = [module.training for module in modules]
+    if modules:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("loggers", "accel_callbacks")

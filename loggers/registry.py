@@ -1,4 +1,4 @@
-"""Names -> trackers; configured_tracker."""
+"""Registry of trackers by name, and trackers with options and filters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,21 @@ from loggers.trackers.tensorboard import TensorBoardTracker
 from loggers.trackers.trackio import TrackioTracker
 from loggers.trackers.wandb import WandBTracker
 
-__all__ = ["ConfiguredTracker", "configured_tracker", "installed_trackers"]
+__all__ = [
+    "ConfiguredTracker",
+    "TrackerSpec",
+    "available_trackers",
+    "check_name",
+    "configured_tracker",
+    "create",
+    "installed_trackers",
+    "register_tracker",
+]
 
 ENTRY_POINT_GROUP = "accel_callbacks.trackers"
 
 TrackerSpec = str | Tracker | type[Tracker]
-"""How a tracker is named: by a registered name, an instance or a class."""
+"""A tracker given by registered name, instance or class."""
 
 _classes: dict[str, type[Tracker]] = {
     cls.name: cls
@@ -49,13 +58,13 @@ _classes: dict[str, type[Tracker]] = {
 
 
 def register_tracker(name: str, cls: type[Tracker]) -> None:
-    """Make ``cls`` known under ``name`` in this process.
+    """Register ``cls`` under ``name`` in this process.
 
-    Packages that want to be found without an import declare an entry point in the group
+    Packages that should be found without an import declare an entry point in the group
     ``accel_callbacks.trackers`` instead.
 
     Args:
-        name: what users write in ``log_with``.
+        name: the name for ``log_with``.
         cls: a subclass of `Tracker`.
 
     Raises:
@@ -77,7 +86,7 @@ def register_tracker(name: str, cls: type[Tracker]) -> None:
 
 
 def available_trackers() -> list[str]:
-    """Return every name that `create` accepts, sorted, entry points of other packages included.
+    """Return every name that `create` accepts, sorted, including other packages' entry points.
 
     >>> {"jsonl", "tensorboard", "wandb"} <= set(available_trackers())
     True
@@ -87,10 +96,10 @@ def available_trackers() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raise unless ``name`` is that of a tracker; nothing is made of it.
+    """Raise unless ``name`` is that of a tracker, without creating it.
 
     Raises:
-        ValueError: the name is unknown; the message has the nearest name and all of them.
+        ValueError: the name is unknown; the message lists the nearest name and all names.
         ImportError: the package that declares the name cannot be imported.
 
     >>> check_name("jsonl")
@@ -99,15 +108,15 @@ def check_name(name: str) -> None:
 
 
 def create(spec: TrackerSpec, **kwargs: Any) -> Tracker:
-    """Return the tracker that ``spec`` names.
+    """Create a tracker from a name or class.
 
     Args:
-        spec: a name, a `Tracker` class, or an instance (returned as it is).
+        spec: a name, a `Tracker` class, or an instance, which is returned unchanged.
         **kwargs: options for the constructor.
 
     Raises:
-        ValueError: the name is unknown; the message has the nearest name and all of them.
-        TypeError: ``spec`` is something else, or options came with an instance.
+        ValueError: the name is unknown; the message lists the nearest name and all names.
+        TypeError: ``spec`` is something else, or there are options for an instance.
         ImportError: the package that declares the name cannot be imported.
 
     >>> create("jsonl", filename="history.jsonl").name
@@ -120,7 +129,7 @@ def create(spec: TrackerSpec, **kwargs: Any) -> Tracker:
         return spec
     if isinstance(spec, str):
         tracker = _lookup(spec)(**kwargs)
-        tracker.name = spec  # what the user wrote is what get() and state_dict() go by
+        tracker.name = spec  # the key in get() and state_dict()
         return tracker
     _check_class(spec, "log_with")
     return spec(**kwargs)
@@ -134,7 +143,7 @@ def _check_class(cls: object, where: str) -> type[Tracker]:
 
 
 def _lookup(name: str) -> type[Tracker]:
-    """Find a class by name; the scan of installed packages is only done for unknown names."""
+    """Find a class by name; installed packages are scanned only for unknown names."""
     if name in _classes:
         return _classes[name]
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
@@ -148,7 +157,7 @@ def _lookup(name: str) -> type[Tracker]:
 
 
 def _load(entry: importlib.metadata.EntryPoint) -> Any:
-    """Import what an entry point names."""
+    """Import the object of an entry point."""
     try:
         return entry.load()
     except Exception as error:
@@ -161,14 +170,14 @@ def _load(entry: importlib.metadata.EntryPoint) -> Any:
 
 @dataclass(frozen=True)
 class ConfiguredTracker:
-    """A tracker with options and filters; made by `configured_tracker`.
+    """A tracker with options and filters; created by `configured_tracker`.
 
     Args:
         tracker: a name, a class or an instance.
-        include: patterns of the names that it is to get; all if empty.
-        exclude: patterns of the names that it is not to get.
-        label: what ``get`` and checkpoints go by; the tracker's own name if None.
-        options: of its constructor.
+        include: patterns of the names that it receives; all if empty.
+        exclude: patterns of the names that it does not receive.
+        label: its name in ``get`` and checkpoints; the tracker's own name if None.
+        options: keyword arguments of its constructor.
 
     >>> ConfiguredTracker("jsonl", include=("val/*",)).takes("train/loss")
     False
@@ -181,13 +190,13 @@ class ConfiguredTracker:
     options: dict[str, Any] = field(default_factory=dict)
 
     def takes(self, name: str) -> bool:
-        """Say whether the tracker is to get what is logged under this name."""
+        """Return whether the tracker receives what is logged under this name."""
         if self.include and not any(fnmatchcase(name, pattern) for pattern in self.include):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def create(self) -> Tracker:
-        """Make the tracker, under its label."""
+        """Create the tracker, named by its label."""
         tracker = create(self.tracker, **self.options)
         if self.label is not None:
             tracker.name = self.label
@@ -202,18 +211,18 @@ def configured_tracker(
     label: str | None = None,
     **options: Any,
 ) -> ConfiguredTracker:
-    """Give a tracker options of its own and say what it is to get, for ``log_with`` and hubs.
+    """Return a tracker with options and filters, for ``log_with`` and hubs.
 
     Args:
         tracker: a name, a class or an instance.
-        include: patterns such as ``"val/*"`` of the names that it is to get; all if empty.
-        exclude: patterns of the names that it is not to get. Artifacts and graphs are not
+        include: patterns such as ``"val/*"`` of the names that it receives; all if empty.
+        exclude: patterns of the names that it does not receive. Artifacts and graphs are not
             filtered.
-        label: what ``get`` and checkpoints go by, so that one kind can be used twice.
-        **options: of its constructor.
+        label: its name in ``get`` and checkpoints, so that one kind can be used twice.
+        **options: keyword arguments of its constructor.
 
     Raises:
-        TypeError: patterns are one str rather than several.
+        TypeError: ``include`` or ``exclude`` is a single str.
 
     >>> chosen = configured_tracker("jsonl", include=["val/*"], filename="val.jsonl", label="val")
     >>> chosen.takes("val/loss"), chosen.takes("train/loss"), chosen.create().name
@@ -225,13 +234,8 @@ def configured_tracker(
     return ConfiguredTracker(tracker, tuple(include), tuple(exclude), label, options)
 
 
-def chosen(spec: Any) -> ConfiguredTracker:
-    """Return ``spec`` with the filters that it has, or none."""
-    return spec if isinstance(spec, ConfiguredTracker) else ConfiguredTracker(spec)
-
-
 def installed_trackers() -> list[str]:
-    """Return the names of all trackers whose tool is installed, sorted; nothing is imported.
+    """Return the names of all trackers whose tool is installed, sorted, without importing it.
 
     >>> "jsonl" in installed_trackers()
     True
@@ -240,9 +244,9 @@ def installed_trackers() -> list[str]:
 
 
 def _is_installed(name: str) -> bool:
-    """Look for what a tracker imports; one of another package that is broken does not count."""
+    """Return whether the modules that a tracker imports exist."""
     try:
         modules = create(name).requires
-    except Exception:  # someone else's entry point, or a constructor that wants arguments
+    except Exception:  # a broken entry point, or a constructor with required arguments
         return False
     return all(importlib.util.find_spec(module) is not None for module in modules)

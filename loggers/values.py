@@ -1,4 +1,7 @@
-"""What users log -> flat numbers; config -> JSON."""
+"""Flatten logged values, copy them from their devices, and convert configs to JSON types.
+
+0-d tensors on an accelerator stay tensors in flat values until `to_host`.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,251 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-_MAX_DEPTH = 16
-_MAX_REPR = 500
-Numbers = dict[str, Any]
+__all__ = [
+    "copy_to_host",
+    "flat_config",
+    "flatten",
+    "order_before_reads",
+    "plain_config",
+    "to_host",
+]
+
+FlatValues = dict[str, Any]
+_MAX_DEPTH = 16  # of a config
+_MAX_REPR = 500  # characters
+
+
+def _ignore(name: str) -> None:
+    """Drop a None without a warning."""
+
+
+def flatten(values: Mapping[str, Any], on_none: Callable[[str], None] = _ignore) -> FlatValues:
+    """Return ``values`` flat and normalized, as `TrackerHub.log` records them.
+
+    Args:
+        values: numbers, 0-d tensors, str, None, and dicts of these.
+        on_none: called with each key whose value is None; such values are dropped.
+
+    Raises:
+        TypeError: a key is not a str, or a value is not a number, 0-d tensor, str, dict or None.
+        ValueError: two spellings of one key, such as ``{"a/b": 1, "a": {"b": 2}}``.
+
+    >>> flatten({"val": {"loss": 0.5, "note": None}, "lr": 1})
+    {'val/loss': 0.5, 'lr': 1}
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"log expects a dict of values, got {_kind(values)}")
+    flat: FlatValues = {}
+    tensors: list[str] = []
+    _flatten_into(flat, values, "", on_none, tensors)
+    if tensors:
+        _copy_tensors(flat, tensors)
+    return flat
+
+
+def _flatten_into(
+    flat: FlatValues,
+    values: Mapping[str, Any],
+    prefix: str,
+    on_none: Callable[[str], None],
+    tensors: list[str],
+) -> None:
+    """Add one level of ``values`` to ``flat``, and the names of device tensors to ``tensors``."""
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise TypeError(f"log keys are str, got {_kind(key)} {key!r} under {prefix!r}")
+        name = prefix + key
+        leaf: Any = _fast_float(value)
+        if leaf is not None and name not in flat:
+            flat[name] = leaf
+        elif value is None:
+            on_none(name)
+        elif isinstance(value, Mapping):
+            _flatten_into(flat, value, f"{name}/", on_none, tensors)
+        elif name in flat:
+            raise ValueError(f"log got {name!r} twice, once nested and once with a slash")
+        else:
+            flat[name] = leaf = _leaf(name, value)
+            if not isinstance(leaf, float | int | str):
+                tensors.append(name)
+
+
+def _fast_float(value: Any) -> float | None:
+    """Return floats and 0-d float tensors on the CPU, the most common values, without checks."""
+    kind = type(value)
+    if kind is float:
+        return value  # type: ignore[no-any-return]
+    # By name, because torch may not be installed.
+    if kind.__name__ == "Tensor" and kind.__module__ == "torch" and value.is_cpu:
+        number = value.item() if value.ndim == 0 else None
+        return number if type(number) is float else None
+    return None
+
+
+def _copy_tensors(flat: FlatValues, keys: list[str]) -> None:
+    """Copy tensors on their device, because the loop may change them in place afterwards.
+
+    Tensors of one device and dtype are copied by one kernel, because launches are the cost on the
+    training thread.
+    """
+    torch = sys.modules["torch"]
+    groups: dict[Any, list[str]] = {}
+    for name in keys:
+        tensor = flat[name]
+        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
+    for (device, _), names in groups.items():
+        tensors = [flat[name].detach() for name in names]
+        copies = [tensors[0].clone()] if len(tensors) == 1 else torch.stack(tensors).unbind()
+        flat.update(zip(names, copies, strict=True))
+        if device.type == "cuda":
+            order_before_reads(device)
+
+
+def order_before_reads(device: Any) -> None:
+    """Make the default CUDA stream, on which the hub's thread reads, wait for the current one."""
+    torch = sys.modules["torch"]
+    if torch._C._cuda_getCurrentRawStream(device.index):  # 0 is the default stream
+        torch.cuda.default_stream(device).wait_stream(torch.cuda.current_stream(device))
+
+
+def _leaf(name: str, value: Any) -> Any:
+    """Return one value as float, int or str; a tensor on an accelerator is returned unchanged."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _tensor_leaf(name, value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, numbers.Integral):  # bool, int, numpy integers
+        return int(value)
+    if isinstance(value, numbers.Real):  # float, numpy floats, fractions
+        return float(value)
+    if _is_numpy(value) and value.ndim == 0:
+        return _number(name, value.item())
+    raise TypeError(
+        f"log cannot record {name!r}: {_kind(value)}. It takes numbers, 0-d arrays and tensors, "
+        "str, None and dicts of these; reduce anything else first, for example with .mean()"
+    )
+
+
+def _tensor_leaf(name: str, tensor: Any) -> Any:
+    """Check a 0-d tensor, and read it if it is on the CPU."""
+    if tensor.ndim != 0 or tensor.is_complex():
+        raise TypeError(
+            f"log cannot record {name!r}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)}. "
+            "Reduce it to one real number first, for example with .mean()"
+        )
+    plain = type(tensor) is sys.modules["torch"].Tensor
+    # Reading a DTensor is a collective, and not all ranks log.
+    if not plain and hasattr(tensor, "full_tensor"):
+        raise TypeError(f"log cannot record {name!r}: a DTensor. Log .full_tensor() of it")
+    if tensor.is_meta:
+        raise TypeError(f"log cannot record {name!r}: a tensor on the meta device has no value")
+    if tensor.is_cpu:  # cheaper than a clone, and no device to synchronize with
+        return _number(name, tensor.item())
+    return tensor
+
+
+def _number(name: str, value: Any) -> Any:
+    """Check a result of ``.item()``: numpy has 0-d arrays of objects and of complex numbers."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"log cannot record {name!r}: {_kind(value)} is not a real number")
+
+
+def _is_numpy(value: Any) -> bool:
+    """Return whether ``value`` is a numpy array or scalar, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+def _kind(value: Any) -> str:
+    """Return a value's type, and its shape if it has one, for an error."""
+    shape = getattr(value, "shape", None)
+    name = type(value).__name__
+    return name if shape is None else f"{name} of shape {tuple(shape)}"
+
+
+def to_host(rows: Iterable[FlatValues]) -> list[Exception]:
+    """Replace the tensors in ``rows`` by numbers, with one copy per device; idempotent.
+
+    Values of a device that cannot be read, e.g. because it failed, are dropped; the error is
+    returned.
+    """
+    by_device: dict[Any, list[tuple[FlatValues, str, Any]]] = {}
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, torch.Tensor):
+                by_device.setdefault(value.device, []).append((row, name, value))
+    errors = []
+    for entries in by_device.values():
+        try:
+            read = copy_to_host([tensor for _, _, tensor in entries])
+        except Exception as error:
+            errors.append(error)
+            for row, name, _ in entries:
+                del row[name]
+        else:
+            for (row, name, _), number in zip(entries, read, strict=True):
+                row[name] = number
+    return errors
+
+
+def copy_to_host(tensors: list[Any]) -> list[float | int]:
+    """Read 0-d tensors of one device with a single copy; integers are exact up to 2**53."""
+    torch = sys.modules["torch"]
+    by_dtype: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    stacks = [torch.stack([tensors[i] for i in group]) for group in by_dtype.values()]
+    try:
+        wide = torch.cat([stack.to(torch.float64) for stack in stacks])
+    except (TypeError, RuntimeError):  # MPS has no float64
+        wide = torch.cat([stack.to(torch.float32) for stack in stacks])
+    result: list[float | int] = [0] * len(tensors)
+    order = [index for group in by_dtype.values() for index in group]
+    for index, number in zip(order, _numbers(wide), strict=True):
+        is_float = tensors[index].dtype.is_floating_point
+        result[index] = number if is_float else int(number)
+    return result
+
+
+def _numbers(wide: Any) -> list[float]:
+    """Copy a tensor to the host, waiting for this copy only and without spinning.
+
+    Other threads keep using the device and the CPU meanwhile.
+    """
+    if not wide.is_cuda:
+        return wide.tolist()  # type: ignore[no-any-return]
+    torch = sys.modules["torch"]
+    host = torch.empty(wide.shape, dtype=wide.dtype, pin_memory=True)
+    host.copy_(wide, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)
+    copied.record(torch.cuda.current_stream(wide.device))
+    copied.synchronize()
+    return host.tolist()  # type: ignore[no-any-return]
+
+
+# --- configs -------------------------------------------------------------------------------------
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with nothing but dict, list, str, int, float, bool and None in it.
+    """Return ``config`` converted to dict, list, str, int, float, bool and None.
 
     Dataclasses and namespaces become dicts, sets and tuples lists, classes and functions their
-    dotted names, 0-d arrays and tensors numbers, everything else a string. NaN stays a float.
+    dotted names, 0-d arrays and tensors numbers, everything else strings. NaN stays a float.
 
     Args:
         config: a mapping, a dataclass instance or an ``argparse.Namespace``; any nesting.
 
     Returns:
-        A new dict that shares nothing with ``config``.
+        A new dict that shares no objects with ``config``.
 
     Raises:
         TypeError: ``config`` is not one of these.
@@ -68,7 +300,7 @@ def _flatten_config_into(
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Convert one value; beyond a sane depth (a dict that holds itself) only its type is kept."""
+    """Convert one value; below a maximum depth (a dict that contains itself) only its text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Enum):
@@ -89,12 +321,12 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _ordered(value: Iterable[Any]) -> Iterable[Any]:
-    """Sort sets: their own order changes from process to process."""
+    """Sort sets, whose order differs from process to process."""
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
 
 
 def _fields(value: Any) -> Mapping[Any, Any] | None:
-    """Return the named parts of a mapping, dataclass or namespace; None for anything else."""
+    """Return the fields of a mapping, dataclass or namespace; None for anything else."""
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value):
@@ -103,11 +335,11 @@ def _fields(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _number_or_text(value: Any) -> Any:
-    """Read 0-d arrays and tensors; everything else becomes text."""
+    """Return the number in a 0-d array or tensor; everything else as text."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
         try:
             item = value.item()
-        except Exception:  # a meta tensor, say: a config must never stop a run
+        except Exception:  # e.g. a meta tensor: a config must never stop a run
             return _text(value)
         return item if isinstance(item, str | int | float) else _text(item)
     return _text(value)
@@ -121,222 +353,6 @@ def _text(value: Any) -> str:
         return f"{kind}(shape={list(shape)})"
     try:
         text = str(value)
-    except Exception:  # someone else's __str__
+    except Exception:  # a user-defined __str__
         return kind
     return kind if " at 0x" in text or len(text) > _MAX_REPR else text
-
-
-"""Flat values; 0-d tensors of an accelerator stay tensors until `to_host`."""
-
-
-def _ignore(name: str) -> None:
-    """Leave a None out without a word."""
-
-
-def flatten(values: Mapping[str, Any], on_none: Callable[[str], None] = _ignore) -> Numbers:
-    """Return ``values`` flat and normalised, as a hub's ``log`` takes them.
-
-    Args:
-        values: numbers, 0-d tensors, str, None, and dicts of these.
-        on_none: told the keys whose value is None, which are left out.
-
-    Raises:
-        TypeError: a key is not a str, or a value is no number, 0-d tensor, str, dict or None.
-        ValueError: two spellings of one key, such as ``{"a/b": 1, "a": {"b": 2}}``.
-
-    >>> flatten({"val": {"loss": 0.5, "note": None}, "lr": 1})
-    {'val/loss': 0.5, 'lr': 1}
-    """
-    if not isinstance(values, Mapping):
-        raise TypeError(f"log expects a dict of values, got {_kind(values)}")
-    flat: Numbers = {}
-    held: list[str] = []
-    _flatten_into(flat, values, "", on_none, held)
-    if held:
-        _snapshot(flat, held)
-    return flat
-
-
-def _flatten_into(
-    flat: Numbers,
-    values: Mapping[str, Any],
-    prefix: str,
-    on_none: Callable[[str], None],
-    held: list[str],
-) -> None:
-    """Add one level of ``values`` to ``flat`` under ``prefix``; names of tensors go to ``held``."""
-    for key, value in values.items():
-        if not isinstance(key, str):
-            raise TypeError(f"log keys are str, got {_kind(key)} {key!r} under {prefix!r}")
-        name = prefix + key
-        leaf: Any = _shortcut(value)
-        if leaf is not None and name not in flat:
-            flat[name] = leaf
-        elif value is None:
-            on_none(name)
-        elif isinstance(value, Mapping):
-            _flatten_into(flat, value, f"{name}/", on_none, held)
-        elif name in flat:
-            raise ValueError(f"log got {name!r} twice, once nested and once with a slash")
-        else:
-            flat[name] = leaf = _leaf(name, value)
-            if not isinstance(leaf, float | int | str):
-                held.append(name)
-
-
-def _shortcut(value: Any) -> float | None:
-    """Return what is logged most, floats and tensors of one on the CPU, without more questions."""
-    kind = type(value)
-    if kind is float:
-        return value  # type: ignore[no-any-return]
-    # By name, because torch may not be there.
-    if kind.__name__ == "Tensor" and kind.__module__ == "torch" and value.is_cpu:
-        number = value.item() if value.ndim == 0 else None
-        return number if type(number) is float else None
-    return None
-
-
-def _snapshot(flat: Numbers, held: list[str]) -> None:
-    """Copy tensors on their device, because the loop may change them in place afterwards.
-
-    Those of a kind are copied by one kernel: launching it is what costs the training thread.
-    """
-    torch = sys.modules["torch"]
-    groups: dict[Any, list[str]] = {}
-    for name in held:
-        tensor = flat[name]
-        groups.setdefault((tensor.device, tensor.dtype), []).append(name)
-    for (device, _), names in groups.items():
-        tensors = [flat[name].detach() for name in names]
-        copies = [tensors[0].clone()] if len(tensors) == 1 else torch.stack(tensors).unbind()
-        flat.update(zip(names, copies, strict=True))
-        if device.type == "cuda":
-            order_before_reads(device)
-
-
-def order_before_reads(device: Any) -> None:
-    """Let the default stream of CUDA, on which another thread reads, wait for a side stream."""
-    torch = sys.modules["torch"]
-    if torch._C._cuda_getCurrentRawStream(device.index):  # 0 is the default stream
-        torch.cuda.default_stream(device).wait_stream(torch.cuda.current_stream(device))
-
-
-def _leaf(name: str, value: Any) -> Any:
-    """Return one value as float, int or str, or the tensor on an accelerator that it is."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return _tensor_leaf(name, value)
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, numbers.Integral):  # bool, int, numpy integers
-        return int(value)
-    if isinstance(value, numbers.Real):  # float, numpy floats, fractions
-        return float(value)
-    if _is_numpy(value) and value.ndim == 0:
-        return _number(name, value.item())
-    raise TypeError(
-        f"log cannot record {name!r}: {_kind(value)}. It takes numbers, 0-d arrays and tensors, "
-        "str, None and dicts of these; reduce anything else first, for example with .mean()"
-    )
-
-
-def _tensor_leaf(name: str, tensor: Any) -> Any:
-    """Check a 0-d tensor, and read it where that does not wait for a device."""
-    if tensor.ndim != 0 or tensor.is_complex():
-        raise TypeError(
-            f"log cannot record {name!r}: a {tensor.dtype} tensor of shape {tuple(tensor.shape)}. "
-            "Reduce it to one real number first, for example with .mean()"
-        )
-    plain = type(tensor) is sys.modules["torch"].Tensor
-    if not plain and hasattr(
-        tensor, "full_tensor"
-    ):  # reading a DTensor is a collective, and not all ranks log
-        raise TypeError(f"log cannot record {name!r}: a DTensor. Log .full_tensor() of it")
-    if tensor.is_meta:
-        raise TypeError(f"log cannot record {name!r}: a tensor on the meta device has no value")
-    if tensor.is_cpu:  # cheaper than a clone, and there is nothing to wait for
-        return _number(name, tensor.item())
-    return tensor
-
-
-def _number(name: str, value: Any) -> Any:
-    """Check what ``.item()`` gave: numpy has 0-d arrays of objects and of complex numbers."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise TypeError(f"log cannot record {name!r}: {_kind(value)} is not a real number")
-
-
-def _is_numpy(value: Any) -> bool:
-    """Say whether ``value`` is a numpy array or scalar, without importing numpy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
-
-
-def _kind(value: Any) -> str:
-    """Name a value's type for an error, with the shape where it has one."""
-    shape = getattr(value, "shape", None)
-    name = type(value).__name__
-    return name if shape is None else f"{name} of shape {tuple(shape)}"
-
-
-def to_host(rows: Iterable[Numbers]) -> list[Exception]:
-    """Replace the tensors in ``rows`` by numbers, with one copy per device; idempotent.
-
-    Values of a device that cannot be read (it failed, say) are dropped; its error is returned.
-    """
-    by_device: dict[Any, list[tuple[Numbers, str, Any]]] = {}
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, torch.Tensor):
-                by_device.setdefault(value.device, []).append((row, name, value))
-    errors = []
-    for entries in by_device.values():
-        try:
-            read = copy_to_host([tensor for _, _, tensor in entries])
-        except Exception as error:
-            errors.append(error)
-            for row, name, _ in entries:
-                del row[name]
-        else:
-            for (row, name, _), number in zip(entries, read, strict=True):
-                row[name] = number
-    return errors
-
-
-def copy_to_host(tensors: list[Any]) -> list[float | int]:
-    """Read 0-d tensors of one device with a single copy; integers are exact up to 2**53."""
-    torch = sys.modules["torch"]
-    by_dtype: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(index)
-    stacks = [torch.stack([tensors[i] for i in group]) for group in by_dtype.values()]
-    try:
-        wide = torch.cat([stack.to(torch.float64) for stack in stacks])
-    except (TypeError, RuntimeError):  # some devices (Apple's) have no float64
-        wide = torch.cat([stack.to(torch.float32) for stack in stacks])
-    result: list[float | int] = [0] * len(tensors)
-    order = [index for group in by_dtype.values() for index in group]
-    for index, number in zip(order, _numbers(wide), strict=True):
-        is_float = tensors[index].dtype.is_floating_point
-        result[index] = number if is_float else int(number)
-    return result
-
-
-def _numbers(wide: Any) -> list[float]:
-    """Wait for this copy only, and sleeping: other threads go on to use the device and the CPU."""
-    if not wide.is_cuda:
-        return wide.tolist()  # type: ignore[no-any-return]
-    torch = sys.modules["torch"]
-    host = torch.empty(wide.shape, dtype=wide.dtype, pin_memory=True)
-    host.copy_(wide, non_blocking=True)
-    copied = torch.cuda.Event(blocking=True)
-    copied.record(torch.cuda.current_stream(wide.device))
-    copied.synchronize()
-    return host.tolist()  # type: ignore[no-any-return]

@@ -32,6 +32,24 @@ ALLOWED_CIRCLES: list[set[str]] = [
         "accel_callbacks.integrations.lightning.trainer_parts",
     }
 ]
+#: Files and folders that are named after something that the field calls so.
+FIELD_TERMS = {
+    "early_stopping",
+    "learning_rate",
+    "learning_rate_monitor",
+    "listing",
+    "logging",
+    "modeling",
+    "sharding",
+    "staging",
+    "testing",
+    "tracking",
+    "training",
+    "training_state",
+    "tuning",
+    "weight_averaging",
+}
+NO_GERUNDS = {"lightning", "ring", "string"}
 HEAVY = [
     "wandb",
     "tensorboard",

@@ -393,7 +393,7 @@ def apply(training: TrainingState, ready: Ready, selection: Selection) -> None:
     if selection.takes("callbacks"):
         training.loop.dispatch.load_state_dict(state["callbacks"])
     if selection.takes("trackers"):
-        training.tracking.take_over(state["trackers"], training.loop.run)
+        training.tracking.resume_run(state["trackers"], training.loop.run)
     local = ready.local or {}
     if selection.takes("window"):
         _restore_window(training, local.get("window"), selection)

@@ -1,4 +1,4 @@
-"""Pictures, tables, sounds and so on for the trackers, as methods."""
+"""MediaLogging: images, tables, audio and other media for the trackers, as methods."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_callbacks.loop.loop import Loop
-from accel_callbacks.strategies import Strategy
-from accel_callbacks.tracking.trackers import Tracking
-
 if TYPE_CHECKING:
+    from accel_callbacks.loop.loop import Loop
+    from accel_callbacks.strategies.base import Strategy
+    from accel_callbacks.tracking.trackers import Tracking
     from loggers import TrackerHub
 
-__all__ = ["Keywords", "MediaMethods"]
+__all__ = ["Keywords", "MediaLogging"]
 
 Keywords = Mapping[str, Mapping[str, Any]]
-"""Keywords by the name of a tracker."""
+"""Keyword arguments by tracker name."""
 
 
-class MediaMethods:
-    """What a loop records beside numbers. One warning a kind names the trackers that lack it."""
+class MediaLogging:
+    """The media methods of an Accelerator, each of which calls that of the tracker hub.
 
+    Without trackers they do nothing. Trackers that do not record a kind of media are skipped, with
+    one warning per kind.
+    """
+
+    # Set by the Accelerator. The methods differ from the hub's in the names of their parameters,
+    # which are Accelerate's, and in the default of ``step``.
     tracking: Tracking
     loop: Loop
     strategy: Strategy
@@ -35,18 +40,19 @@ class MediaMethods:
         captions: Mapping[str, Sequence[str] | str] | None = None,
         channels: Literal["first", "last"] | None = None,
     ) -> None:
-        """Give pictures to the trackers that record them; one warning names the others.
+        """Log images to the trackers that record them, with one warning that names the others.
 
         Args:
-            values: by name, tensors of shape (H, W), (C, H, W) or (N, C, H, W), arrays with their
-                channels last, PIL images, or lists of these; floats in [0, 1], or 0 to 255.
-            step: optimizer steps so far; ``run.global_step`` where ``None``.
-            log_kwargs: further keywords for a tracker's ``log_images``, by its name.
-            captions: under the same names, a text for each picture.
-            channels: ``"first"`` or ``"last"``, where it is not as said above.
+            values: by name, tensors of shape (H, W), (C, H, W) or (N, C, H, W), arrays with
+                channels last, PIL images, or lists of these; floats in [0, 1], or integers in
+                [0, 255].
+            step: optimizer steps so far; ``run.global_step`` if ``None``.
+            log_kwargs: extra keywords of a tracker's ``log_images``, by tracker name.
+            captions: one text per image, under the same names.
+            channels: ``"first"`` or ``"last"``; by default first for tensors and last for arrays.
 
         Raises:
-            TypeError: a value is no picture.
+            TypeError: a value is not an image.
             ValueError: a shape is none of these.
 
         Example:
@@ -70,18 +76,19 @@ class MediaMethods:
         step: int | None = None,
         log_kwargs: Keywords | None = None,
     ) -> None:
-        """Give a table to the trackers that record tables.
+        """Log a table to the trackers that record tables.
 
         Args:
-            table_name: its name.
-            columns: heads of the columns.
-            data: rows of numbers, bool, str and None; anything else is written as its text.
-            dataframe: a pandas data frame instead of ``columns`` and ``data``.
-            step: optimizer steps so far; ``run.global_step`` where ``None``.
-            log_kwargs: further keywords for a tracker's ``log_table``, by its name.
+            table_name: name of the table.
+            columns: names of the columns.
+            data: rows of numbers, bool, str and None; other cells are converted with ``str``.
+            dataframe: a pandas ``DataFrame`` instead of ``columns`` and ``data``.
+            step: optimizer steps so far; ``run.global_step`` if ``None``.
+            log_kwargs: extra keywords of a tracker's ``log_table``, by tracker name.
 
         Raises:
-            ValueError: rows are not as long as ``columns``, or neither is there.
+            ValueError: a row is not as long as ``columns``, or there is neither ``dataframe`` nor
+                ``columns`` and ``data``.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -97,7 +104,7 @@ class MediaMethods:
             hub.log_table(table_name, columns, data, step, log_kwargs=log_kwargs)
 
     def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Give distributions to the trackers: by name tensors, arrays or lists of numbers.
+        """Log histograms of tensors, arrays or lists of numbers, by name; finite values only.
 
         Example:
             >>> import torch
@@ -109,7 +116,7 @@ class MediaMethods:
             hub.log_histogram(values, step)
 
     def log_text(self, values: Mapping[str, str], step: int | None = None) -> None:
-        """Give texts to the trackers, by name.
+        """Log texts, by name.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -122,13 +129,13 @@ class MediaMethods:
     def log_audio(
         self, values: Mapping[str, Any], step: int | None = None, *, sample_rate: int
     ) -> None:
-        """Give sounds to the trackers.
+        """Log audio clips.
 
         Args:
             values: by name, tensors (samples,) or (channels, samples), or arrays (samples,) or
                 (samples, channels); floats in [-1, 1], or integers.
-            step: optimizer steps so far; ``run.global_step`` where ``None``.
-            sample_rate: samples a second.
+            step: optimizer steps so far; ``run.global_step`` if ``None``.
+            sample_rate: samples per second.
 
         Example:
             >>> import torch
@@ -147,7 +154,7 @@ class MediaMethods:
         fps: int = 4,
         channels: Literal["first", "last"] | None = None,
     ) -> None:
-        """Give films to the trackers: by name tensors (T, C, H, W) or arrays (T, H, W, C).
+        """Log videos: by name tensors (T, C, H, W) or arrays (T, H, W, C).
 
         Example:
             >>> import torch
@@ -159,7 +166,7 @@ class MediaMethods:
             hub.log_video(values, step, fps=fps, channels=channels)
 
     def log_figure(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Give matplotlib figures to the trackers; leave them as they are afterwards.
+        """Log matplotlib figures, by name; do not change or close them afterwards.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -172,7 +179,7 @@ class MediaMethods:
     def log_artifact(
         self, path: str | os.PathLike[str], *, name: str | None = None, kind: str = "file"
     ) -> None:
-        """Give a file or folder to the trackers; it has to stay there until they have it.
+        """Log a file or folder; it must not move until the trackers have read it.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -183,11 +190,11 @@ class MediaMethods:
             hub.log_artifact(path, name=name, kind=kind)
 
     def log_graph(self, model: Any, inputs: Any = None) -> None:
-        """Give a model's graph to the trackers; this waits for them, half a minute at most.
+        """Log a model's graph; blocks until the trackers are done, for 30 seconds at most.
 
         Args:
-            model: prepared or not; it is called as you built it, in eval mode.
-            inputs: what it is called with, where the tool needs that.
+            model: prepared or not; the unwrapped model is called, in eval mode.
+            inputs: example inputs, where the tool needs them.
 
         Example:
             >>> import torch
@@ -199,7 +206,7 @@ class MediaMethods:
             hub.log_graph(self.strategy.unwrap(model), inputs)
 
     def _media(self, step: int | None) -> tuple[TrackerHub | None, int]:
-        """The open trackers, if there are any, and the step to log at."""
+        """Return the hub, opened if necessary, or None without trackers; and the step."""
         if not self.tracking.is_open:
             self.tracking.open(self.loop.run)
         return self.tracking.hub, self.loop.run.global_step if step is None else step

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.errors import nearest
-from accel_callbacks.tracking.general_tracker import GeneralTracker, LoggerType, on_main_process
+from accel_callbacks.tracking.general_tracker import (
+    GeneralTracker,
+    LoggerType,
+    is_general,
+    on_main_process,
+)
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -129,8 +134,8 @@ class Tracking:
         self._hub: TrackerHub | None = None
         self._loaded: dict[str, Any] = {}
         self._closed_run: str | None = None
-        self._asked_for = False  # True once the user may hold a tracker of this hub
-        self._ending = EndOnSigterm()
+        self._handed_out = False  # True once the user may hold a tracker of this hub
+        self._sigterm = EndOnSigterm()
 
     @property
     def is_open(self) -> bool:
@@ -147,7 +152,7 @@ class Tracking:
         """The trackers in use on this process."""
         if self._hub is None:
             return []
-        self._asked_for = True
+        self._handed_out = True
         return [_unwrapped(one) for one in self._hub.trackers]
 
     def configure(self, init_kwargs: InitKwargs | None) -> None:
@@ -161,12 +166,12 @@ class Tracking:
             return
         loggers = _loggers()
         # A run that was closed and logs again continues, as a resumed one does.
-        goes_on = run.resumed_from is not None or run.run_id == self._closed_run
+        continues = run.resumed_from is not None or run.run_id == self._closed_run
         info = loggers.RunInfo(
             name=run.name,
             logging_dir=self._logging_dir,
             run_id=run.run_id,
-            resumed_step=run.global_step if goes_on else None,
+            resumed_step=run.global_step if continues else None,
             rank=run.global_rank,
         )
         options = asdict(self._config or loggers.TrackerConfig())
@@ -174,7 +179,7 @@ class Tracking:
         specs = chosen_trackers(self.log_with, self._init_kwargs)
         hub = loggers.TrackerHub(specs, run=info, main_process=self._is_main_process, **options)
         try:
-            if self._loaded and goes_on:
+            if self._loaded and continues:
                 hub.load_state_dict(self._loaded)
             hub.start()
             if run.config:
@@ -186,7 +191,7 @@ class Tracking:
         self._hub = hub
         atexit.register(_close_at_exit, weakref.ref(self))
         if hub.trackers:
-            self._ending = EndOnSigterm().__enter__()
+            self._sigterm = EndOnSigterm().__enter__()
 
     def init(
         self,
@@ -244,7 +249,7 @@ class Tracking:
                 f"tracker {name!r} is not started: enter `accel.run(...)`, call "
                 "`accel.init_trackers(...)`, or log something first."
             )
-        tracker, self._asked_for = self._hub.get(name), True
+        tracker, self._handed_out = self._hub.get(name), True
         return tracker.raw if unwrap else _unwrapped(tracker)
 
     def close(self, status: Any) -> None:
@@ -252,19 +257,19 @@ class Tracking:
         hub, self._hub = self._hub, None
         if hub is None:
             return
-        self._closed_run, self._asked_for = hub.run.run_id, False
+        self._closed_run, self._handed_out = hub.run.run_id, False
         try:
             hub.finish(status)
         finally:
             self._loaded = {**self._loaded, **hub.state_dict()}
-            self._ending.__exit__()
+            self._sigterm.__exit__()
 
     def close_at_exit(self) -> None:
         """Close at the end of a script that did not, with the status that the script ends with."""
         # The interpreter stores an uncaught error in sys.last_value before it runs exit handlers.
         error = getattr(sys, "last_value", None)
         if error is None:
-            self.close("interrupted" if self._ending.received else "success")
+            self.close("interrupted" if self._sigterm.received else "success")
         else:
             self.close("failed" if isinstance(error, Exception) else "interrupted")
 
@@ -273,17 +278,17 @@ class Tracking:
         own = self._hub.state_dict() if self._hub is not None else {}
         return {**self._loaded, **own}
 
-    def take_over(self, state: Mapping[str, Any], run: TrainingRun) -> None:
+    def resume_run(self, state: Mapping[str, Any], run: TrainingRun) -> None:
         """Continue the run of a checkpoint, also in trackers that were started before the load.
 
         Such trackers have started a run of their own. It ends here if nothing was logged to it and
         no tracker was requested; else it is kept, with a warning.
         """
         hub = self._hub
-        goes_on = hub is None or hub.run.run_id == run.run_id
-        if goes_on or self._asked_for or (hub is not None and not hub.is_unused):
+        continues = hub is None or hub.run.run_id == run.run_id
+        if continues or self._handed_out or (hub is not None and not hub.is_unused):
             self.load_state_dict(state)
-            if not goes_on:
+            if not continues:
                 warnings.warn(
                     "load_state after the trackers were used: they stay with the run that they "
                     "have begun. Load before the first log and get_tracker to go on with the "
@@ -330,7 +335,7 @@ def chosen_trackers(log_with: Sequence[Any], init_kwargs: InitKwargs) -> list[An
 
 def _with_options(spec: Any, init_kwargs: dict[str, dict[str, Any]]) -> Any:
     """Return one tracker with its filters and the options for its name."""
-    from accel_callbacks.tracking.general_tracker import AdaptedTracker, is_general
+    from accel_callbacks.tracking.adapted_tracker import AdaptedTracker
 
     choice = spec
     if not isinstance(spec, _loggers().ConfiguredTracker):
@@ -352,7 +357,7 @@ def _name_of(spec: Any) -> str:
 
 def _unwrapped(tracker: Any) -> Any:
     """Return the user's own object if it was written for Accelerate."""
-    from accel_callbacks.tracking.general_tracker import AdaptedTracker
+    from accel_callbacks.tracking.adapted_tracker import AdaptedTracker
 
     return tracker.wrapped if isinstance(tracker, AdaptedTracker) else tracker
 

@@ -1,1 +1,1 @@
-"""Trackers: one file each."""
+"""The built-in trackers, one per file."""

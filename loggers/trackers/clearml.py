@@ -1,4 +1,4 @@
-"""ClearML, offline unless a server is configured."""
+"""ClearMLTracker: offline unless a server is configured."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import gif, histogram, wav
-from loggers.media.files import figure_picture, named_pictures
+from loggers.multimedia.encode import figure_image, gif, histogram, named_images, wav
 from loggers.trackers.tool import (
     ToolTracker,
     as_float,
     local_folder,
-    name_of_run,
-    same_random_numbers,
+    preserve_random_state,
+    run_name,
 )
 from loggers.values import flat_config
 
@@ -33,8 +32,8 @@ _PATCHED = (
     "scikit tensorboard tensorflow tfdefines xgboost"
 )
 
-# ClearML patches torch, matplotlib, argparse and sys.stdout unless it is told not to, and as the
-# script that is run it would find this file.
+# By default ClearML patches torch, matplotlib, argparse and sys.stdout, and detect_repository would
+# record this file as the script.
 _ARGUMENTS: dict[str, Any] = {
     "reuse_last_task_id": False,
     "auto_connect_arg_parser": False,
@@ -46,22 +45,22 @@ _ARGUMENTS: dict[str, Any] = {
 class ClearMLTracker(ToolTracker):
     """Logs to a ClearML task.
 
-    Without a server (no ``clearml.conf``, no variables with credentials) the task is offline, in
-    ``<logging_dir>/clearml/offline/<task id>`` with a ZIP file beside it at the end, which
-    ``clearml.Task.import_offline_session`` uploads. ClearML writes a note of the last task to
-    ``~/.clearml`` in any case. A resume goes on in the same task. ``train/loss`` is the series
-    "loss" of the plot "train". NaN and infinities are lines of the console log, for as values
-    ClearML would make them 0. The random generators are not reseeded, as ClearML would do.
-    A task that the script has open is used, and left open.
+    Without a server (no ``clearml.conf``, no credentials in the environment) the task is offline,
+    in ``<logging_dir>/clearml/offline/<task id>``. At the end a ZIP file is written next to it,
+    which ``clearml.Task.import_offline_session`` uploads. ClearML always records the last task in
+    ``~/.clearml``. A resume continues the same task. ``train/loss`` is the series "loss" of the
+    plot "train". NaN and infinities are lines of the console log, because ClearML would record them
+    as 0. ClearML is kept from reseeding the random generators. If the script has an open task, it
+    is used, and not closed.
 
     Args:
-        all_ranks: log on every process; ClearML has one task a process.
-        offline: True or False decides; None (default) is as said above.
-        **init_kwargs: arguments of ``clearml.Task.init``; they win over everything said here.
+        all_ranks: log on every rank; ClearML has one task per process.
+        offline: whether the task is offline; None (default) as described above.
+        **init_kwargs: arguments of ``clearml.Task.init``; they override the defaults above.
 
     Raises:
-        ImportError: from `start`, when clearml is not installed.
-        ValueError: from `start`, when it would be offline and ``logging_dir`` is a remote URL.
+        ImportError: from `start`, if clearml is not installed.
+        ValueError: from `start`, if it would be offline and ``logging_dir`` is a remote URL.
 
     >>> tracker = ClearMLTracker(offline=True, tags=["baseline"])
     >>> tracker.raw is None  # the clearml Task, once started
@@ -82,16 +81,16 @@ class ClearMLTracker(ToolTracker):
         self._borrowed = False
 
     def start(self, run: RunInfo) -> None:
-        """Call ``Task.init``, or take the task that is open."""
+        """Call ``Task.init``, or use the task that is open."""
         self._clearml = self._import("clearml")
         task_class = self._clearml.Task
-        resumed = self._resumed(run)
+        resumed = self._resumed_id(run)
         self._tool = task_class.current_task()
         self._borrowed = self._tool is not None
         if not self._borrowed:
             self._go_offline(run)
-            task_class.set_random_seed(None)  # else it reseeds every generator of the process
-            with same_random_numbers():
+            task_class.set_random_seed(None)  # otherwise it reseeds all generators
+            with preserve_random_state():
                 self._tool = self._init(run, resumed)
         self._run_id = str(self._tool.id)
 
@@ -100,7 +99,7 @@ class ClearMLTracker(ToolTracker):
         self._opened().set_parameters(flat_config(config))
 
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
-        """Report scalars at a step; strings, and what is not finite, go to the console log."""
+        """Report scalars at a step; strings, NaN and infinities go to the console log."""
         logger = self._opened().get_logger()
         for name, value in scalars.items():
             number = math.nan if isinstance(value, str) else as_float(value)
@@ -108,7 +107,7 @@ class ClearMLTracker(ToolTracker):
                 logger.report_scalar(*_title_and_series(name), number, iteration=step)
             else:
                 self._report_text(name, str(value), step)
-        self._seen(step)
+        self._logged(step)
 
     def log_images(
         self,
@@ -117,9 +116,9 @@ class ClearMLTracker(ToolTracker):
         *,
         captions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Record pictures, as JPEG; ClearML has no place for captions. Needs Pillow."""
+        """Record images, as JPEG; captions are not recorded. Needs Pillow."""
         logger = self._opened().get_logger()
-        for name, image, _ in named_pictures(images, captions):
+        for name, image, _ in named_images(images, captions):
             logger.report_image(*_title_and_series(name), iteration=step, image=image)
 
     def log_table(
@@ -131,7 +130,7 @@ class ClearMLTracker(ToolTracker):
         logger.report_table(*_title_and_series(name), iteration=step, table_plot=table)
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
-        """Record distributions, in 64 bins."""
+        """Record histograms, in 64 bins."""
         logger = self._opened().get_logger()
         for name, values in histograms.items():
             made = histogram(values)
@@ -147,20 +146,20 @@ class ClearMLTracker(ToolTracker):
             self._report_text(name, text, step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
-        """Record sounds as 16-bit WAV."""
+        """Record audio as 16-bit WAV."""
         for name, samples in audio.items():
             self._report_media(name, wav(samples, sample_rate), ".wav", step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Record films as GIF. Needs Pillow."""
+        """Record videos as GIF. Needs Pillow."""
         for name, frames in videos.items():
             self._report_media(name, gif(frames, fps), ".gif", step)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Record matplotlib figures as pictures. Needs Pillow."""
+        """Record matplotlib figures as images. Needs Pillow."""
         logger = self._opened().get_logger()
         for name, figure in figures.items():
-            image = figure_picture(figure)
+            image = figure_image(figure)
             logger.report_image(*_title_and_series(name), iteration=step, image=image)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
@@ -169,54 +168,54 @@ class ClearMLTracker(ToolTracker):
         self._opened().upload_artifact(named, path, metadata={"kind": kind})
 
     def flush(self) -> None:
-        """Ask ClearML's thread to write what it holds; this does not wait for it."""
+        """Trigger a flush of ClearML's thread, without waiting for it."""
         self._opened().flush()
 
     def finish(self, status: Status = "success") -> None:
         """Close the task as completed, failed or stopped; offline the status is a property."""
         self._end(status)
-        task = self._closed()
+        task = self._release()
         if task is None or self._borrowed:
             return
         task.set_user_properties(status=status)
         if not self._clearml.Task.is_offline():
             task.flush(wait_for_uploads=True)
-            _mark(task, status)
+            _mark_status(task, status)
         task.close()
 
     def _init(self, run: RunInfo, resumed: str | None) -> Any:
-        """Call ``Task.init``; on a resume, steps are ours and not counted on from the last."""
+        """Call ``Task.init``; after a resume, disable ClearML's offset of the steps."""
         task_class = self._clearml.Task
         offline = task_class.is_offline()
-        same_place = resumed is not None and resumed.startswith(_OFFLINE_ID) == offline
+        same_mode = resumed is not None and resumed.startswith(_OFFLINE_ID) == offline
         ours = {
             "project_name": run.name,
-            "task_name": name_of_run(run),
-            "continue_last_task": resumed if same_place else False,
+            "task_name": run_name(run),
+            "continue_last_task": resumed if same_mode else False,
             **_ARGUMENTS,
         }
-        if offline:  # its thread would hold up the end, and measures nothing that is asked for
+        if offline:  # its thread delays the end, and nothing it measures is needed
             ours["auto_resource_monitoring"] = False
         task = task_class.init(**{**ours, **self._init_kwargs})
-        if same_place:
+        if same_mode:
             task.set_initial_iteration(0)
         elif resumed is not None:
             self._warn_once(
-                "place",
+                "mode",
                 f"the task {resumed} is {'online' if offline else 'offline'} and this process is "
                 "not: it logs to a task of its own",
             )
         return task
 
     def _go_offline(self, run: RunInfo) -> None:
-        """Put ClearML into offline mode, below ``logging_dir``, where that is wanted."""
+        """Set ClearML to offline mode, below ``logging_dir``, if applicable."""
         task_class = self._clearml.Task
         wanted = not _has_server() if self._offline is None else self._offline
         if not wanted and not task_class.is_offline():
             return
         folder = local_folder(run, "clearml", "configure a server")
         config = self._import("clearml.config")
-        # In a process of its own, as by default, its writer makes the end take 12 seconds.
+        # With the writer in a subprocess, which is the default, the end takes 12 seconds.
         ours = {
             "storage": {"cache": {"default_base_dir": folder}},
             "development": {"report_use_subprocess": False},
@@ -224,20 +223,21 @@ class ClearMLTracker(ToolTracker):
         if "CLEARML_CACHE_DIR" in os.environ:
             del ours["storage"]
         config.config_obj.set_overrides({"sdk": ours})
-        config.ConfigSDKWrapper.clear_config_impl()  # it keeps what it has read once
-        task_class.set_offline(True)  # for good: its threads would look for a server after the end
+        config.ConfigSDKWrapper.clear_config_impl()  # it caches values
+        # Never reset: after the end, ClearML's threads would look for a server.
+        task_class.set_offline(True)
 
     def _report_text(self, name: str, text: str, step: int) -> None:
         """Add a line to the console log of the task, without printing it."""
         logger = self._opened().get_logger()
         logger.report_text(f"[{step}] {name}: {text}", print_console=False)
 
-    def _report_media(self, name: str, data: bytes, ending: str, step: int) -> None:
-        """Record a sound or a film."""
+    def _report_media(self, name: str, data: bytes, suffix: str, step: int) -> None:
+        """Record an audio clip or a video."""
         title, series = _title_and_series(name)
         logger = self._opened().get_logger()
         logger.report_media(
-            title, series, iteration=step, stream=io.BytesIO(data), file_extension=ending
+            title, series, iteration=step, stream=io.BytesIO(data), file_extension=suffix
         )
 
 
@@ -247,8 +247,8 @@ def _title_and_series(name: str) -> tuple[str, str]:
     return (title, series) if separator and title and series else (name, name)
 
 
-def _mark(task: Any, status: Status) -> None:
-    """Tell the server how the task ended."""
+def _mark_status(task: Any, status: Status) -> None:
+    """Set the status of the task on the server."""
     if status == "failed":
         task.mark_failed(status_reason="the run failed")
     elif status == "interrupted":
@@ -258,9 +258,11 @@ def _mark(task: Any, status: Status) -> None:
 
 
 def _has_server() -> bool:
-    """Say whether ClearML knows credentials, or runs under an agent that has them."""
+    """Return whether ClearML has credentials, or runs under an agent that has them."""
     session = importlib.import_module("clearml.backend_api").Session
     defs = importlib.import_module("clearml.backend_config.defs")
     names = ("API_ACCESS_KEY", "AUTH_TOKEN", "TASK_ID", "PROC_MASTER_ID")
-    told = any(os.environ.get(f"{tool}_{n}") for tool in ("CLEARML", "TRAINS") for n in names)
-    return told or defs.get_active_config_file() is not None or bool(session.default_key)
+    in_environment = any(
+        os.environ.get(f"{tool}_{n}") for tool in ("CLEARML", "TRAINS") for n in names
+    )
+    return in_environment or defs.get_active_config_file() is not None or bool(session.default_key)

@@ -1,4 +1,4 @@
-"""A table of the newest values on standard error, for runs that somebody watches."""
+"""ConsoleTracker: a table of the latest values on standard error."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
 
 __all__ = ["ConsoleTracker"]
 
-_NARROWEST = 10  # characters of a column
+_MIN_WIDTH = 10  # characters of a column
 _HEADER_EVERY = 25  # lines
-_MOST = 12  # columns, where nobody has said which
+_MAX_COLUMNS = 12  # if none are selected
 
 
 class ConsoleTracker(Tracker):
-    """Prints a line of the newest values every few seconds, in aligned columns.
+    """Prints a line of the latest values every few seconds, in aligned columns.
 
-    The header is printed again when a column comes, and every 25 lines. Bars of tqdm and rich stay
-    whole. Strings are shown in columns that are asked for by name.
+    The header is repeated when a column is added, and every 25 lines. Progress bars of tqdm and
+    rich stay intact. Strings are shown only in columns that are selected by name.
 
     Args:
         every_s: seconds between lines, default 10; 0 prints each row. The last one is printed at
             the end.
-        columns: names or patterns (``"val/*"``) of what to show, in this order; the first 12
-            numbers that come if None.
-        file: where to write, ``sys.stderr`` if None.
+        columns: names or patterns (``"val/*"``) to show, in this order; the first 12 numbers that
+            are logged if None.
+        file: a text stream, ``sys.stderr`` if None.
 
     Raises:
         ValueError: ``every_s`` is negative.
@@ -54,67 +54,67 @@ class ConsoleTracker(Tracker):
         file: IO[str] | None = None,
     ) -> None:
         if not every_s >= 0:
-            raise ValueError(f"every_s is a number of seconds, not below 0; got {every_s!r}")
+            raise ValueError(f"every_s={every_s!r} must be 0 or more seconds")
         if isinstance(columns, str):
             raise TypeError(f"columns is a list of names: write [{columns!r}]")
         self._every_s = every_s
         self._patterns = None if columns is None else list(columns)
         self._file = file
         self._open = False
-        self._forget()
+        self._reset()
 
     def start(self, run: RunInfo) -> None:
-        """Begin a table."""
-        self._forget()
+        """Start a new table."""
+        self._reset()
         self._open = True
 
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
-        """Take the values; print a line if the last is long ago."""
+        """Update the values; print a line if one is due."""
         if not self._open:
             raise RuntimeError("the console tracker is not open: call start(run) before logging")
         for name, value in scalars.items():
-            self._take(name, value)
+            self._update(name, value)
         self._step, self._new = step, True
         if clock.monotonic() >= self._due:
             self._print()
 
     def finish(self, status: Status = "success") -> None:
-        """Print what was not printed yet."""
+        """Print the last row, unless it is printed already."""
         check_status(status)
         if self._open and self._new:
             self._print()
         self._open = False
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._values: dict[str, Scalar] = {}
         self._columns: list[str] = []
         self._step, self._new = 0, False
         self._lines, self._due = 0, 0.0
 
-    def _take(self, name: str, value: Scalar) -> None:
-        """Keep a value that has a column; a name that comes for the first time may get one."""
+    def _update(self, name: str, value: Scalar) -> None:
+        """Store a value that has a column; a new name may get one."""
         if name not in self._values:
-            asked = self._patterns is not None
-            fits = self._rank(name) is not None if asked else len(self._columns) < _MOST
-            if not fits or (isinstance(value, str) and not asked):
+            selected = self._patterns is not None
+            fits = self._rank(name) is not None if selected else len(self._columns) < _MAX_COLUMNS
+            if not fits or (isinstance(value, str) and not selected):
                 return
             self._columns = sorted([*self._columns, name], key=lambda one: self._rank(one) or 0)
             self._lines = 0
         self._values[name] = value
 
     def _rank(self, name: str) -> int | None:
-        """Place of the first pattern that a name matches, or None."""
+        """Return the index of the first pattern that a name matches, or None."""
         if self._patterns is None:
             return 0
         return next((i for i, one in enumerate(self._patterns) if fnmatchcase(name, one)), None)
 
     def _print(self) -> None:
-        """Print one row, and the header where it is due."""
+        """Print one row, and the header if it is due."""
         if not self._columns:
             return
         names = ["step", *self._columns]
-        cells = [str(self._step), *(_shown(self._values[name]) for name in self._columns)]
-        widths = [max(len(name), _NARROWEST) for name in names]
+        cells = [str(self._step), *(_format(self._values[name]) for name in self._columns)]
+        widths = [max(len(name), _MIN_WIDTH) for name in names]
         lines = [_aligned(cells, widths)]
         if self._lines % _HEADER_EVERY == 0:
             lines.insert(0, _aligned(names, widths))
@@ -127,8 +127,8 @@ def _aligned(cells: Iterable[str], widths: Iterable[int]) -> str:
     return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
-def _shown(value: Scalar) -> str:
-    """Four digits of a number, whole numbers as they are, a text on one line."""
+def _format(value: Scalar) -> str:
+    """Return a number with four digits, an integer in full, a text on one line."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) < 1e6):
@@ -137,7 +137,7 @@ def _shown(value: Scalar) -> str:
 
 
 def _write(text: str, file: IO[str]) -> None:
-    """Write whole lines, above the bars of tqdm if there are any."""
+    """Print complete lines, above progress bars of tqdm if there are any."""
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is None:
         print(text, file=file, flush=True)

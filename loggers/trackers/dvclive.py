@@ -1,4 +1,4 @@
-"""DVCLive: plain files that DVC compares and plots."""
+"""DVCLiveTracker: plain files that DVC compares and plots."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.files import figure_picture, named_pictures
-from loggers.trackers.tool import ToolTracker, local_folder, name_of_run
+from loggers.multimedia.encode import figure_image, named_images
+from loggers.trackers.tool import ToolTracker, local_folder, run_name
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -23,18 +23,18 @@ __all__ = ["DVCLiveTracker"]
 class DVCLiveTracker(ToolTracker):
     """Writes the files of DVCLive to ``<logging_dir>/dvclive/<run id>``.
 
-    No DVC repository is needed, nothing is committed, and no ``dvc.yaml`` is written unless the
-    options say so. A resume goes on in the same folder, cut back to the resumed step. Strings, NaN
-    and infinities are recorded as text. The status is in ``metrics.json``.
+    No DVC repository is needed, nothing is committed, and no ``dvc.yaml`` is written unless
+    requested by the options. A resume continues in the same folder, truncated to the resumed step.
+    Strings, NaN and infinities are recorded as text. The status is in ``metrics.json``.
 
     Args:
-        all_ranks: log on every process, each to a folder of its own.
-        **live_kwargs: arguments of ``dvclive.Live``; they win over everything said here. With a
-            ``dir`` that is always the same, a new run replaces the files of the last.
+        all_ranks: log on every rank, each to its own folder.
+        **live_kwargs: arguments of ``dvclive.Live``; they override the defaults above. With a
+            constant ``dir``, a new run replaces the files of the previous one.
 
     Raises:
-        ImportError: from `start`, when dvclive is not installed.
-        ValueError: from `start`, when ``logging_dir`` is a remote URL and there is no ``dir``.
+        ImportError: from `start`, if dvclive is not installed.
+        ValueError: from `start`, if ``logging_dir`` is a remote URL and there is no ``dir``.
 
     >>> tracker = DVCLiveTracker(report="html")
     >>> tracker.raw is None  # the dvclive Live, once started
@@ -53,28 +53,28 @@ class DVCLiveTracker(ToolTracker):
     def start(self, run: RunInfo) -> None:
         """Open a ``Live``."""
         dvclive = self._import("dvclive")
-        resumed = self._resumed(run, named=True)
+        resumed = self._resumed_id(run, named=True)
         keep = self._begin(run)
-        self._run_id = resumed or name_of_run(run)
+        self._run_id = resumed or run_name(run)
         ours: dict[str, Any] = {"save_dvc_exp": False, "dvcyaml": None, "resume": bool(resumed)}
         if "dir" not in self._live_kwargs:
-            ours["dir"] = os.path.join(local_folder(run, "dvclive", "name a dir="), self._run_id)
+            ours["dir"] = os.path.join(local_folder(run, "dvclive", "set dir="), self._run_id)
         merged = {**ours, **self._live_kwargs}
         if merged["resume"] and keep is not None:
-            _cut_back(Path(merged["dir"]), keep)
+            _truncate(Path(merged["dir"]), keep)
         self._tool = dvclive.Live(**merged)
         self._changed = False
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Write ``params.yaml``, nested as the config is."""
+        """Write ``params.yaml``, nested like the config."""
         self._opened().log_params(plain_config(config))
 
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
-        """Append to one file a metric; ``metrics.json`` follows at the next flush."""
+        """Append to one file per metric; ``metrics.json`` is written at the next flush."""
         live = self._at(step)
         for name, value in scalars.items():
             live.log_metric(_path_of(name), value)
-        self._seen(step)
+        self._logged(step)
 
     def log_images(
         self,
@@ -83,21 +83,21 @@ class DVCLiveTracker(ToolTracker):
         *,
         captions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Write ``plots/images/<name>/<step>.png``; there is no place for captions."""
+        """Write ``plots/images/<name>/<step>.png``; captions are not recorded."""
         live = self._at(step)
-        for name, image, _ in named_pictures(images, captions):
+        for name, image, _ in named_images(images, captions):
             live.log_image(f"{_path_of(name)}/{step}.png", image)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
-        """Write ``plots/custom/<name>/<step>.json``, drawn over the first column."""
+        """Write ``plots/custom/<name>/<step>.json``, plotted over the first column."""
         points = [dict(zip(columns, row, strict=True)) for row in rows]
-        drawn = list(columns[1:]) or list(columns)
-        self._at(step).log_plot(f"{_path_of(name)}/{step}", points, x=columns[0], y=drawn)
+        plotted = list(columns[1:]) or list(columns)
+        self._at(step).log_plot(f"{_path_of(name)}/{step}", points, x=columns[0], y=plotted)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Write ``text/<name>/<step>.txt``, for DVCLive has no texts of its own."""
+        """Write ``text/<name>/<step>.txt``, because DVCLive cannot log texts."""
         live = self._at(step)
         for name, text in texts.items():
             path = Path(live.dir, "text", _path_of(name), f"{step}.txt")
@@ -108,23 +108,23 @@ class DVCLiveTracker(ToolTracker):
         """Write matplotlib figures to ``plots/images/<name>/<step>.png``."""
         live = self._at(step)
         for name, figure in figures.items():
-            live.log_image(f"{_path_of(name)}/{step}.png", figure_picture(figure))
+            live.log_image(f"{_path_of(name)}/{step}.png", figure_image(figure))
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
-        """Copy a file or a folder to ``artifacts/``, where there is a DVC repository to list it."""
+        """Copy a file or folder to ``artifacts/``; needs a DVC repository."""
         self._opened().log_artifact(path, type=kind, name=name, copy=True, cache=False)
 
     def flush(self) -> None:
-        """Write ``metrics.json``, and the report if one is asked for."""
+        """Write ``metrics.json``, and the report if one is configured."""
         live = self._opened()
         if self._changed:
             live.sync()
             self._changed = False
 
     def finish(self, status: Status = "success") -> None:
-        """Note the status in ``metrics.json`` and end."""
+        """Write the status to ``metrics.json`` and end the ``Live``."""
         self._end(status)
-        live = self._closed()
+        live = self._release()
         if live is not None:
             live.summary["status"] = status
             live.end()
@@ -138,11 +138,11 @@ class DVCLiveTracker(ToolTracker):
 
 
 def _path_of(name: str) -> str:
-    """Return a name as a path that stays below its folder."""
+    """Return a name as a relative path without ``..``."""
     return "/".join(part for part in name.split("/") if part not in ("", ".", "..")) or "_"
 
 
-def _cut_back(folder: Path, keep: int) -> None:
+def _truncate(folder: Path, keep: int) -> None:
     """Remove the rows of steps above ``keep``, which are logged again."""
     for path in sorted(folder.glob("plots/metrics/**/*.tsv")):
         text = path.read_text(encoding="utf-8")
@@ -153,17 +153,17 @@ def _cut_back(folder: Path, keep: int) -> None:
 
 
 def _step_of(row: Mapping[str, Any]) -> Any:
-    """Return the step of a row; None for one that a crash has torn."""
+    """Return the step of a row; None if the row is incomplete after a crash."""
     step = row.get("step")
     return int(step) if step is not None and step.isdecimal() else None
 
 
 def _rewrite(path: Path, header: list[str], rows: list[dict[str, Any]]) -> None:
-    """Replace a file of metrics at once, so that a kill leaves the old one or the new one."""
+    """Replace a file of metrics atomically."""
     buffer = io.StringIO(newline="")
     writer = csv.DictWriter(buffer, header, delimiter="\t", lineterminator=os.linesep)
     writer.writeheader()
     writer.writerows(rows)
-    beside = path.with_suffix(".tsv.part")
-    beside.write_text(buffer.getvalue(), encoding="utf-8", newline="")
-    os.replace(beside, path)
+    temporary = path.with_suffix(".tsv.part")
+    temporary.write_text(buffer.getvalue(), encoding="utf-8", newline="")
+    os.replace(temporary, path)

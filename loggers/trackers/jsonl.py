@@ -1,4 +1,4 @@
-"""JSONLTracker, read_jsonl."""
+"""JSONLTracker and read_jsonl: a file of JSON lines, with media files next to it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import figure_png, film, histogram, png, wav
-from loggers.media.files import MediaFolder
+from loggers.multimedia.encode import figure_png, histogram, png, video_file, wav
+from loggers.multimedia.files import MediaFolder
 from loggers.trackers.line_file import LineFile, open_lines, read_lines
 from loggers.trackers.tool import ContinuingTracker, opened
 from loggers.values import plain_config
@@ -19,18 +19,201 @@ from loggers.values import plain_config
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["JSONLTracker", "cut_back", "read_jsonl"]
+__all__ = ["JSONLTracker", "read_jsonl"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_FULL = 65536  # bytes held before a log writes them; a hub flushes about every second anyway
+_FULL = 65536  # buffered bytes that `log` writes; a hub flushes about every second anyway
+
+
+class JSONLTracker(ContinuingTracker):
+    """Writes ``<logging_dir>/metrics.jsonl``; read it back with `read_jsonl`.
+
+    Lines are buffered until `flush` (a hub calls it about every second) or up to 64 KiB, then
+    written with one append of complete lines. A killed process thus leaves at most one incomplete
+    line, at the end; the next start ends it with a newline and readers skip it. A full disk loses
+    nothing that a later flush can still write. A resume removes what this run logged above the
+    resumed step.
+
+    Tables, texts and histograms are records; images (PNG), audio (WAV), videos (GIF with Pillow,
+    else NumPy) and figures (PNG) are files in ``metrics-media/`` next to it, listed in a record. Of
+    an artifact only the path is recorded.
+
+    In a store (``s3://...``) the file is an object that is rewritten at most every 30 seconds, at
+    each checkpoint and at the end. It is kept in memory meanwhile.
+
+    Args:
+        filename: name of the file, default "metrics.jsonl". Ranks above 0 add ``-rank<r>``.
+        all_ranks: log on every rank, not only on the main one.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> tracker = JSONLTracker()
+    >>> tracker.start(RunInfo("digits", folder, "a1"))
+    >>> tracker.log({"loss": float("nan")}, step=1)
+    >>> tracker.finish("success")
+    >>> [(row["step"], row["values"]) for row in read_jsonl(f"{folder}/metrics.jsonl")]
+    [(1, {'loss': nan})]
+    """
+
+    name = "jsonl"
+
+    def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
+        super().__init__(all_ranks=all_ranks)
+        self._filename = filename
+        self._file: LineFile | None = None
+        self._media: MediaFolder | None = None
+        self.path: str | None = None
+        """Path or URL of the file, set by `start`."""
+
+    def start(self, run: RunInfo) -> None:
+        """Open the file, truncate it to the resumed step, and queue the ``run`` record."""
+        keep = self._begin(run)
+        run_id = str(self._run_id)
+        stem, suffix = os.path.splitext(self._filename)
+        stem += f"-rank{run.rank}" if run.rank else ""
+        self._file = open_lines(run.logging_dir, stem + suffix)
+        self._media = MediaFolder(run.logging_dir, f"{stem}-media", run_id)
+        self.path = self._file.path
+        if keep is not None:
+            _truncate(self._file, run_id, keep)
+        if self._file.is_truncated():
+            self._file.add(b"\n")
+        resumed = {"resumed_step": run.resumed_step}
+        if keep != run.resumed_step:
+            resumed["kept_step"] = keep
+        self._add("run", run_id=run_id, name=run.name, time=clock.time(), **resumed)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Write the ``config`` record."""
+        self._add("config", config=plain_config(config))
+        self.flush()
+
+    def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
+        """Add a ``metrics`` record; it reaches the file at the next flush."""
+        if self._opened().pending >= _FULL:  # before adding, because a call that fails is retried
+            self.flush()
+        self._add_step("metrics", step, time, values=dict(scalars))
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Add a ``table`` record."""
+        cells = plain_config({"rows": rows})["rows"]
+        self._add_step("table", step, name=name, columns=list(columns), rows=cells)
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Add a ``text`` record."""
+        self._add_step("text", step, values=dict(texts))
+
+    def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+        """Add a ``histogram`` record: 64 bins of equal width, and summary statistics."""
+        self._add_step("histogram", step, values={k: histogram(v) for k, v in histograms.items()})
+
+    def log_images(
+        self,
+        images: Mapping[str, np.ndarray],
+        step: int,
+        *,
+        captions: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Write one PNG per image, and an ``images`` record with their paths."""
+        files = {
+            name: [self._save("images", name, step, ".png", png(a), i) for i, a in enumerate(all_)]
+            for name, all_ in images.items()
+        }
+        texts = {name: list(one) for name, one in (captions or {}).items()}
+        self._add_step("images", step, values=files, captions=texts)
+
+    def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
+        """Write one WAV per clip, and an ``audio`` record with their paths."""
+        files = {
+            name: self._save("audio", name, step, ".wav", wav(samples, sample_rate))
+            for name, samples in audio.items()
+        }
+        self._add_step("audio", step, values=files, sample_rate=sample_rate)
+
+    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
+        """Write one GIF per video (without Pillow its frames as ``.npy``), and a record."""
+        files = {
+            name: self._save("video", name, step, *video_file(frames, fps))
+            for name, frames in videos.items()
+        }
+        self._add_step("video", step, values=files, fps=fps)
+
+    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
+        """Write one PNG per figure, and a ``figure`` record with their paths."""
+        files = {
+            name: self._save("figure", name, step, ".png", figure_png(figure))
+            for name, figure in figures.items()
+        }
+        self._add_step("figure", step, values=files)
+
+    def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
+        """Add an ``artifact`` record with the path, without a copy."""
+        shown = name or os.path.basename(path.rstrip("/"))
+        self._add("artifact", name=shown, kind=kind, path=path, time=clock.time())
+
+    def log_graph(self, model: Any, inputs: Any = None) -> None:
+        """Add a ``graph`` record with ``str(model)``."""
+        self._add("graph", model=str(model), time=clock.time())
+
+    def flush(self) -> None:
+        """Append the pending lines; after an error, unwritten ones stay pending."""
+        self._opened().flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what is pending, also to a store, and return the run id and the last step."""
+        if self._file is not None:
+            self._file.flush(force=True)
+        return super().state_dict()
+
+    def finish(self, status: Status = "success") -> None:
+        """Write the ``finish`` record, sync the file to disk and close it."""
+        self._end(status)
+        if self._file is None:
+            return
+        self._add("finish", status=status, time=clock.time())
+        try:
+            self._file.close()
+        finally:
+            self._file = None
+
+    @property
+    def raw(self) -> Any:
+        """The file's writer, with its ``path``, or None before `start` and after `finish`."""
+        return self._file
+
+    def _opened(self) -> LineFile:
+        """Return the file; raise RuntimeError if the tracker is not open."""
+        return opened(self._file, "JSONL")
+
+    def _save(
+        self, kind: str, name: str, step: int, suffix: str, data: bytes, number: int = 0
+    ) -> str:
+        """Write one media file; return its path below ``logging_dir``."""
+        self._opened()
+        assert self._media is not None
+        return self._media.save(kind, name, step, number, suffix, data)
+
+    def _add_step(self, type_: str, step: int, time: float | None = None, **fields: Any) -> None:
+        """Queue a record with step and time."""
+        self._add(type_, step=step, time=clock.time() if time is None else time, **fields)
+        self._logged(step)
+
+    def _add(self, type_: str, **fields: Any) -> None:
+        """Queue one record as a line."""
+        file = self._opened()
+        record = {"type": type_, **fields}
+        line = json.dumps(_encode_floats(record), allow_nan=False, separators=(",", ":"))
+        file.add(line.encode() + b"\n")
 
 
 def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[dict[str, Any]]:
     """Return the metrics of the newest run in a file that `JSONLTracker` wrote.
 
-    Torn lines are skipped. Rows that a killed process logged after the checkpoint it was resumed
-    from are left out, because the resumed process logged those steps again: the history is the one
-    an uninterrupted run would have left. "NaN", "Infinity" and "-Infinity" become floats.
+    Incomplete lines are skipped. Rows that a killed process logged after the checkpoint it was
+    resumed from are omitted, because the resumed process logged those steps again: the history is
+    that of an uninterrupted run. "NaN", "Infinity" and "-Infinity" become floats.
 
     Args:
         path: the file, or its fsspec URL.
@@ -62,21 +245,21 @@ def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[d
             runs[newest] = [row for row in runs.get(newest, []) if row["step"] <= keep]
         elif record.get("type") == kind and "step" in record:
             if kind == "metrics":
-                record["values"] = _finite_or_not(record["values"])
+                record["values"] = _parse_floats(record["values"])
             runs.setdefault(newest, []).append(record)
     return runs.get(newest, [])
 
 
-def cut_back(file: LineFile, run_id: str, keep: int) -> None:
-    """Remove what the run logged above step ``keep``; every other line stays as it is."""
+def _truncate(file: LineFile, run_id: str, keep: int) -> None:
+    """Remove what the run logged above step ``keep``; all other lines are unchanged."""
     begin = _begin_of(file.lines(), run_id)
-    if any(gone for _, gone in _marked(file.lines(), run_id, keep, begin)):
+    if any(drop for _, drop in _marked(file.lines(), run_id, keep, begin)):
         marked = _marked(file.lines(), run_id, keep, begin)
-        file.rewrite(line for line, gone in marked if not gone)
+        file.rewrite(line for line, drop in marked if not drop)
 
 
 def _begin_of(lines: Iterable[bytes], run_id: str) -> int:
-    """Number of the line on which a run began afresh the last time; an id may be used again."""
+    """Return the line number at which the run last started anew; ids may be reused."""
     begin = 0
     for number, line in enumerate(lines):
         record = _parse(line) if b'"run"' in line else {}
@@ -88,7 +271,7 @@ def _begin_of(lines: Iterable[bytes], run_id: str) -> int:
 def _marked(
     lines: Iterable[bytes], run_id: str, keep: int, begin: int
 ) -> Iterator[tuple[bytes, bool]]:
-    """Each line, and whether it is a step of the run that is above ``keep``."""
+    """Yield each line, and whether it is a step of the run above ``keep``."""
     ours = False
     for number, line in enumerate(lines):
         record = _parse(line)
@@ -99,13 +282,13 @@ def _marked(
 
 
 def _kept_step(record: dict[str, Any]) -> float:
-    """The last step that a ``run`` record leaves of what its run logged before."""
+    """Return the last step that a ``run`` record keeps of what its run logged before."""
     kept = record.get("kept_step", record.get("resumed_step"))
     return -math.inf if kept is None else float(kept)
 
 
-def _finite_or_not(values: dict[str, Any]) -> dict[str, Any]:
-    """Read the three floats that JSON does not have."""
+def _parse_floats(values: dict[str, Any]) -> dict[str, Any]:
+    """Convert "NaN", "Infinity" and "-Infinity" to floats."""
     return {
         key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
         for key, value in values.items()
@@ -113,7 +296,7 @@ def _finite_or_not(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """Return the record on a line, or an empty one for a line that a crash left torn."""
+    """Return the record on a line, or an empty one for a line that is incomplete after a crash."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -121,195 +304,12 @@ def _parse(line: bytes) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-class JSONLTracker(ContinuingTracker):
-    """Writes ``<logging_dir>/metrics.jsonl``; read it back with `read_jsonl`.
-
-    Lines are buffered until `flush` (a hub calls it about every second) or until 64 KiB have
-    gathered, then written with one append of whole lines. So a killed process leaves at most one
-    torn line, at the end; the next start closes it and readers skip it. A full disk loses nothing
-    that a later flush can still write. A resume removes what this run logged above the resumed
-    step.
-
-    Tables, texts and histograms are records; pictures (PNG), sounds (WAV), films (GIF with Pillow,
-    else NumPy) and figures are files in ``metrics-media/`` beside it, named by a record. Of an
-    artifact only the path is kept.
-
-    In a store (``s3://...``) the file is an object that is written whole: at most every 30
-    seconds, at each checkpoint and at the end. All of it is kept in memory until then.
-
-    Args:
-        filename: name of the file, default "metrics.jsonl". Ranks above 0 add ``-rank<r>``.
-        all_ranks: log on every process rather than on the main one only.
-
-    >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> tracker = JSONLTracker()
-    >>> tracker.start(RunInfo("digits", folder, "a1"))
-    >>> tracker.log({"loss": float("nan")}, step=1)
-    >>> tracker.finish("success")
-    >>> [(row["step"], row["values"]) for row in read_jsonl(f"{folder}/metrics.jsonl")]
-    [(1, {'loss': nan})]
-    """
-
-    name = "jsonl"
-
-    def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
-        super().__init__(all_ranks=all_ranks)
-        self._filename = filename
-        self._file: LineFile | None = None
-        self._media: MediaFolder | None = None
-        self.path: str | None = None
-        """Path or URL of the file, known once started."""
-
-    def start(self, run: RunInfo) -> None:
-        """Open the file, cut it back to the resumed step, and queue the ``run`` record."""
-        keep = self._begin(run)
-        run_id = str(self._run_id)
-        stem, suffix = os.path.splitext(self._filename)
-        stem += f"-rank{run.rank}" if run.rank else ""
-        self._file = open_lines(run.logging_dir, stem + suffix)
-        self._media = MediaFolder(run.logging_dir, f"{stem}-media", run_id)
-        self.path = self._file.path
-        if keep is not None:
-            cut_back(self._file, run_id, keep)
-        if self._file.is_torn():
-            self._file.add(b"\n")
-        resumed = {"resumed_step": run.resumed_step}
-        if keep != run.resumed_step:
-            resumed["kept_step"] = keep
-        self._add("run", run_id=run_id, name=run.name, time=clock.time(), **resumed)
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        """Write the ``config`` record."""
-        self._add("config", config=plain_config(config))
-        self.flush()
-
-    def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
-        """Add a ``metrics`` record; it reaches the file at the next flush."""
-        if self._opened().pending >= _FULL:  # before adding: a call that fails is made again
-            self.flush()
-        self._at("metrics", step, time, values=dict(scalars))
-
-    def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
-    ) -> None:
-        """Add a ``table`` record."""
-        cells = plain_config({"rows": rows})["rows"]
-        self._at("table", step, name=name, columns=list(columns), rows=cells)
-
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Add a ``text`` record."""
-        self._at("text", step, values=dict(texts))
-
-    def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
-        """Add a ``histogram`` record: 64 bins of equal width, and what describes the values."""
-        self._at("histogram", step, values={k: histogram(v) for k, v in histograms.items()})
-
-    def log_images(
-        self,
-        images: Mapping[str, np.ndarray],
-        step: int,
-        *,
-        captions: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Write a PNG a picture, and an ``images`` record with their paths."""
-        files = {
-            name: [self._save("images", name, step, ".png", png(p), i) for i, p in enumerate(all_)]
-            for name, all_ in images.items()
-        }
-        said = {name: list(texts) for name, texts in (captions or {}).items()}
-        self._at("images", step, values=files, captions=said)
-
-    def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
-        """Write a WAV a sound, and an ``audio`` record with their paths."""
-        files = {
-            name: self._save("audio", name, step, ".wav", wav(samples, sample_rate))
-            for name, samples in audio.items()
-        }
-        self._at("audio", step, values=files, sample_rate=sample_rate)
-
-    def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Write a GIF a film (frames as ``.npy`` without Pillow), and a ``video`` record."""
-        files = {
-            name: self._save("video", name, step, *film(frames, fps))
-            for name, frames in videos.items()
-        }
-        self._at("video", step, values=files, fps=fps)
-
-    def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Write a PNG a figure, and a ``figure`` record with their paths."""
-        files = {
-            name: self._save("figure", name, step, ".png", figure_png(figure))
-            for name, figure in figures.items()
-        }
-        self._at("figure", step, values=files)
-
-    def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
-        """Add an ``artifact`` record: where it is, without a copy."""
-        shown = name or os.path.basename(path.rstrip("/"))
-        self._add("artifact", name=shown, kind=kind, path=path, time=clock.time())
-
-    def log_graph(self, model: Any, inputs: Any = None) -> None:
-        """Add a ``graph`` record: the model as it prints itself."""
-        self._add("graph", model=str(model), time=clock.time())
-
-    def flush(self) -> None:
-        """Append the pending lines; what an error kept from being written stays pending."""
-        self._opened().flush()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Write what is pending, to a store too, and return the run id and the last step."""
-        if self._file is not None:
-            self._file.flush(force=True)
-        return super().state_dict()
-
-    def finish(self, status: Status = "success") -> None:
-        """Write the ``finish`` record, force the file to disk and close it."""
-        self._end(status)
-        if self._file is None:
-            return
-        self._add("finish", status=status, time=clock.time())
-        try:
-            self._file.close()
-        finally:
-            self._file = None
-
-    @property
-    def raw(self) -> Any:
-        """The file's writer, with its ``path``, or None before `start` and after `finish`."""
-        return self._file
-
-    def _opened(self) -> LineFile:
-        """Return the file, or say that there is none."""
-        return opened(self._file, "JSONL")
-
-    def _save(
-        self, kind: str, name: str, step: int, ending: str, data: bytes, number: int = 0
-    ) -> str:
-        """Write one file of media; return its path below ``logging_dir``."""
-        self._opened()
-        assert self._media is not None
-        return self._media.save(kind, name, step, number, ending, data)
-
-    def _at(self, type_: str, step: int, time: float | None = None, **fields: Any) -> None:
-        """Queue a record of a step."""
-        self._add(type_, step=step, time=clock.time() if time is None else time, **fields)
-        self._seen(step)
-
-    def _add(self, type_: str, **fields: Any) -> None:
-        """Queue one record as a line."""
-        file = self._opened()
-        record = {"type": type_, **fields}
-        line = json.dumps(_strict(record), allow_nan=False, separators=(",", ":"))
-        file.add(line.encode() + b"\n")
-
-
-def _strict(value: Any) -> Any:
-    """Replace NaN and the infinities, which JSON has no numbers for, by strings."""
+def _encode_floats(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON cannot represent, by strings."""
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: _encode_floats(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_strict(item) for item in value]
+        return [_encode_floats(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -1,4 +1,4 @@
-"""Files made of lines that only grow, on a local disk or as an object in a store."""
+"""Append-only files of lines, on a local disk or as an object in a store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 __all__ = [
     "LineFile",
     "filesystem",
-    "is_remote",
     "local_path",
     "open_lines",
     "read_lines",
@@ -21,11 +20,43 @@ __all__ = [
 ]
 
 UPLOAD_EVERY_S = 30.0
-_UPLOAD_SHARE = 10  # an upload that takes long is made less often: at most a tenth of the time
+_UPLOAD_SHARE = 10  # slow uploads are made less often: they take at most a tenth of the time
+
+
+def open_lines(logging_dir: str, filename: str) -> LineFile:
+    """Open ``filename`` in a folder that is a path or an fsspec URL; create both if needed."""
+    folder = local_path(logging_dir)
+    if folder is None:
+        return RemoteLines(f"{logging_dir.rstrip('/')}/{filename}")
+    return LocalLines(os.path.join(folder, filename))
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """Iterate over the lines of a file, given by path or URL.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    name = os.fspath(path)
+    local = local_path(name)
+    if local is None:
+        fs, key = filesystem(name)
+        yield from fs.cat_file(key).splitlines(keepends=True)
+        return
+    with open(local, "rb") as file:
+        yield from file
+
+
+def local_path(location: str) -> str | None:
+    """Return the local path of a path or a ``file://`` URL; None for the URL of a store."""
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return location
+    return rest if scheme in ("file", "local") else None
 
 
 class LineFile(ABC):
-    """Lines of bytes, each with its end; what was added reaches the file in `flush`."""
+    """Lines of bytes, each with its newline; what was added reaches the file in `flush`."""
 
     path: str
 
@@ -34,36 +65,36 @@ class LineFile(ABC):
 
     @property
     def pending(self) -> int:
-        """Bytes that were added and not written."""
+        """The number of bytes that were added and not written."""
         return len(self._pending)
 
     def add(self, lines: bytes) -> None:
-        """Queue whole lines."""
+        """Queue complete lines."""
         self._pending += lines
 
     @abstractmethod
     def lines(self) -> Iterator[bytes]:
-        """What the file has, without what is pending."""
+        """Iterate over the lines in the file, without pending ones."""
 
     @abstractmethod
-    def is_torn(self) -> bool:
-        """Say whether the last line has no end, as a crash leaves it."""
+    def is_truncated(self) -> bool:
+        """Return whether the last line has no newline, as after a crash."""
 
     @abstractmethod
     def rewrite(self, lines: Iterable[bytes]) -> None:
-        """Replace all of the file, in one step that a crash cannot halve."""
+        """Replace the file's content atomically."""
 
     @abstractmethod
     def flush(self, force: bool = False) -> None:
-        """Write what is pending; what an error kept from being written stays pending."""
+        """Write what is pending; after an error, the unwritten rest stays pending."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write the rest, force it to the disk, and let go, even if that fails."""
+        """Write the rest, sync it to disk, and release the file even if that fails."""
 
 
 class LocalLines(LineFile):
-    """A file on this machine, written by appends of whole lines."""
+    """A local file, written by appends of complete lines."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -72,12 +103,12 @@ class LocalLines(LineFile):
         self._fd: int | None = _open_append(path)
 
     def lines(self) -> Iterator[bytes]:
-        """Read it from its beginning."""
+        """Read the file from its beginning."""
         with open(self.path, "rb") as file:
             yield from file
 
-    def is_torn(self) -> bool:
-        """Look at the last byte."""
+    def is_truncated(self) -> bool:
+        """Check the last byte."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(-1, os.SEEK_END)
@@ -86,14 +117,14 @@ class LocalLines(LineFile):
             return False
 
     def rewrite(self, lines: Iterable[bytes]) -> None:
-        """Write another file beside it, force it to the disk, and give it this one's name."""
+        """Write a new file, sync it to disk, and rename it over this one."""
         path = os.path.realpath(self.path)
         with open(f"{path}.new", "wb") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         shutil.copymode(path, f"{path}.new")
-        self._let_go()  # not everywhere can a file that is open be replaced
+        self._close_fd()  # some systems cannot replace an open file
         try:
             os.replace(f"{path}.new", path)
             _sync_folder(os.path.dirname(path))
@@ -101,28 +132,28 @@ class LocalLines(LineFile):
             self._fd = _open_append(self.path)
 
     def flush(self, force: bool = False) -> None:
-        """Append; a disk that is nearly full takes a part, and the rest stays pending."""
+        """Append; if a nearly full disk takes only a part, the rest stays pending."""
         while self._pending and self._fd is not None:
             written = os.write(self._fd, self._pending)
             self._pending = self._pending[written:]
 
     def close(self) -> None:
-        """Write and sync, and close the descriptor."""
+        """Write, sync, and close the descriptor."""
         try:
             self.flush()
             if self._fd is not None:
                 os.fsync(self._fd)
         finally:
-            self._let_go()
+            self._close_fd()
 
-    def _let_go(self) -> None:
+    def _close_fd(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
 
 class RemoteLines(LineFile):
-    """An object in a store, which cannot grow: all of it is kept in memory and written again."""
+    """An object in a store, which cannot be appended to: kept in memory and rewritten."""
 
     def __init__(self, url: str, every_s: float = UPLOAD_EVERY_S) -> None:
         super().__init__()
@@ -133,26 +164,26 @@ class RemoteLines(LineFile):
         self._dirty, self._due = False, 0.0
 
     def lines(self) -> Iterator[bytes]:
-        """Go through what is in memory."""
+        """Iterate over the lines in memory."""
         yield from bytes(self._content).splitlines(keepends=True)
 
-    def is_torn(self) -> bool:
-        """Look at the last byte."""
+    def is_truncated(self) -> bool:
+        """Check the last byte."""
         return bool(self._content) and not self._content.endswith(b"\n")
 
     def rewrite(self, lines: Iterable[bytes]) -> None:
-        """Take the new lines; the next `flush` that is due writes them."""
+        """Replace the content in memory; the next `flush` that is due writes it."""
         self._content, self._dirty = bytearray().join(lines), True
 
     def flush(self, force: bool = False) -> None:
-        """Write the object if the last time is long ago, or now with ``force``."""
+        """Write the object if an upload is due, or now with ``force``."""
         if self._pending:
             self._content += self._pending
             self._pending, self._dirty = b"", True
         begin = time.monotonic()
         if not self._dirty or (begin < self._due and not force):
             return
-        self._due = begin + self._every_s  # a store that fails is not asked each second either
+        self._due = begin + self._every_s  # set first: a failing store is not retried each second
         write_object(self._fs, self._key, bytes(self._content))
         took = time.monotonic() - begin
         self._dirty, self._due = False, begin + max(self._every_s, _UPLOAD_SHARE * took)
@@ -160,49 +191,6 @@ class RemoteLines(LineFile):
     def close(self) -> None:
         """Write the object a last time."""
         self.flush(force=True)
-
-
-def open_lines(logging_dir: str, filename: str) -> LineFile:
-    """Open ``filename`` in a folder that is a path or an fsspec URL; makes both if needed."""
-    if is_remote(logging_dir):
-        return RemoteLines(f"{logging_dir.rstrip('/')}/{filename}")
-    return LocalLines(os.path.join(local_path(logging_dir), filename))
-
-
-def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """Go through the lines of a file, given by path or URL.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    name = os.fspath(path)
-    if is_remote(name):
-        fs, key = filesystem(name)
-        yield from fs.cat_file(key).splitlines(keepends=True)
-        return
-    with open(local_path(name), "rb") as file:
-        yield from file
-
-
-def is_remote(path: str) -> bool:
-    """Say whether a path is a URL of a store."""
-    scheme, separator, _ = path.partition("://")
-    return bool(separator) and scheme not in ("file", "local")
-
-
-def local_path(path: str) -> str:
-    """Return a path, or what a ``file://`` URL stands for, as a path of this machine."""
-    _, separator, rest = path.partition("://")
-    return rest if separator else path
-
-
-def write_object(fs: Any, key: str, data: bytes) -> None:
-    """Write one whole object; makes its folder on stores that have folders."""
-    try:
-        fs.pipe_file(key, data)
-    except FileNotFoundError:
-        fs.makedirs(posixpath.dirname(key), exist_ok=True)
-        fs.pipe_file(key, data)
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -213,6 +201,15 @@ def filesystem(url: str) -> tuple[Any, str]:
         raise ImportError(f"{url} is written with fsspec ({error}): pip install fsspec") from error
     fs, key = url_to_fs(url)
     return fs, str(key)
+
+
+def write_object(fs: Any, key: str, data: bytes) -> None:
+    """Write an object, creating its folder on stores that have folders."""
+    try:
+        fs.pipe_file(key, data)
+    except FileNotFoundError:
+        fs.makedirs(posixpath.dirname(key), exist_ok=True)
+        fs.pipe_file(key, data)
 
 
 def _read_object(fs: Any, key: str) -> bytearray:
@@ -228,14 +225,14 @@ def _open_append(path: str) -> int:
 
 
 def _sync_folder(folder: str) -> None:
-    """Make a rename survive a power cut, where folders can be synced."""
+    """Make a rename survive a power cut, if the filesystem can sync folders."""
     try:
         fd = os.open(folder or ".", os.O_RDONLY)
     except OSError:
         return
     try:
         os.fsync(fd)
-    except OSError:  # not on every filesystem
+    except OSError:  # not supported by every filesystem
         pass
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""MLflow, in a database below the logging folder unless a tracking server is configured."""
+"""MLflowTracker: a database below the logging folder unless a server is configured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.files import named_pictures
-from loggers.trackers.line_file import is_remote
-from loggers.trackers.tool import ToolTracker, as_float, local_folder, name_of_run
+from loggers.multimedia.encode import named_images
+from loggers.trackers.line_file import local_path
+from loggers.trackers.tool import ToolTracker, as_float, local_folder, run_name
 from loggers.values import flat_config, plain_config
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ __all__ = ["MLflowTracker"]
 
 _STATUS: dict[str, str] = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
-# What the servers refuse beyond.
+# Limits of the server, which rejects longer requests.
 _PER_BATCH, _TAGS_PER_BATCH = 1000, 100
 _LONGEST_NAME, _LONGEST_PARAM, _LONGEST_TAG = 250, 6000, 8000
 
@@ -33,27 +33,26 @@ _LONGEST_NAME, _LONGEST_PARAM, _LONGEST_TAG = 250, 6000, 8000
 class MLflowTracker(ToolTracker):
     """Logs to an MLflow run: scalars as metrics, the config as parameters and ``config.json``.
 
-    Without ``tracking_uri``, what MLflow is told elsewhere counts (``MLFLOW_TRACKING_URI``,
-    ``mlflow.set_tracking_uri``); without that, it is the database
-    ``<logging_dir>/mlflow/mlflow.db`` (or a folder of files there, if ``MLFLOW_ALLOW_FILE_STORE``
-    is true). A resume goes on in the same run; values of steps that are done again are there twice,
-    for MLflow cannot take any back. Strings become tags. A run that the script has active is left
-    alone.
+    Without ``tracking_uri``, MLflow's own configuration applies (``MLFLOW_TRACKING_URI``,
+    ``mlflow.set_tracking_uri``); without that, the database ``<logging_dir>/mlflow/mlflow.db`` is
+    used (or a folder of files there, if ``MLFLOW_ALLOW_FILE_STORE`` is true). A resume continues
+    the same run; values of repeated steps are recorded twice, because MLflow cannot delete any.
+    Strings become tags. An active run of the script is not used or changed.
 
     Args:
-        all_ranks: log on every process, one MLflow run a rank.
-        tracking_uri: server, database or folder; None (default) as said above.
+        all_ranks: log on every rank, one MLflow run per rank.
+        tracking_uri: server, database or folder; by default as described above.
         experiment_name: default the run's ``name``.
         run_name: default the run's id.
-        run_id: an MLflow run to go on with, default a new one.
-        tags: further tags of the run.
+        run_id: an MLflow run to continue, default a new one.
+        tags: extra tags of the run.
         description: the run's note.
-        artifact_location: where a new experiment keeps its files, default below ``logging_dir``
-            with a local database, else as the server says.
+        artifact_location: location of a new experiment's files, default below ``logging_dir``
+            with a local database, otherwise chosen by the server.
 
     Raises:
-        ImportError: from `start`, when mlflow is not installed, or what a database needs.
-        ValueError: from `start`, when nothing is configured and ``logging_dir`` is a remote URL.
+        ImportError: from `start`, if mlflow or a package that a database needs is not installed.
+        ValueError: from `start`, if nothing is configured and ``logging_dir`` is a remote URL.
 
     >>> tracker = MLflowTracker(experiment_name="digits", tags={"team": "vision"})
     >>> tracker.raw is None  # the MlflowClient, once started
@@ -90,23 +89,23 @@ class MLflowTracker(ToolTracker):
         self._tags: dict[str, str] = {}
 
     def start(self, run: RunInfo) -> None:
-        """Open the run, or go on with the one of the checkpoint."""
+        """Create a run, or continue the one in the checkpoint."""
         mlflow = self._import("mlflow")
         self._entities = self._import("mlflow.entities")
         self._metrics, self._tags = [], {}
-        going_on = self._resumed(run) or self._given_run_id
+        run_id = self._resumed_id(run) or self._given_run_id
         client = mlflow.MlflowClient(tracking_uri=self._uri(mlflow, run))
-        if not going_on or not self._is_there(mlflow, client, going_on):
-            going_on = self._new_run(client, run)
-        self._run_id = going_on
+        if not run_id or not self._reopen(mlflow, client, run_id):
+            run_id = self._create_run(client, run)
+        self._run_id = run_id
         self._tool = client
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Record parameters; one that the run has with another value becomes a tag instead."""
+        """Record parameters; one whose value changed since the run was created becomes a tag."""
         client = self._opened()
         known = client.get_run(self._run_id).data.params
         params = {
-            self._named(key): self._cut(key, str(value), _LONGEST_PARAM)
+            self._valid_name(key): self._truncate(key, str(value), _LONGEST_PARAM)
             for key, value in flat_config(config).items()
         }
         new = [self._entities.Param(k, v) for k, v in params.items() if k not in known]
@@ -123,18 +122,18 @@ class MLflowTracker(ToolTracker):
         client.log_dict(self._run_id, plain_config(config), "config.json")
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
-        """Hold metrics and tags until the next flush, which sends them together."""
+        """Buffer metrics and tags until the next flush, which sends them in one request."""
         self._opened()
         stamp = round(1000 * (clock.time() if time is None else time))
         metric, metrics, tags = self._entities.Metric, [], {}
         for key, value in scalars.items():
             if isinstance(value, str):
-                tags[self._named(key)] = self._cut(key, value, _LONGEST_TAG)
+                tags[self._valid_name(key)] = self._truncate(key, value, _LONGEST_TAG)
             else:
-                metrics.append(metric(self._named(key), as_float(value), stamp, step))
+                metrics.append(metric(self._valid_name(key), as_float(value), stamp, step))
         self._metrics += metrics
         self._tags |= tags
-        self._seen(step)
+        self._logged(step)
 
     def log_images(
         self,
@@ -143,38 +142,38 @@ class MLflowTracker(ToolTracker):
         *,
         captions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Record pictures with their step; MLflow has no place for captions. Needs Pillow."""
+        """Record images with their step; captions are not recorded. Needs Pillow."""
         client = self._opened()
-        for name, image, _ in named_pictures(images, captions):
-            client.log_image(self._run_id, image, key=self._named(name), step=step)
+        for name, image, _ in named_images(images, captions):
+            client.log_image(self._run_id, image, key=self._valid_name(name), step=step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
-        """Record a table as ``tables/<name>/<step>.json``, in the layout of MLflow's own."""
+        """Record a table as ``tables/<name>/<step>.json``, in the format of MLflow tables."""
         table = json.dumps({"columns": list(columns), "data": [list(row) for row in rows]})
-        self._opened().log_text(self._run_id, table, f"tables/{self._named(name)}/{step}.json")
+        self._opened().log_text(self._run_id, table, f"tables/{self._valid_name(name)}/{step}.json")
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Record texts as ``text/<name>/<step>.txt``."""
         client = self._opened()
         for name, text in texts.items():
-            client.log_text(self._run_id, text, f"text/{self._named(name)}/{step}.txt")
+            client.log_text(self._run_id, text, f"text/{self._valid_name(name)}/{step}.txt")
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
         """Record matplotlib figures as ``figures/<name>/<step>.png``."""
         client = self._opened()
         for name, figure in figures.items():
-            client.log_figure(self._run_id, figure, f"figures/{self._named(name)}/{step}.png")
+            client.log_figure(self._run_id, figure, f"figures/{self._valid_name(name)}/{step}.png")
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
-        """Copy a file or a folder to the run's artifacts, below ``name`` if there is one."""
+        """Copy a file or folder to the run's artifacts, below ``name`` if given."""
         client = self._opened()
         copy = client.log_artifacts if os.path.isdir(path) else client.log_artifact
         copy(self._run_id, path, name or (os.path.basename(path) if os.path.isdir(path) else None))
 
     def flush(self) -> None:
-        """Send what is held; what an error kept from being sent stays."""
+        """Send the buffer; after an error, the rest stays buffered."""
         client = self._opened()
         while self._metrics or self._tags:
             tags = dict(islice(self._tags.items(), _TAGS_PER_BATCH))
@@ -193,69 +192,76 @@ class MLflowTracker(ToolTracker):
         try:
             self.flush()
         finally:
-            self._closed().set_terminated(self._run_id, status=_STATUS[status])
+            self._release().set_terminated(self._run_id, status=_STATUS[status])
 
     def _uri(self, mlflow: Any, run: RunInfo) -> str | None:
-        """Return where to log to; None leaves it to MLflow."""
+        """Return the tracking URI; None for the one that MLflow is configured with."""
         if self._tracking_uri is not None:
             return self._tracking_uri
         if mlflow.is_tracking_uri_set() or "databricks" in mlflow.get_tracking_uri():
             return None
-        folder = local_folder(run, "mlflow", "name a server: MLFLOW_TRACKING_URI or tracking_uri=")
+        folder = local_folder(
+            run, "mlflow", "configure a server: MLFLOW_TRACKING_URI or tracking_uri="
+        )
         os.makedirs(folder, exist_ok=True)
         if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("1", "true"):
             return folder
         missing = [m for m in ("sqlalchemy", "alembic") if importlib.util.find_spec(m) is None]
         if missing:
             raise ImportError(
-                f"MLflow keeps runs in a database, which needs {' and '.join(missing)}: pip "
+                f"MLflow stores runs in a database, which needs {' and '.join(missing)}: pip "
                 f"install {' '.join(missing)}. Or set MLFLOW_TRACKING_URI to a server, or "
-                "MLFLOW_ALLOW_FILE_STORE=true to keep them in files"
+                "MLFLOW_ALLOW_FILE_STORE=true to store them in files"
             )
         return f"sqlite:///{folder.replace(os.sep, '/')}/mlflow.db"
 
-    def _is_there(self, mlflow: Any, client: Any, run_id: str) -> bool:
-        """Open a run again; False where there is none of this id: on another machine, say."""
+    def _reopen(self, mlflow: Any, client: Any, run_id: str) -> bool:
+        """Reopen a run; return False if it does not exist, e.g. on another machine."""
         try:
             client.update_run(run_id, status="RUNNING")
         except mlflow.exceptions.MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST" or run_id == self._given_run_id:
                 raise
-            self._warn_once("gone", f"{client.tracking_uri} has no run {run_id}: a new one is made")
+            self._warn_once(
+                "gone", f"{client.tracking_uri} has no run {run_id}: a new one is created"
+            )
             return False
         return True
 
-    def _new_run(self, client: Any, run: RunInfo) -> str:
-        """Make a run, and its experiment where it is the first, and return its id."""
+    def _create_run(self, client: Any, run: RunInfo) -> str:
+        """Create a run, and its experiment if it does not exist; return the run's id."""
         name = self._experiment_name or run.name
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             identifier = client.create_experiment(name, self._artifacts(client, run))
         else:
             identifier = experiment.experiment_id
-        made = client.create_run(
-            identifier, run_name=self._run_name or name_of_run(run), tags=self._run_tags
+        created = client.create_run(
+            identifier, run_name=self._run_name or run_name(run), tags=self._run_tags
         )
-        return str(made.info.run_id)
+        return str(created.info.run_id)
 
     def _artifacts(self, client: Any, run: RunInfo) -> str | None:
-        """Keep files beside a local database, which would put them into the working directory."""
-        if self._artifact_location is None and not is_remote(run.logging_dir):
+        """Return the location of a new experiment's files.
+
+        With a local database MLflow itself would use the working directory.
+        """
+        if self._artifact_location is None and local_path(run.logging_dir) is not None:
             uri = str(client.tracking_uri)
             if uri.startswith("sqlite:"):
                 return os.path.join(local_folder(run, "mlflow", ""), "artifacts")
         return self._artifact_location
 
-    def _named(self, name: str) -> str:
-        """Return a name in the characters that MLflow allows, without odd path parts."""
+    def _valid_name(self, name: str) -> str:
+        """Return a name with the characters that MLflow allows, as a normalized path."""
         plain = re.sub(r"[^/\w.\- :]", "_", name).strip("/")
         plain = posixpath.normpath(plain.replace("..", "__"))[:_LONGEST_NAME]
         if plain != name:
             self._warn_once("name", f"{name!r} is recorded as {plain!r}, which MLflow allows")
         return plain
 
-    def _cut(self, key: str, value: str, longest: int) -> str:
-        """Shorten a value that is too long."""
+    def _truncate(self, key: str, value: str, longest: int) -> str:
+        """Truncate a value that is too long."""
         if len(value) > longest:
             self._warn_once("long", f"{key!r} has {len(value)} characters; {longest} are kept")
         return value[:longest]

@@ -1,4 +1,4 @@
-"""A tracker that accepts everything and does nothing, for processes that do not log."""
+"""NullTracker: accepts every call and does nothing, for processes that do not log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from loggers.base import RunInfo, Status, Tracker
 
 
 class _Nothing:
-    """Harmless stand-in for a tool's object: attributes, calls, items and ``with`` all work."""
+    """Stand-in for a tool's object: attributes, calls, items and ``with`` all do nothing."""
 
     def __getattr__(self, name: str) -> _Nothing:
-        if name.startswith(
-            "__"
-        ):  # copy, pickle and friends must see that there is no such protocol
+        if name.startswith("__"):  # copy, pickle and others must not find their protocols
             raise AttributeError(name)
         return self
 
@@ -50,13 +48,13 @@ class _Nothing:
 
 
 class NullTracker(Tracker):
-    """Accepts every call, those of any tracker's own methods included, and does nothing.
+    """Accepts every call, including any tracker's own methods, and does nothing.
 
-    `TrackerHub.get` returns it on processes that do not log, so that code which talks to a tool
-    directly needs no ``if``. Its `raw` is just as harmless, and false in a condition.
+    `TrackerHub.get` returns it on processes that do not log, so that code that uses a tool directly
+    needs no ``if``. Its `raw` accepts every call too, and is false in a condition.
 
     Args:
-        name: the name it answers to, default "null".
+        name: its name, default "null".
 
     >>> tracker = NullTracker()
     >>> tracker.log({"loss": 0.5}, step=1)
@@ -74,7 +72,7 @@ class NullTracker(Tracker):
         """Do nothing."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, as any kind of media."""
+        """Do nothing; so do the media methods."""
 
     log_images = log_table = log_histogram = log_text = log_audio = log
     log_video = log_figure = log_artifact = log_graph = log
@@ -84,7 +82,7 @@ class NullTracker(Tracker):
 
     @property
     def raw(self) -> Any:
-        """An object whose every attribute and call is harmless."""
+        """An object whose attributes and calls all do nothing."""
         return _Nothing()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""TensorBoard, through ``torch.utils.tensorboard``."""
+"""TensorBoardTracker: event files, through ``torch.utils.tensorboard``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import figure_png, gif, markdown, png, size_of_png, wav
-from loggers.trackers.line_file import is_remote
+from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
+from loggers.trackers.line_file import local_path
 from loggers.trackers.tool import ContinuingTracker, opened
 from loggers.values import flat_config, plain_config
 
@@ -21,24 +21,24 @@ __all__ = ["TensorBoardTracker"]
 class TensorBoardTracker(ContinuingTracker):
     """Writes event files to ``<logging_dir>/tensorboard``, which may be an fsspec URL.
 
-    A resume goes on in the same folder and hides the steps that are logged again. Strings are
-    written as text, the config as text and as hyperparameters. Scalars are stored in single
-    precision, as TensorBoard does.
+    A resume continues in the same folder and hides the steps that are logged again. Strings are
+    written as text, the config as text and as hyperparameters. TensorBoard stores scalars in single
+    precision.
 
-    Pictures, animations (GIF, with Pillow), sounds, histograms, texts, tables (as text), figures
-    and graphs are shown in their tabs. Several pictures of one name are shown as ``name/0``,
-    ``name/1``, ...; captions are a text of the same name.
+    Images, videos (GIF, with Pillow), audio, histograms, texts, tables (as text), figures and
+    graphs are shown in their tabs. Several images of one name are shown as ``name/0``, ``name/1``,
+    ...; captions are a text ``name/captions``.
 
     Args:
         subdir: folder below ``logging_dir``, default "tensorboard". Ranks above 0 add ``rank<r>``.
-        all_ranks: log on every process rather than on the main one only.
+        all_ranks: log on every rank, not only on the main one.
         flush_secs: seconds between the writer's own flushes, default 10. In a store each one
-            writes the whole file again, so there a kill loses what came after the last one or
-            after the last checkpoint; on a local disk a hub flushes each second.
-        **writer_kwargs: further arguments of ``SummaryWriter``.
+            rewrites the file, so that a killed process loses what came after the last one or after
+            the last checkpoint; on a local disk a hub flushes each second.
+        **writer_kwargs: extra arguments of ``SummaryWriter``.
 
     Raises:
-        ImportError: from `start`, when torch or tensorboard is not installed.
+        ImportError: from `start`, if torch or tensorboard is not installed.
 
     >>> tracker = TensorBoardTracker(flush_secs=5)
     >>> tracker.raw is None  # the SummaryWriter, once started
@@ -73,7 +73,7 @@ class TensorBoardTracker(ContinuingTracker):
             ) from error
         keep = self._begin(run)
         parts = [run.logging_dir.rstrip("/"), self._subdir, f"rank{run.rank}" if run.rank else ""]
-        self._remote = is_remote(run.logging_dir)
+        self._remote = local_path(run.logging_dir) is None
         kwargs = dict(self._writer_kwargs)
         if keep is not None:
             kwargs.setdefault("purge_step", keep + 1)
@@ -81,24 +81,24 @@ class TensorBoardTracker(ContinuingTracker):
         self._writer = SummaryWriter(folder, **kwargs)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Write the config as a JSON block under Text and as one row under HParams."""
+        """Write the config as a JSON block under Text and as a row under HParams."""
         from torch.utils.tensorboard.summary import hparams
 
         text = json.dumps(plain_config(config), indent=2, ensure_ascii=False)
         writer = self._opened()
-        writer.add_text("config", _block(text), 0)
-        # Only the session record: the tab then finds the run's own scalars as its metrics, and
-        # add_hparams would open a second run for it.
+        writer.add_text("config", _code_block(text), 0)
+        # Only the session record: the tab then uses the run's own scalars as its metrics, whereas
+        # add_hparams would create a second run.
         _, session, _ = hparams(flat_config(config), {})  # type: ignore[no-untyped-call]
         writer.file_writer.add_summary(session, 0)
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
-        """Write one event a value: a scalar, or text for a str."""
+        """Write one event per value: a scalar, or text for a str."""
         writer = self._opened()
         for tag, value in scalars.items():
             add = writer.add_text if isinstance(value, str) else writer.add_scalar
             add(tag, value, step, walltime=time)
-        self._seen(step)
+        self._logged(step)
 
     def log_images(
         self,
@@ -107,90 +107,90 @@ class TensorBoardTracker(ContinuingTracker):
         *,
         captions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Write a picture each; several of one name get numbers."""
-        for name, pictures in images.items():
-            tags = [f"{name}/{i}" for i in range(len(pictures))] if len(pictures) > 1 else [name]
-            for tag, picture in zip(tags, pictures, strict=True):
-                self._picture(tag, png(picture), picture.shape, step)
+        """Write one image each; several of one name are numbered."""
+        for name, array in images.items():
+            tags = [f"{name}/{i}" for i in range(len(array))] if len(array) > 1 else [name]
+            for tag, image in zip(tags, array, strict=True):
+                self._add_image(tag, png(image), image.shape, step)
         for name, texts in (captions or {}).items():
-            shown = markdown(["picture", "caption"], list(enumerate(texts)))
-            self._opened().add_text(f"{name}/captions", shown, step)
-        self._seen(step)
+            table = markdown(["picture", "caption"], list(enumerate(texts)))
+            self._opened().add_text(f"{name}/captions", table, step)
+        self._logged(step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Write an animated picture each; it plays under Images."""
+        """Write one GIF each, which plays under Images."""
         for name, frames in videos.items():
-            self._picture(name, gif(frames, fps), frames.shape[1:], step)
-        self._seen(step)
+            self._add_image(name, gif(frames, fps), frames.shape[1:], step)
+        self._logged(step)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Write a picture each."""
+        """Write one image each."""
         for name, figure in figures.items():
             drawn = figure_png(figure)
             width, height = size_of_png(drawn)
-            self._picture(name, drawn, (height, width, 4), step)
-        self._seen(step)
+            self._add_image(name, drawn, (height, width, 4), step)
+        self._logged(step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
-        """Write a WAV each, with as many channels as the samples have."""
+        """Write one WAV each, with all channels."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for name, samples in audio.items():
-            sound = Summary.Audio(
+            clip = Summary.Audio(
                 sample_rate=sample_rate,
                 num_channels=1 if samples.ndim == 1 else samples.shape[1],
                 length_frames=len(samples),
                 encoded_audio_string=wav(samples, sample_rate),
                 content_type="audio/wav",
             )
-            self._add(Summary.Value(tag=name, audio=sound), step)
-        self._seen(step)
+            self._add_value(Summary.Value(tag=name, audio=clip), step)
+        self._logged(step)
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
-        """Write the finite values' distribution, and how many are not finite as a scalar."""
+        """Write a histogram of the finite values, and the count of the others as a scalar."""
         import numpy as np
 
         writer = self._opened()
         for name, values in histograms.items():
             finite = values[np.isfinite(values)]
-            if finite.size:  # the writer refuses an empty one
+            if finite.size:  # the writer raises for an empty array
                 writer.add_histogram(name, finite, step)
             if finite.size < values.size:
                 writer.add_scalar(f"{name}/non_finite", values.size - finite.size, step)
-        self._seen(step)
+        self._logged(step)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Write a text each, which is shown as Markdown."""
+        """Write one text each, which is shown as Markdown."""
         for name, text in texts.items():
             self._opened().add_text(name, text, step)
-        self._seen(step)
+        self._logged(step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
-        """Write the table as text in Markdown."""
+        """Write the table as Markdown text."""
         self.log_text({name: markdown(columns, rows)}, step)
 
     def log_graph(self, model: Any, inputs: Any = None) -> None:
-        """Write the traced graph; without inputs the model as it prints itself, as a text."""
+        """Write the traced graph; without inputs ``str(model)`` as a text."""
         if inputs is None:
-            self._opened().add_text("graph", _block(str(model)), 0)
+            self._opened().add_text("graph", _code_block(str(model)), 0)
         else:
             self._opened().add_graph(model, inputs)
 
     def flush(self) -> None:
-        """Hand pending events to the file system; a store gets them every ``flush_secs``."""
+        """Flush pending events to a local disk; a store receives them every ``flush_secs``."""
         if not self._remote:
             self._opened().flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Write what is pending, to a store too, and return the run id and the last step."""
+        """Write what is pending, also to a store, and return the run id and the last step."""
         if self._writer is not None:
             self._writer.flush()
         return super().state_dict()
 
     def finish(self, status: Status = "success") -> None:
-        """Close the writer, which writes what is pending."""
+        """Write what is pending and close the writer."""
         self._end(status)
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -207,26 +207,26 @@ class TensorBoardTracker(ContinuingTracker):
         return self.raw
 
     def _opened(self) -> Any:
-        """Return the writer, or say that there is none."""
+        """Return the writer; raise RuntimeError if the tracker is not open."""
         return opened(self._writer, "TensorBoard")
 
-    def _picture(self, tag: str, encoded: bytes, shape: Sequence[int], step: int) -> None:
-        """Write bytes that a browser shows as a picture; ``shape`` is (H, W, C)."""
+    def _add_image(self, tag: str, encoded: bytes, shape: Sequence[int], step: int) -> None:
+        """Write an encoded image of shape (H, W, C)."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         height, width, channels = shape
         image = Summary.Image(
             height=height, width=width, colorspace=channels, encoded_image_string=encoded
         )
-        self._add(Summary.Value(tag=tag, image=image), step)
+        self._add_value(Summary.Value(tag=tag, image=image), step)
 
-    def _add(self, value: Any, step: int) -> None:
-        """Write one value that the ``SummaryWriter`` cannot make itself."""
+    def _add_value(self, value: Any, step: int) -> None:
+        """Write a value that ``SummaryWriter`` has no method for."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._opened().file_writer.add_summary(Summary(value=[value]), step)
 
 
-def _block(text: str) -> str:
-    """Return text as a block of code in Markdown."""
+def _code_block(text: str) -> str:
+    """Return text as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())

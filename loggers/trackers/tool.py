@@ -1,4 +1,4 @@
-"""What trackers of other tools share."""
+"""Base classes and helpers of trackers that resume a run, and of those in front of a package."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from loggers.base import RunInfo, Status, Tracker, check_status
-from loggers.trackers.line_file import is_remote, local_path
+from loggers.trackers.line_file import local_path
 
 __all__ = [
     "ContinuingTracker",
     "ToolTracker",
     "as_float",
     "local_folder",
-    "name_of_run",
     "opened",
-    "same_random_numbers",
+    "preserve_random_state",
+    "run_name",
 ]
 
 T = TypeVar("T")
 
 
 class ContinuingTracker(Tracker):
-    """A tracker that goes on with its run after a resume, and may be used for one after the other.
+    """A tracker that continues its run after a resume, and can be reused for several runs in turn.
 
     Its state is the id of its run and the last step that it logged.
 
     Args:
-        all_ranks: log on every process rather than on the main one only.
+        all_ranks: log on every rank, not only on the main one.
     """
 
     def __init__(self, *, all_ranks: bool = False) -> None:
@@ -47,16 +47,16 @@ class ContinuingTracker(Tracker):
         return {"run_id": self._run_id, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run that ``state`` names."""
+        """Continue the run in ``state`` at the next `start`."""
         self._run_id = state.get("run_id")
         self._last_step = state.get("last_step")
         self._loaded = True
 
     def _begin(self, run: RunInfo) -> int | None:
-        """Settle the id of the run; return the last step to keep, None for a fresh run.
+        """Set the id of the run; return the last step to keep, None for a new run.
 
-        Steps that the checkpoint has seen are kept whatever their unit is: those of somebody who
-        counts samples are far above the optimizer steps of ``resumed_step``.
+        Steps in the checkpoint are kept in any unit: if the user logs samples, they are far above
+        the optimizer steps of ``resumed_step``.
         """
         if not self._loaded:
             self._run_id, self._last_step = None, None
@@ -65,32 +65,36 @@ class ContinuingTracker(Tracker):
             return None
         return max(run.resumed_step, -1 if self._last_step is None else self._last_step)
 
-    def _seen(self, step: int) -> None:
-        """Note a step that was logged."""
+    def _logged(self, step: int) -> None:
+        """Update the last step."""
         self._last_step = step if self._last_step is None else max(step, self._last_step)
 
     def _end(self, status: Status) -> None:
-        """Check the status; a start after this one is of another run, unless a state is loaded."""
+        """Check the status; the next start begins another run unless a state is loaded."""
         check_status(status)
         self._loaded = False
 
 
 def opened(part: T | None, tracker: str) -> T:
-    """Return what a tracker holds since ``start``; RuntimeError where it holds nothing."""
+    """Return an object that exists between ``start`` and ``finish``.
+
+    Raises:
+        RuntimeError: it is None, so the tracker is not open.
+    """
     if part is None:
         raise RuntimeError(f"the {tracker} tracker is not open: call start(run) before logging")
     return part
 
 
 class ToolTracker(ContinuingTracker):
-    """A tracker in front of a package that is imported in `start`, with one object that is open.
+    """A tracker in front of a package, which is imported in `start`, and of one object of it.
 
     Args:
-        all_ranks: log on every process rather than on the main one only.
+        all_ranks: log on every rank, not only on the main one.
     """
 
     install = ""
-    """What to tell ``pip install``."""
+    """Arguments of ``pip install``."""
 
     def __init__(self, *, all_ranks: bool = False) -> None:
         super().__init__(all_ranks=all_ranks)
@@ -104,19 +108,19 @@ class ToolTracker(ContinuingTracker):
         return self._tool
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run id, the last step that was logged, and the rank whose they are."""
+        """Return the run id, the last step that was logged, and the rank that logged it."""
         return {**super().state_dict(), "rank": self._rank}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run that ``state`` names."""
+        """Continue the run in ``state`` at the next `start`."""
         super().load_state_dict(state)
         self._rank = state.get("rank", 0)
 
-    def _resumed(self, run: RunInfo, *, named: bool = False) -> str | None:
-        """Return the id of the run to go on with; None where a new one is to be made.
+    def _resumed_id(self, run: RunInfo, *, named: bool = False) -> str | None:
+        """Return the id of the run to continue; None if a new one is to be created.
 
-        A checkpoint has the state of the main process. Other ranks know their run from it only
-        if runs are ``named`` by `name_of_run`, and begin a new one otherwise.
+        A checkpoint has the state of the main process. Other ranks can derive their run's id from
+        it only if ids are ``named`` by `run_name`; otherwise they create a new run.
         """
         resumed = self._run_id if self._loaded else None
         rank, self._rank = self._rank, run.rank
@@ -126,18 +130,18 @@ class ToolTracker(ContinuingTracker):
         return f"{resumed}-rank{run.rank}" if named else None
 
     def _opened(self) -> Any:
-        """Return the tool's object, or say that there is none."""
+        """Return the tool's object; raise RuntimeError if the tracker is not open."""
         return opened(self._tool, self.name)
 
-    def _closed(self) -> Any:
-        """Forget the tool's object and return it, so that it is closed once."""
+    def _release(self) -> Any:
+        """Return the tool's object and reset it to None, so that it is closed once."""
         tool, self._tool = self._tool, None
         return tool
 
     def _import(self, module: str) -> Any:
-        """Import the tool; absolutely, for this package has a module of the same name."""
+        """Import the tool; by absolute name, because a module here has the same one."""
         try:
-            with same_random_numbers():
+            with preserve_random_state():
                 return importlib.import_module(module)
         except ImportError as error:
             raise ImportError(
@@ -146,15 +150,18 @@ class ToolTracker(ContinuingTracker):
             ) from error
 
     def _warn_once(self, kind: str, text: str) -> None:
-        """Warn the first time that something of a kind happens."""
+        """Warn once per kind."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"{self.name}: {text} (said once)", UserWarning, stacklevel=4)
+            warnings.warn(f"{self.name}: {text} (warned once)", UserWarning, stacklevel=4)
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Undo what a block draws from ``random``: names and colours must not change a training."""
+def preserve_random_state() -> Iterator[None]:
+    """Restore the state of ``random`` afterwards.
+
+    Tools draw run names and colors from it, which must not change the training.
+    """
     state = random.getstate()
     try:
         yield
@@ -162,13 +169,13 @@ def same_random_numbers() -> Iterator[None]:
         random.setstate(state)
 
 
-def name_of_run(run: RunInfo) -> str:
-    """Return what this process's run is called: the id, and the rank where it is not 0."""
+def run_name(run: RunInfo) -> str:
+    """Return the name of this rank's run: the run id, with a suffix for ranks above 0."""
     return f"{run.run_id}-rank{run.rank}" if run.rank else run.run_id
 
 
 def as_float(value: float | int) -> float:
-    """Return a number as a float; integers that are too large become infinite."""
+    """Return a number as a float; integers out of range become infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -179,17 +186,18 @@ def local_folder(run: RunInfo, subdir: str, advice: str) -> str:
     """Return the absolute path of ``<logging_dir>/<subdir>``, which need not exist yet.
 
     Args:
-        run: whose ``logging_dir`` it is; ranks above 0 get ``rank<r>`` below the folder.
+        run: the run; ranks above 0 get ``rank<r>`` below the folder.
         subdir: name of the folder.
-        advice: what else the user may do.
+        advice: an alternative for the error.
 
     Raises:
         ValueError: ``logging_dir`` is a remote URL.
     """
-    if is_remote(run.logging_dir):
+    folder = local_path(run.logging_dir)
+    if folder is None:
         raise ValueError(
             f"logging_dir is {run.logging_dir!r}, and this tool writes to local folders only: "
             f"use a local logging_dir, or {advice}"
         )
     rank = (f"rank{run.rank}",) if run.rank else ()
-    return os.path.join(os.path.abspath(local_path(run.logging_dir)), subdir, *rank)
+    return os.path.join(os.path.abspath(folder), subdir, *rank)

@@ -1,4 +1,4 @@
-"""Trackio: local first, in a database that its own dashboard shows."""
+"""TrackioTracker: a local database that Trackio's dashboard shows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
-from loggers.media.encode import gif
-from loggers.media.files import Scratch, figure_picture, named_pictures
-from loggers.trackers.tool import ToolTracker, as_float, name_of_run, same_random_numbers
+from loggers.multimedia.encode import figure_image, gif, named_images
+from loggers.multimedia.files import Scratch
+from loggers.trackers.tool import ToolTracker, as_float, preserve_random_state, run_name
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -19,20 +19,19 @@ __all__ = ["TrackioTracker"]
 
 
 class TrackioTracker(ToolTracker):
-    """Logs to a Trackio run, in a database of this machine unless a Space or a server is named.
+    """Logs to a Trackio run, in a local database unless a Space or a server is configured.
 
-    Trackio writes to ``$TRACKIO_DIR``, by default ``trackio`` in Hugging Face's cache folder, and
-    to nowhere else: ``logging_dir`` is not used, so set the variable before Python starts to have
-    the database elsewhere. A resume goes on in the same run; values of steps that are done again
-    are there twice. NaN and infinities are kept. A run that did not end well gets an alert, for
-    Trackio has no status.
+    Trackio writes to ``$TRACKIO_DIR`` only, by default ``trackio`` in Hugging Face's cache folder;
+    ``logging_dir`` is not used. Set the variable before Python starts to move the database. A
+    resume continues the same run; values of repeated steps are recorded twice. NaN and infinities
+    are kept. A run that fails or is interrupted gets an alert, because Trackio has no status.
 
     Args:
-        all_ranks: log on every process, one Trackio run a rank, grouped by the run's name.
-        **init_kwargs: arguments of ``trackio.init``; they win over everything said here.
+        all_ranks: log on every rank, one Trackio run per rank, grouped by the run's name.
+        **init_kwargs: arguments of ``trackio.init``; they override the defaults above.
 
     Raises:
-        ImportError: from `start`, when trackio is not installed.
+        ImportError: from `start`, if trackio is not installed.
 
     >>> tracker = TrackioTracker(auto_log_cpu=False)
     >>> tracker.raw is None  # the trackio Run, once started
@@ -52,28 +51,29 @@ class TrackioTracker(ToolTracker):
     def start(self, run: RunInfo) -> None:
         """Call ``trackio.init``."""
         self._trackio = self._import("trackio")
-        resumed = self._resumed(run, named=True)
+        resumed = self._resumed_id(run, named=True)
         ours: dict[str, Any] = {
             "project": run.name,
-            "name": resumed or name_of_run(run),
+            "name": resumed or run_name(run),
             "resume": "allow" if resumed else "never",
-            "embed": False,  # a dashboard in a notebook is for who asks for it
+            "embed": False,  # no dashboard in a notebook unless requested
         }
         if not self.main_process_only:
             ours["group"] = run.name
-        with same_random_numbers():
+        with preserve_random_state():
             self._tool = self._trackio.init(**{**ours, **self._init_kwargs})
         self._run_id = str(self._tool.name)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Add to the run's config, which Trackio stores with the next values."""
-        plain = plain_config(config)  # keys of its own begin with an underscore
+        """Update the run's config, which Trackio stores with the next values."""
+        plain = plain_config(config)
+        # Trackio reserves keys that begin with an underscore.
         self._opened().config.update({key.lstrip("_") or key: v for key, v in plain.items()})
 
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
         """Log the values at a step; they reach the database within about a second."""
-        self._opened().log({name: _stored(value) for name, value in scalars.items()}, step=step)
-        self._seen(step)
+        self._opened().log({name: _storable(value) for name, value in scalars.items()}, step=step)
+        self._logged(step)
 
     def log_images(
         self,
@@ -82,10 +82,10 @@ class TrackioTracker(ToolTracker):
         *,
         captions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Record pictures; several of one name get ``/0``, ``/1``, ... Needs Pillow."""
+        """Record images; several of one name get ``/0``, ``/1``, ... Needs Pillow."""
         made = {
-            name: self._made("Image", image, caption=caption)
-            for name, image, caption in named_pictures(images, captions)
+            name: self._create("Image", image, caption=caption)
+            for name, image, caption in named_images(images, captions)
         }
         self._opened().log(made, step=step)
 
@@ -93,50 +93,52 @@ class TrackioTracker(ToolTracker):
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
         """Record a table."""
-        table = self._made("Table", columns=list(columns), data=[list(row) for row in rows])
+        table = self._create("Table", columns=list(columns), data=[list(row) for row in rows])
         self._opened().log({name: table}, step=step)
 
     def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
-        """Record distributions in 64 bins."""
-        made = {name: self._made("Histogram", values) for name, values in histograms.items()}
+        """Record histograms, in 64 bins."""
+        made = {name: self._create("Histogram", values) for name, values in histograms.items()}
         self._opened().log(made, step=step)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Record texts, shown as Markdown."""
-        made = {name: self._made("Markdown", text) for name, text in texts.items()}
+        made = {name: self._create("Markdown", text) for name, text in texts.items()}
         self._opened().log(made, step=step)
 
     def log_audio(self, audio: Mapping[str, np.ndarray], step: int, *, sample_rate: int) -> None:
-        """Record sounds as 16-bit WAV."""
-        made = {  # as integers, for Trackio makes every float as loud as it can be
-            name: self._made("Audio", (s * 32767).round().astype("int16"), sample_rate=sample_rate)
+        """Record audio as 16-bit WAV."""
+        made = {  # as integers, because Trackio normalizes the volume of floats
+            name: self._create(
+                "Audio", (s * 32767).round().astype("int16"), sample_rate=sample_rate
+            )
             for name, s in audio.items()
         }
         self._opened().log(made, step=step)
 
     def log_video(self, videos: Mapping[str, np.ndarray], step: int, *, fps: int = 4) -> None:
-        """Record films as GIF, for which no ffmpeg is needed. Needs Pillow."""
+        """Record videos as GIF, which needs Pillow but no ffmpeg."""
         made = {
-            name: self._made("Video", self._scratch.file(gif(frames, fps), ".gif"))
+            name: self._create("Video", self._scratch.file(gif(frames, fps), ".gif"))
             for name, frames in videos.items()
         }
         self._opened().log(made, step=step)
 
     def log_figure(self, figures: Mapping[str, Any], step: int) -> None:
-        """Record matplotlib figures as pictures. Needs Pillow."""
-        made = {name: self._made("Image", figure_picture(f)) for name, f in figures.items()}
+        """Record matplotlib figures as images. Needs Pillow."""
+        made = {name: self._create("Image", figure_image(f)) for name, f in figures.items()}
         self._opened().log(made, step=step)
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
-        """Store a version of a file or a folder under its name."""
+        """Store a version of a file or folder under its name."""
         named = name or path.replace("\\", "/").rstrip("/").rpartition("/")[2]
         named = re.sub(r"[^A-Za-z0-9._-]", "-", named)
         self._opened().log_artifact(path, name=named, type=kind)
 
     def finish(self, status: Status = "success") -> None:
-        """Write what is pending, which Trackio limits to 30 seconds, and end the run."""
+        """Write what is pending, for up to Trackio's limit of 30 seconds, and end the run."""
         self._end(status)
-        run = self._closed()
+        run = self._release()
         if run is None:
             return
         if status != "success":
@@ -146,12 +148,12 @@ class TrackioTracker(ToolTracker):
         run.finish()
         self._scratch.close()
 
-    def _made(self, kind: str, *args: Any, **kwargs: Any) -> Any:
-        """Make one of Trackio's own objects."""
+    def _create(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Create a Trackio object."""
         self._opened()
         return getattr(self._trackio, kind)(*args, **kwargs)
 
 
-def _stored(value: Scalar) -> Scalar:
-    """Return integers that do not fit into 64 bits, which Trackio leaves out, as floats."""
+def _storable(value: Scalar) -> Scalar:
+    """Return integers beyond 64 bits, which Trackio drops, as floats."""
     return as_float(value) if isinstance(value, int) and value.bit_length() > 63 else value

@@ -147,7 +147,7 @@ def test_names_that_are_wrong_are_errors_with_the_nearest(tmp_path):
     with pytest.warns(UserWarning, match="only the config is recorded"):
         accel.init_trackers("again", {"lr": 0.1})
     accel.end_training()
-    with pytest.raises(TypeError, match="is made already"):
+    with pytest.raises(TypeError, match="is an instance already"):
         Accelerator(cpu=True, log_with=FileTracker("a", tmp_path)).init_trackers(
             "digits", init_kwargs={"file": {"suffix": "txt"}}
         )

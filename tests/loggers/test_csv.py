@@ -136,7 +136,8 @@ def test_a_file_of_somebody_else_is_left_alone(
 
 KILLED = """
 import os, sys
-from loggers import CSVTracker, RunInfo, line_file
+from loggers import CSVTracker, RunInfo
+from loggers.trackers import line_file
 
 tracker = CSVTracker()
 tracker.start(RunInfo("digits", sys.argv[1], "a1"))

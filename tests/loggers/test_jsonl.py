@@ -162,7 +162,7 @@ def test_a_tracker_that_is_used_twice_has_two_runs(run_info: Callable[..., RunIn
 CUT_SHORT = """
 import os, sys
 from loggers import JSONLTracker, RunInfo
-from loggers import line_file
+from loggers.trackers import line_file
 
 def killed(*args):
     os._exit(9)

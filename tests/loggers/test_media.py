@@ -23,7 +23,7 @@ from loggers import (
     configured_tracker,
     media,
 )
-from loggers.media.convert import as_audio, as_numbers, as_pictures, as_table, check_shape
+from loggers.multimedia.convert import as_audio, as_images, as_numbers, as_table, check_shape
 
 RUN = RunInfo("digits", "runs", "a1")
 
@@ -257,7 +257,7 @@ def test_media_follow_the_steps_of_a_tool_that_drops_lower_ones(step: int) -> No
         ("cat.png", TypeError, "'x' is a str"),
         ([], TypeError, "not empty"),
         (np.zeros(3), ValueError, r"shape \(3,\)"),
-        (np.zeros((3, 8, 8)), ValueError, 'say channels="first"'),
+        (np.zeros((3, 8, 8)), ValueError, 'pass channels="first"'),
         (torch.zeros(8, 8, 3), ValueError, "8 channels"),
         ([np.zeros((8, 8)), torch.zeros(2, 2, 2, 2, 2)], ValueError, "shape"),
     ],
@@ -302,7 +302,7 @@ def test_what_cannot_be_converted_is_lost_and_said_once(caplog: pytest.LogCaptur
 )
 def test_layouts_of_pictures(value: Any, channels: Any, shape: tuple[int, ...]) -> None:
     check_shape("x", value, channels)
-    result = as_pictures(value, channels)
+    result = as_images(value, channels)
     assert (result.shape, result.dtype) == (shape, np.uint8)
 
 
@@ -317,20 +317,20 @@ def test_layouts_of_pictures(value: Any, channels: Any, shape: tuple[int, ...]) 
     ],
 )
 def test_values_of_pictures(value: Any, expected: list[int]) -> None:
-    assert as_pictures(value).ravel().tolist() == expected
+    assert as_images(value).ravel().tolist() == expected
 
 
 def test_pictures_of_pil_and_lists_of_several_sizes() -> None:
     from PIL import Image
 
     grey, colour = Image.new("L", (2, 3), 7), Image.new("RGBA", (4, 1), (1, 2, 3, 4))
-    assert as_pictures(grey).shape == (1, 3, 2, 1)
-    both = as_pictures([grey, colour])
+    assert as_images(grey).shape == (1, 3, 2, 1)
+    both = as_images([grey, colour])
     assert both.shape == (2, 3, 4, 4)
     assert both[0, 0, 0].tolist() == [7, 7, 7, 255]
     assert both[1, 0, 3].tolist() == [1, 2, 3, 4]
     assert both[0, 0, 3].tolist() == both[1, 2, 0].tolist() == [0, 0, 0, 0]
-    assert as_pictures(Image.new("P", (2, 2))).shape == (1, 2, 2, 4)
+    assert as_images(Image.new("P", (2, 2))).shape == (1, 2, 2, 4)
 
 
 def test_audio_numbers_and_cells() -> None:

@@ -56,7 +56,7 @@ def test_mlflow_names_and_lengths(mlflow: Any, run_info: Runs, hub: Any, read: A
     run = run_info()
     tracker = hub("mlflow", run).trackers[0]
     tracker.start(run)
-    with pytest.warns(UserWarning, match="said once") as caught:
+    with pytest.warns(UserWarning, match="warned once") as caught:
         _log_odd_names(tracker)
     tracker.finish()
     found = read("mlflow", run)
@@ -68,9 +68,9 @@ def test_mlflow_names_and_lengths(mlflow: Any, run_info: Runs, hub: Any, read: A
     }
     assert len(found.history["s"][0][1]) == 8000
     assert found.config == {"text": "x" * 6000, "a_b": "1"}
-    said = [str(one.message) for one in caught if "said once" in str(one.message)]
-    assert sum("is recorded as" in text for text in said) == 1
-    assert sum("characters" in text for text in said) == 1
+    warned = [str(one.message) for one in caught if "warned once" in str(one.message)]
+    assert sum("is recorded as" in text for text in warned) == 1
+    assert sum("characters" in text for text in warned) == 1
 
 
 def _log_odd_names(tracker: Any) -> None:

@@ -1,7 +1,7 @@
-"""From tensors, arrays and PIL images to what trackers take: numpy, of one layout and type.
+"""Convert tensors, arrays and PIL images to numpy arrays of one layout and type, for trackers.
 
-Two steps: `held` copies on the caller's thread, without waiting for a device; the others, on the
-hub's thread, convert.
+Two steps: `snapshot` copies on the caller's thread, without waiting for a device; the ``as_...``
+functions convert on the hub's thread.
 """
 
 from __future__ import annotations
@@ -18,33 +18,69 @@ if TYPE_CHECKING:
 __all__ = [
     "Channels",
     "as_audio",
+    "as_images",
     "as_numbers",
-    "as_pictures",
     "as_table",
     "check_shape",
-    "held",
     "size_of",
+    "snapshot",
 ]
 
 Channels = Literal["first", "last"]
-"""Where the channels of a picture stand: ``(C, H, W)`` or ``(H, W, C)``."""
+"""The position of the channels of an image: ``(C, H, W)`` or ``(H, W, C)``."""
 
 _COUNTS = (1, 3, 4)
-_OBJECT = 1 << 16  # bytes of what does not say (a figure, a picture of PIL), roughly
+_OBJECT = 1 << 16  # estimated bytes of an object without a size, e.g. a figure
 
 
-def held(value: Any) -> Any:
-    """Return a copy that later changes do not reach; tensors stay on their device.
+def check_shape(name: str, value: Any, channels: Channels | None, *, video: bool = False) -> None:
+    """Raise TypeError or ValueError for a value that `as_images` cannot convert.
+
+    Called on the caller's thread, so that the traceback shows the user's call.
+
+    >>> import numpy as np
+    >>> check_shape("digit", np.zeros((8, 8)), None)
+    >>> check_shape("digit", np.zeros((3, 8, 8)), None)
+    Traceback (most recent call last):
+    ValueError: 'digit' has 8 channels in shape (3, 8, 8): images have 1, 3 or 4. Tensors are \
+read as (C, H, W), arrays as (H, W, C); pass channels="first" or "last" otherwise
+    """
+    if isinstance(value, list | tuple) and value:
+        for item in value:
+            check_shape(name, item, channels)
+        return
+    if hasattr(value, "getbands"):  # a PIL image
+        return
+    shape = getattr(value, "shape", None)
+    if shape is None or not hasattr(value, "dtype"):
+        raise TypeError(
+            f"{name!r} is a {type(value).__name__}: an image is a tensor, a numpy array, a PIL "
+            "image, or a list of these that is not empty"
+        )
+    shape = tuple(shape)
+    if len(shape) not in ((4,) if video else (2, 3, 4)):
+        wanted = "(T, C, H, W)" if video else "(H, W), (C, H, W) or (N, C, H, W)"
+        raise ValueError(f"{name!r} has shape {shape}: expected {wanted}, or channels last")
+    at = -3 if _channels_of(value, channels) == "first" else -1
+    if len(shape) > 2 and shape[at] not in _COUNTS:
+        raise ValueError(
+            f"{name!r} has {shape[at]} channels in shape {shape}: images have 1, 3 or 4. Tensors "
+            'are read as (C, H, W), arrays as (H, W, C); pass channels="first" or "last" otherwise'
+        )
+
+
+def snapshot(value: Any) -> Any:
+    """Return a copy that later in-place changes do not affect; tensors stay on their device.
 
     >>> import numpy as np
     >>> array = np.zeros(2)
-    >>> copy = held([array])
+    >>> copy = snapshot([array])
     >>> array += 1
     >>> copy
     [array([0., 0.])]
     """
     if isinstance(value, list | tuple):
-        return [held(item) for item in value]
+        return [snapshot(item) for item in value]
     if _is_tensor(value):
         copied = value.detach().clone()
         if copied.is_cuda:
@@ -55,7 +91,7 @@ def held(value: Any) -> Any:
 
 
 def size_of(value: Any) -> int:
-    """Return about how many bytes a value keeps from being used for something else.
+    """Return the approximate size of a value in bytes.
 
     >>> import numpy as np
     >>> size_of({"a": [np.zeros(8), np.zeros(8)]})
@@ -74,70 +110,26 @@ def size_of(value: Any) -> int:
     return int(getattr(value, "nbytes", _OBJECT))
 
 
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def channels_of(value: Any, channels: Channels | None) -> Channels:
-    """Return where the channels stand: as told; else first in tensors, last in anything else."""
-    return channels or ("first" if _is_tensor(value) else "last")
-
-
-def check_shape(name: str, value: Any, channels: Channels | None, *, film: bool = False) -> None:
-    """Raise TypeError or ValueError, on the caller's thread, for what `as_pictures` cannot take.
-
-    >>> import numpy as np
-    >>> check_shape("digit", np.zeros((8, 8)), None)
-    >>> check_shape("digit", np.zeros((3, 8, 8)), None)
-    Traceback (most recent call last):
-    ValueError: 'digit' has 8 channels in shape (3, 8, 8): pictures have 1, 3 or 4. Tensors are \
-taken as (C, H, W), arrays as (H, W, C); say channels="first" or "last"
-    """
-    if isinstance(value, list | tuple) and value:
-        for item in value:
-            check_shape(name, item, channels)
-        return
-    if hasattr(value, "getbands"):  # a PIL image
-        return
-    shape = getattr(value, "shape", None)
-    if shape is None or not hasattr(value, "dtype"):
-        raise TypeError(
-            f"{name!r} is a {type(value).__name__}: a picture is a tensor, a numpy array, a PIL "
-            "image, or a list of these that is not empty"
-        )
-    shape = tuple(shape)
-    if len(shape) not in ((4,) if film else (2, 3, 4)):
-        wanted = "(T, C, H, W)" if film else "(H, W), (C, H, W) or (N, C, H, W)"
-        raise ValueError(f"{name!r} has shape {shape}: expected {wanted}, or channels last")
-    at = -3 if channels_of(value, channels) == "first" else -1
-    if len(shape) > 2 and shape[at] not in _COUNTS:
-        raise ValueError(
-            f"{name!r} has {shape[at]} channels in shape {shape}: pictures have 1, 3 or 4. "
-            'Tensors are taken as (C, H, W), arrays as (H, W, C); say channels="first" or "last"'
-        )
-
-
-def as_pictures(value: Any, channels: Channels | None = None) -> np.ndarray:
+def as_images(value: Any, channels: Channels | None = None) -> np.ndarray:
     """Return uint8 of shape (N, H, W, C), C one of 1, 3, 4.
 
     Args:
-        value: what `check_shape` accepts. Floats are in [0, 1], integers in [0, 255]; what is
-            outside is clipped, and NaN is 0. Pictures of a list that are smaller than the largest
-            are filled up with 0 at the right and at the bottom.
-        channels: where the channels stand; first in tensors, last in arrays if None.
+        value: a value that `check_shape` accepts. Floats are in [0, 1], integers in [0, 255];
+            others are clipped, and NaN is 0. Images of a list are padded with 0 at the right and
+            at the bottom to the size of the largest.
+        channels: position of the channels; by default first for tensors and last for arrays.
 
     >>> import numpy as np
-    >>> as_pictures(np.array([[0.0, 0.5, 2.0]])).ravel(), as_pictures(np.zeros((8, 8))).shape
+    >>> as_images(np.array([[0.0, 0.5, 2.0]])).ravel(), as_images(np.zeros((8, 8))).shape
     (array([  0, 128, 255], dtype=uint8), (1, 8, 8, 1))
     """
     import numpy as np
 
     if isinstance(value, list | tuple):
-        return _stacked([as_pictures(item, channels) for item in value])
+        return _stack([as_images(item, channels) for item in value])
     if hasattr(value, "getbands"):
         return _from_pil(value)
-    first = channels_of(value, channels) == "first"
+    first = _channels_of(value, channels) == "first"
     array = _as_bytes(_as_array(value))
     if array.ndim == 2:
         array = array[..., None]
@@ -150,8 +142,8 @@ def as_audio(value: Any) -> np.ndarray:
     """Return float32 in [-1, 1] of shape (samples,) or (samples, channels).
 
     Args:
-        value: floats, clipped; or integers, divided by the largest of their type. Tensors have
-            their channels first, as torchaudio has them, arrays last.
+        value: floats, which are clipped; or integers, which are divided by the largest of their
+            type. Tensors have their channels first, as in torchaudio, arrays last.
 
     >>> import numpy as np
     >>> as_audio(np.array([0, -32768], dtype=np.int16))
@@ -161,7 +153,9 @@ def as_audio(value: Any) -> np.ndarray:
 
     array = _as_array(value)
     if array.ndim not in (1, 2):
-        raise ValueError(f"audio has shape {array.shape}: expected (samples,) and channels, if any")
+        raise ValueError(
+            f"audio has shape {array.shape}: expected (samples,), or 2-d with channels"
+        )
     if array.ndim == 2 and _is_tensor(value):
         array = array.T
     if array.dtype.kind in "iu":
@@ -171,7 +165,7 @@ def as_audio(value: Any) -> np.ndarray:
 
 
 def as_numbers(value: Any) -> np.ndarray:
-    """Return the finite numbers in any array, tensor or list, as one dimension.
+    """Return the finite numbers in an array, tensor or list, in one dimension.
 
     >>> as_numbers([[1, 2], [3, float("nan")]])
     array([1., 2., 3.])
@@ -187,7 +181,7 @@ def as_numbers(value: Any) -> np.ndarray:
 
 
 def as_table(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
-    """Return rows of numbers, bool, str and None; anything else becomes its text.
+    """Return rows of numbers, bool, str and None; other cells are converted with ``str``.
 
     >>> import numpy as np
     >>> as_table([(np.float32(0.5), "seven", None, [1, 2])])
@@ -204,8 +198,18 @@ def _cell(value: Any) -> Any:
     return str(value)
 
 
+def _channels_of(value: Any, channels: Channels | None) -> Channels:
+    """Return the position of the channels; by default first for tensors, last otherwise."""
+    return channels or ("first" if _is_tensor(value) else "last")
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
 def _as_array(value: Any) -> np.ndarray:
-    """Read a tensor (this waits for its device), or make an array."""
+    """Return a tensor (synchronizing with its device) or any other value as an array."""
     import numpy as np
 
     if _is_tensor(value):
@@ -223,7 +227,7 @@ def _as_bytes(array: np.ndarray) -> np.ndarray:
 
     kind = array.dtype.kind
     if kind not in "biuf":
-        raise TypeError(f"pictures are made of numbers, got {array.dtype}")
+        raise TypeError(f"images are made of numbers, got {array.dtype}")
     if kind in "bf":
         unit = np.nan_to_num(array.astype(np.float64), posinf=1.0, neginf=0.0)
         array = np.rint(np.clip(unit, 0.0, 1.0) * 255.0)
@@ -238,22 +242,22 @@ def _from_pil(image: Any) -> np.ndarray:
     return (array if array.ndim == 3 else array[..., None])[None]
 
 
-def _stacked(pictures: list[np.ndarray]) -> np.ndarray:
-    """Join pictures of several sizes and counts of channels."""
+def _stack(images: list[np.ndarray]) -> np.ndarray:
+    """Join images that differ in size and number of channels."""
     import numpy as np
 
-    count = max(array.shape[3] for array in pictures)
-    pictures = [_with_channels(array, count) for array in pictures]
-    height, width = (max(array.shape[axis] for array in pictures) for axis in (1, 2))
-    filled = [
+    count = max(array.shape[3] for array in images)
+    images = [_with_channels(array, count) for array in images]
+    height, width = (max(array.shape[axis] for array in images) for axis in (1, 2))
+    padded = [
         np.pad(array, ((0, 0), (0, height - array.shape[1]), (0, width - array.shape[2]), (0, 0)))
-        for array in pictures
+        for array in images
     ]
-    return np.concatenate(filled)
+    return np.concatenate(padded)
 
 
 def _with_channels(array: np.ndarray, count: int) -> np.ndarray:
-    """Make grey ones coloured, and opaque where others have an opacity."""
+    """Convert grayscale images to RGB, and add an opaque alpha channel if others have one."""
     import numpy as np
 
     if array.shape[3] == 1 and count > 1:
