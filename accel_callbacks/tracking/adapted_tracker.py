@@ -1,7 +1,7 @@
 """The adapter that lets a tracker hub call a GeneralTracker.
 
-A file of its own, because it imports `loggers`: a script whose own file hides that package can still
-import `GeneralTracker`, and gets an error that names the file when a tracker is opened.
+A file of its own, because it imports `loggers`: a script whose own file hides that package can
+still import `GeneralTracker`, and gets an error that names the file when a tracker is opened.
 """
 
 from __future__ import annotations
