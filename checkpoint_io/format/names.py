@@ -1,4 +1,4 @@
-"""File names; sizes as text."""
+"""File names of the format, and sizes given as text."""
 
 from __future__ import annotations
 
@@ -31,47 +31,47 @@ def parse_size(size: int | str) -> int:
 
 
 def new_save_id() -> str:
-    """Draw the random id of one save: 16 hex digits."""
+    """Return a random id for one save: 16 hex digits."""
     return secrets.token_hex(8)
 
 
 def tensors_name(save_id: str, rank: int, number: int) -> str:
-    """Name the `number`-th (from 1) tensor file that `rank` writes."""
+    """Return the name of the `number`-th (from 1) tensor file of a rank."""
     return f"tensors-{save_id}-r{rank:05d}-{number:05d}.safetensors"
 
 
 def objects_name(save_id: str, rank: int | None) -> str:
-    """Name the JSON file of one rank's own state, or of the shared state for None."""
+    """Return the name of the JSON file of a rank's own state, or of the shared state for None."""
     return (
         f"objects-{save_id}-shared.json" if rank is None else f"objects-{save_id}-r{rank:05d}.json"
     )
 
 
 def temporary_name(save_id: str) -> str:
-    """Name the file that becomes the manifest by an atomic rename."""
+    """Return the name of the file that becomes the manifest by an atomic rename."""
     return f"manifest-{save_id}.tmp"
 
 
 def probe_name() -> str:
-    """Name a file that is written to try a place: it says when, and no other has this name."""
+    """Return a unique name, with the current time, for a file that tests write access."""
     return f"probe-{int(time.time()):08x}-{secrets.token_hex(8)}.tmp"
 
 
 def stale_probes(names: Iterable[str]) -> list[str]:
-    """Return the names of probes that began so long ago that they must have been killed."""
+    """Return the names of probes old enough that their process must have been killed."""
     limit = time.time() - _PROBE_SECONDS
     return [n for n in names if (match := _PROBE.fullmatch(n)) and int(match.group(1), 16) < limit]
 
 
 def kind_of(name: str) -> str | None:
-    """Say what a manifest may call this file ("tensors" or "objects"), None if not our name."""
+    """Return the kind ("tensors" or "objects") of a file by its name; None for foreign names."""
     if _TENSORS.fullmatch(name):
         return "tensors"
     return "objects" if _OBJECTS.fullmatch(name) else None
 
 
 def save_id_of(name: str) -> str | None:
-    """Return the id of the save that wrote this file, None for a name that is not ours."""
+    """Return the id of the save that wrote a file, by its name; None for foreign names."""
     for pattern in (_TENSORS, _OBJECTS, _TEMPORARY):
         if match := pattern.fullmatch(name):
             return match.group(1)
