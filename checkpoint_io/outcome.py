@@ -32,7 +32,7 @@ class Outcome:
 
     @classmethod
     def of(cls, step: Callable[[], T]) -> Outcome:
-        """Run a step and catch whatever it raises."""
+        """Run a step and catch any exception."""
         try:
             return cls(step(), None)
         # An interrupt too: the other ranks are about to wait in the collective that follows.
@@ -112,7 +112,7 @@ def raise_failure(headline: str, outcomes: Sequence[Mapping[str, Any]], own: Out
     """Raise on this rank for the ranks whose step failed."""
     if own.error is not None:
         interrupted = not isinstance(own.error, Exception)
-        # With one rank there is nothing to add to an error that already says what to do.
+        # With one rank there is nothing to add to an error that already names the next step.
         explained = isinstance(own.error, (CheckpointError, ImportError, ValueError))
         if interrupted or (explained and len(outcomes) == 1):
             raise own.error

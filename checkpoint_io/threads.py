@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["ThreadForEach", "for_each"]
+__all__ = ["ThreadForEach", "Worker", "collector_paused", "for_each", "started", "wait_for"]
 
 
 @contextmanager
@@ -135,7 +135,7 @@ class _IndexQueue:
         self.error: BaseException | None = None
 
     def stop(self) -> None:
-        """Let each thread end after its current call."""
+        """Drop the remaining indices; calls in progress run to their end."""
         with self._lock:
             self._left = iter(())
 

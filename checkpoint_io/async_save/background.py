@@ -120,7 +120,7 @@ class SaveHandle:
         exit_hook.watch(self)
 
     def go(self, *, cancel: bool = False) -> None:
-        """Let the thread write, or cancel it before it has begun."""
+        """Start the write on the thread, or cancel it."""
         self._cancelled = cancel
         self._started.set()
         if cancel:
@@ -266,7 +266,9 @@ class BackgroundSaver:
         return self._launch(job, afterwards) if self.make_room(policy) else None
 
     def make_room(self, policy: str | None = None) -> bool:
-        """Return whether a new save may begin, waiting for the last one by policy. Collective.
+        """Return whether a new save may begin now. Collective.
+
+        With policy "wait", wait for the previous one; with "skip", return False if it is under way.
 
         Args:
             policy: overrides the saver's policy.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from checkpoint_io.format import json as jsonio
+from checkpoint_io.format.names import MANIFEST
 
 __all__ = ["Chunk", "FileEntry", "Manifest", "TensorEntry"]
 
@@ -163,7 +164,7 @@ class Manifest:
 def seal(document: Mapping[str, Any]) -> bytes:
     """Serialize a manifest document with its digest, which comes first."""
     blank = {"digest": "0" * 64, **{k: v for k, v in document.items() if k != "digest"}}
-    data = jsonio.dumps(blank, "manifest.json")
+    data = jsonio.dumps(blank, MANIFEST)
     digest = hashlib.sha256(data).hexdigest().encode("ascii")
     return data[: len(_DIGEST_HEAD)] + digest + data[_DIGEST_END:]
 

@@ -7,27 +7,17 @@ import secrets
 import time
 from collections.abc import Iterable
 
-_UNITS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
 MANIFEST = "manifest.json"
 _TENSORS = re.compile(r"tensors-([0-9a-f]{8,64})-r[0-9]{5,9}-[0-9]{5,9}\.safetensors", re.ASCII)
 _OBJECTS = re.compile(r"objects-([0-9a-f]{8,64})-(?:r[0-9]{5,9}|shared)\.json", re.ASCII)
 _PROBE = re.compile(r"probe-([0-9a-f]{8})-[0-9a-f]{16}\.tmp", re.ASCII)
 _PROBE_SECONDS = 24 * 3600  # clocks of machines that share a store may differ by hours
 _TEMPORARY = re.compile(r"manifest-([0-9a-f]{8,64})\.tmp", re.ASCII)
-
-
-def parse_size(size: int | str) -> int:
-    """Return a size in bytes; "5GB" is 5e9, "5GiB" is 5 * 2**30."""
-    text = str(size).strip().lower()
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text)
-    value = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if value < 1 or isinstance(size, bool):
-        raise ValueError(f'a size is a positive number of bytes or text like "5GB", not {size!r}')
-    return value
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
 
 
 def new_save_id() -> str:
@@ -76,3 +66,13 @@ def save_id_of(name: str) -> str | None:
         if match := pattern.fullmatch(name):
             return match.group(1)
     return None
+
+
+def parse_size(size: int | str) -> int:
+    """Return a size in bytes; "5GB" is 5e9, "5GiB" is 5 * 2**30."""
+    text = str(size).strip().lower()
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text)
+    value = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if value < 1 or isinstance(size, bool):
+        raise ValueError(f'a size is a positive number of bytes or text like "5GB", not {size!r}')
+    return value

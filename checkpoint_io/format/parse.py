@@ -21,12 +21,11 @@ from checkpoint_io.format.manifest import (
     digest_of,
 )
 from checkpoint_io.format.names import kind_of
-from checkpoint_io.format.safetensors import ALIGNMENT, ITEMSIZE
+from checkpoint_io.format.safetensors import ALIGNMENT, ITEMSIZE, MAX_DIMS
 from checkpoint_io.format.tree import decode_tree
 from checkpoint_io.sharding.boxes import overlapping
 
 _LIMIT = 2**63 - 1
-_MAX_DIMS = 64
 _MAX_CHUNKS = 65536
 _MAX_PART = 256 * 1024 * 1024
 _HEX16 = re.compile(r"[0-9a-f]{16}", re.ASCII)
@@ -303,8 +302,8 @@ def _show(value: Any) -> str:
 
 def _integers(value: Any, what: str) -> tuple[int, ...]:
     """Return integers, at most as many as a tensor may have dimensions."""
-    if type(value) not in (list, tuple) or len(value) > _MAX_DIMS:
-        raise _Invalid(f"{what} must be a list of at most {_MAX_DIMS} dimensions")
+    if type(value) not in (list, tuple) or len(value) > MAX_DIMS:
+        raise _Invalid(f"{what} must be a list of at most {MAX_DIMS} dimensions")
     for item in value:
         if type(item) is not int or not 0 <= item <= _LIMIT:
             _integer(item, what)

@@ -50,6 +50,7 @@ ITEMSIZE: dict[str, int] = {
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
 }  # fmt: skip
 ALIGNMENT = 4096  # a header ends at a multiple of it, so that tensor data starts on a page
+MAX_DIMS = 64  # of a tensor in a file or manifest that is read
 MAX_HEADER = 100_000_000  # limit of the safetensors library
 PIECE = 16 << 20  # bytes that are copied to the host at a time
 _quote = json.JSONEncoder(ensure_ascii=True).encode
@@ -164,7 +165,7 @@ def parse_header(data: bytes, size: int, where: str) -> tuple[dict[str, str], di
 def _slot(entry: Any, base: int) -> Slot:
     """Parse one header entry."""
     (begin, end), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
-    if type(shape) is not list or len(shape) > 64:
+    if type(shape) is not list or len(shape) > MAX_DIMS:
         raise ValueError("a shape that is not a short list")
     for n in (begin, end, *shape):
         if type(n) is not int or not 0 <= n < 2**63:

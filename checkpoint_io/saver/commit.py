@@ -130,7 +130,7 @@ class Commit:
         if not ours:
             raise CheckpointConflictError(
                 f"another save wrote to {self._store.url} at the same time, and its checkpoint is "
-                "the one that is there now: give each job a folder of its own"
+                "the current one: give each job a folder of its own"
             )
 
     def verdict(self, outcome: Outcome) -> dict[str, Any]:

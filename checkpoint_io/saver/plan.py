@@ -60,8 +60,8 @@ _CACHE = PlanCache()
 class Proposal:
     """The tensors that one rank holds, and the cached share for them."""
 
-    def __init__(self, holdings: LocalTensors, rank: int, world_size: int) -> None:
-        self._plain = holdings.to_plain()
+    def __init__(self, tensors: LocalTensors, rank: int, world_size: int) -> None:
+        self._plain = tensors.to_plain()
         self._rank = rank
         text = json.dumps([rank, world_size, self._plain], separators=(",", ":"))
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -151,10 +151,10 @@ class Draft:
         self._local = local
         self._tied = shared.tied
         several = group.world_size > 1
-        self._holdings = LocalTensors(shared.tensors, shared.tied, rank, several and replicated)
+        self._tensors = LocalTensors(shared.tensors, shared.tied, rank, several and replicated)
         self._proposal = (
-            Proposal(self._holdings, rank, group.world_size)
-            if several or self._holdings.sharded
+            Proposal(self._tensors, rank, group.world_size)
+            if several or self._tensors.sharded
             else None
         )
 
@@ -186,17 +186,17 @@ class Draft:
         self, tied: Mapping[str, str], chosen: Sequence[tuple[str, tuple[int, ...]]]
     ) -> list[list[WriteBox]]:
         """Pack the boxes that this rank writes into files."""
-        boxes = self._holdings.own(tied)
+        boxes = self._tensors.rank0_boxes(tied)
         if chosen:
-            boxes += [self._holdings.box(key, offsets) for key, offsets in chosen]
-            boxes = self._holdings.in_order(boxes)
+            boxes += [self._tensors.box(key, offsets) for key, offsets in chosen]
+            boxes = self._tensors.in_order(boxes)
         # Separate files, so that a reader of the shared state need not read a rank's own.
         return [*self._pack(boxes), *self._pack(self._own())]
 
     def _own(self) -> list[WriteBox]:
         """Return the tensors of this rank's own state."""
         return [
-            WriteBox(key, (0,) * tensor.dim(), tensor, tuple(tensor.shape))
+            WriteBox.all_of(key, tensor)
             for key, tensor in self._local.tensors.items()
             if key not in self._local.tied
         ]

@@ -157,7 +157,7 @@ class Run:
     @property
     def _unknown_headline(self) -> str:
         """The start of an error on a rank that does not know the outcome of the commit."""
-        return f"saving to {self._url} may have failed; look there with checkpoint_io.verify"
+        return f"saving to {self._url} may have failed; check it with checkpoint_io.verify"
 
     def _undo(self) -> None:
         """Remove what this save has written, as far as possible."""

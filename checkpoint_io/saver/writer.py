@@ -162,7 +162,7 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                 yield batch
             batch, size = [], 0
         batch.append(tensor)
-        # A tensor that is not small is a batch of its own.
+        # A larger tensor forms a batch alone.
         size += nbytes if nbytes <= _SMALL else _BATCH + 1
     if batch:
         yield batch

@@ -81,7 +81,7 @@ def local_boxes(tensor: Any, what: str) -> list[LocalBox]:
     if held != actual:
         raise CheckpointError(
             f"{what} is a DTensor whose local part has shape {list(actual)}; its placements "
-            f"{list(tensor.placements)} say {list(held)}: redistribute it to Shard or Replicate"
+            f"{list(tensor.placements)} imply {list(held)}: redistribute it to Shard or Replicate"
         )
     return [
         LocalBox(

@@ -18,12 +18,17 @@ Replicated = bool | Callable[[str], bool]
 
 
 class WriteBox(NamedTuple):
-    """A box of a tensor that this rank writes."""
+    """A box of a tensor that this rank writes; `shape` is that of the whole tensor."""
 
     key: str
     offsets: tuple[int, ...]
     tensor: torch.Tensor
     shape: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, key: str, tensor: torch.Tensor) -> WriteBox:
+        """Return the box that is all of a plain tensor."""
+        return cls(key, (0,) * tensor.dim(), tensor, tuple(tensor.shape))
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +41,7 @@ class WriteBox(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether this is all of the tensor."""
+        """True if this is all of the tensor."""
         return self.tensor.shape == self.shape
 
     @property
@@ -81,7 +86,7 @@ class LocalTensors:
 
     @property
     def sharded(self) -> bool:
-        """Whether there is any DTensor."""
+        """True if there is any DTensor."""
         return bool(self._boxes)
 
     def to_plain(self) -> dict[str, Any]:
@@ -97,12 +102,12 @@ class LocalTensors:
         tied = {k: first for k, first in self._tied.items() if every or k in self._boxes}
         return {"entries": entries, "tied": tied}
 
-    def own(self, tied: Mapping[str, str]) -> list[WriteBox]:
-        """Return the boxes that rank 0 writes without an agreement."""
+    def rank0_boxes(self, tied: Mapping[str, str]) -> list[WriteBox]:
+        """Return the boxes that rank 0 writes without an assignment; none on other ranks."""
         if self._rank:
             return []
         return [
-            WriteBox(key, (0,) * tensor.dim(), tensor, tuple(tensor.shape))
+            WriteBox.all_of(key, tensor)
             for key, tensor in self._tensors.items()
             if key not in tied and key not in self._boxes and key not in self._spread
         ]
