@@ -1,6 +1,6 @@
-"""Checkpoints that cannot be lost: sharded safetensors and JSON on any fsspec URL, no pickle.
+"""Crash-safe checkpoints: sharded safetensors and JSON on any fsspec URL, without pickle.
 
-A checkpoint exists when its manifest does, and not before; what is loaded has been verified.
+A checkpoint exists once its manifest does, and not before; everything that is loaded is verified.
 
 Example:
     >>> import torch, checkpoint_io

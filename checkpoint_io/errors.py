@@ -1,4 +1,4 @@
-"""The errors of this package: each says what is wrong and what to do next."""
+"""Exceptions and warnings; every message states the problem and the next step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class CheckpointError(Exception):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is there, but its bytes are not the ones that were saved.
+    """A checkpoint exists, but its bytes are not the ones that were saved.
 
-    The message names the file and, where one is known, the tensors in the damaged part. Load an
-    older checkpoint (`CheckpointFolder.load_latest` does so by itself) or copy the file again.
+    The message names the file and, if known, the tensors in the damaged part. Load an older
+    checkpoint (`CheckpointFolder.load_latest` does so by itself) or copy the file again.
 
     Example:
         >>> from checkpoint_io import CorruptCheckpointError
@@ -41,10 +41,10 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class TornLoadError(CorruptCheckpointError):
-    """A load broke off after it had begun to write into the caller's tensors.
+    """A load failed after it had begun to write into the caller's tensors.
 
-    They hold a mixture now: load a good checkpoint into them before anything is computed with
-    them. The error that broke the load is the cause (`__cause__`).
+    They now hold a mixture of old and new values: load a good checkpoint into them before they are
+    used. The original error is the cause (`__cause__`).
 
     Example:
         >>> from checkpoint_io import CorruptCheckpointError, TornLoadError
@@ -54,7 +54,7 @@ class TornLoadError(CorruptCheckpointError):
 
 
 class StateMismatchError(CheckpointError, ValueError):
-    """A sound checkpoint does not fit what it is to be loaded into: names, shapes or dtypes.
+    """An intact checkpoint does not match the load target in names, shapes or dtypes.
 
     Raised before anything is changed.
 
@@ -71,7 +71,7 @@ class StateMismatchError(CheckpointError, ValueError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint (no `manifest.json`) at that place.
+    """There is no committed checkpoint (no `manifest.json`) at a URL.
 
     Example:
         >>> from checkpoint_io import CheckpointNotFoundError, load
@@ -84,13 +84,14 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class UnsettledWriteError(CheckpointError):
-    """A request to write was sent and never answered: it may still be on its way, and arrive."""
+    """A write request was sent and never answered, so it may still take effect."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):
     """The state holds an object that is neither a tensor nor in the closed set of JSON types.
 
-    Raised at save time, before anything is committed; names the type and its path in the state.
+    Raised at save time, before anything is committed. The message names the type of the object and
+    its path in the state.
 
     Example:
         >>> from checkpoint_io import UnsupportedStateError, save
@@ -103,9 +104,9 @@ class UnsupportedStateError(CheckpointError, TypeError):
 
 
 class CheckpointConflictError(CheckpointError):
-    """Another save is writing, or has just written, to the same place; nothing was mixed.
+    """Another save is writing, or has just written, to the same URL; nothing was mixed.
 
-    Give each job a folder of its own, or wait for the other one.
+    Give each job its own folder, or wait for the other one.
 
     Example:
         >>> from checkpoint_io import CheckpointConflictError, CheckpointError
@@ -115,7 +116,7 @@ class CheckpointConflictError(CheckpointError):
 
 
 class ManifestVersionError(CheckpointError):
-    """The checkpoint was written in a newer format version than this package knows.
+    """The checkpoint has a format version that this package does not read.
 
     Example:
         >>> from checkpoint_io import CheckpointError, ManifestVersionError
@@ -125,11 +126,11 @@ class ManifestVersionError(CheckpointError):
 
 
 class CheckpointWarning(UserWarning):
-    """Something was skipped or could not be cleaned up; no checkpoint was harmed.
+    """Something was skipped or could not be cleaned up; no checkpoint was damaged.
 
     Example:
         >>> import warnings
         >>> from checkpoint_io import CheckpointWarning
         >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", CheckpointWarning)  # here a skip is fatal
+        ...     warnings.simplefilter("error", CheckpointWarning)  # a skip now raises
     """

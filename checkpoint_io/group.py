@@ -1,4 +1,4 @@
-"""ProcessGroupLike, TorchGroup: the collectives a save needs."""
+"""Process groups: the few collectives that saving and loading need."""
 
 from __future__ import annotations
 
@@ -10,43 +10,14 @@ from typing import Any, Protocol
 
 __all__ = ["ProcessGroupLike", "SingleProcess", "TorchGroup"]
 
-_PATIENCE = 3.0  # seconds: the others notice a broken connection within about one
-_PAUSE = 0.05
-
-
-def name_the_silent(store: Any, call: str, rank: int, ranks: Sequence[int]) -> str:
-    """Say which ranks do not answer; "" if all of them do.
-
-    Args:
-        store: the key-value store of the process group.
-        call: names the collective that broke, the same on all ranks.
-        rank: this rank, as the ranks are counted below.
-        ranks: all of them.
-    """
-    try:
-        store.set(f"{call}/{rank}", b"here")
-        silent = _wait(store, call, ranks)
-    except Exception:  # it lives in rank 0, or in a launcher that ended with it
-        return "rank 0 does not answer (the store of the process group is gone)"
-    if not silent:
-        return ""
-    names = ", ".join(map(str, silent))
-    return f"rank{'s' if len(silent) > 1 else ''} {names} did not answer within {_PATIENCE:.0f} s"
-
-
-def _wait(store: Any, call: str, ranks: Sequence[int]) -> list[int]:
-    """Wait a little for the others to answer; return those who did not."""
-    silent = list(ranks)
-    until = time.monotonic() + _PATIENCE
-    while silent and time.monotonic() < until:
-        silent = [one for one in silent if not store.check([f"{call}/{one}"])]
-        if silent:
-            time.sleep(_PAUSE)
-    return silent
+# Seconds that a rank has to report itself after a failed collective. The ranks notice a broken
+# connection within about one second of each other.
+_REPORT_TIMEOUT = 3.0
+_REPORT_POLL = 0.05
 
 
 class ProcessGroupLike(Protocol):
-    """What `save` asks of a group of processes: who am I, gather to all, broadcast.
+    """The process group that `save` needs: rank, world size, all-gather and broadcast.
 
     The objects passed are plain dicts, lists, strings, ints and bytes. Every rank makes the same
     calls in the same order.
@@ -60,11 +31,11 @@ class ProcessGroupLike(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's index, from 0."""
+        """The rank of this process, from 0."""
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of ranks."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's object, in rank order, on every rank."""
@@ -74,7 +45,7 @@ class ProcessGroupLike(Protocol):
 
 
 class SingleProcess:
-    """The group of one process, which is what `group=None` means.
+    """The group of this process alone; `group=None` means this one.
 
     Example:
         >>> from checkpoint_io import SingleProcess
@@ -86,7 +57,7 @@ class SingleProcess:
     world_size = 1
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return a list of just this object."""
+        """Return a list of this object alone."""
         return [obj]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -97,16 +68,16 @@ class SingleProcess:
 class TorchGroup:
     """A `torch.distributed` process group (the default one for None).
 
-    The ranks wait in a collective while the slowest one writes, so the group's timeout must be
-    longer than a save takes, and a save in the background needs a group that nobody else uses:
-    `TorchGroup.dedicated()` makes one.
+    The ranks wait in a collective while the slowest one writes, so the timeout of the group must
+    exceed the duration of a save. A save in the background needs a group of its own: see
+    `TorchGroup.dedicated()`.
 
     Args:
-        process_group: a group of which this process is a member; None means the default group.
+        process_group: a group that this process is a member of; None means the default group.
 
     Raises:
         RuntimeError: if `torch.distributed` is not initialised.
-        ValueError: this process is not a member of the group.
+        ValueError: if this process is not a member of the group.
 
     Example:
         >>> import torch.distributed as dist
@@ -138,10 +109,10 @@ class TorchGroup:
 
     @classmethod
     def dedicated(cls, timeout: timedelta = timedelta(hours=2)) -> TorchGroup:
-        """Make a gloo group of all processes for saving alone; a collective call.
+        """Create a gloo group of all ranks for saving alone; collective.
 
-        Its messages go over the CPU, apart from those of training (on gloo or NCCL), so that it can
-        be used from another thread at the same time.
+        Its collectives run on the CPU, separate from those of training (gloo or NCCL), so that it
+        can be used from another thread at the same time.
 
         Args:
             timeout: how long a rank waits for the others; default 2 hours.
@@ -152,7 +123,7 @@ class TorchGroup:
         return cls().beside(timeout)
 
     def beside(self, timeout: timedelta = timedelta(hours=2)) -> TorchGroup:
-        """Make such a group of the ranks of this one; collective among these.
+        """Create a dedicated group of the ranks of this group; collective among these ranks.
 
         Args:
             timeout: how long a rank waits for the others; default 2 hours.
@@ -160,13 +131,14 @@ class TorchGroup:
         options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
         if self._group is not None:
             ranks = self._dist.get_process_group_ranks(self._group)
-            options.update(ranks=ranks, use_local_synchronization=True)  # the others do not come
+            # Only members call this, so new_group must not wait for the other ranks.
+            options.update(ranks=ranks, use_local_synchronization=True)
         group = TorchGroup(self._dist.new_group(**options))
         group._owned = True
         return group
 
     def close(self) -> None:
-        """Give a dedicated group back; the second time, and for other groups, do nothing."""
+        """Destroy a dedicated group; do nothing for other groups, or if called again."""
         if self._owned and self._dist.is_initialized():
             self._dist.destroy_process_group(self._group)
         self._owned = False
@@ -174,22 +146,22 @@ class TorchGroup:
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gather one small object from every rank of the group."""
         result: list[Any] = [None] * self.world_size
-        with self._naming_the_silent():
+        with self._naming_missing_ranks():
             self._dist.all_gather_object(result, obj, group=self._group)
         return result
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Broadcast one small object from the group's rank `src`."""
-        # torch wants the global rank here, also for a subgroup
+        # torch expects the global rank here, even for a subgroup.
         source = src if self._group is None else self._dist.get_global_rank(self._group, src)
         box = [obj]
-        with self._naming_the_silent():
+        with self._naming_missing_ranks():
             self._dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
     @contextmanager
-    def _naming_the_silent(self) -> Iterator[None]:
-        """Around a collective: where it breaks, the error says which ranks are gone."""
+    def _naming_missing_ranks(self) -> Iterator[None]:
+        """Add the ranks that are gone to the error of a collective that fails in the block."""
         self._calls += 1
         try:
             yield
@@ -198,6 +170,38 @@ class TorchGroup:
             group = self._group or self._dist.group.WORLD
             call = f"checkpoint_io/{getattr(group, 'group_name', '')}/{self._calls}"
             store, ranks = core._get_default_store(), range(self.world_size)
-            if silent := name_the_silent(store, call, self.rank, ranks):
-                raise self._dist.DistBackendError(f"{silent}: {error}") from error
+            if missing := _describe_missing(store, call, self.rank, ranks):
+                raise self._dist.DistBackendError(f"{missing}: {error}") from error
             raise
+
+
+def _describe_missing(store: Any, call: str, rank: int, ranks: Sequence[int]) -> str:
+    """Describe the ranks that do not report themselves in the store; "" if all of them do.
+
+    Args:
+        store: the key-value store of the process group.
+        call: the name of the failed collective, the same on all ranks.
+        rank: this rank, as counted in `ranks`.
+        ranks: all ranks of the group.
+    """
+    try:
+        store.set(f"{call}/{rank}", b"here")
+        missing = _wait_for_reports(store, call, ranks)
+    except Exception:  # the store lives in rank 0, or in a launcher that exited with it
+        return "rank 0 does not answer (the store of the process group is gone)"
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing))
+    plural = "s" if len(missing) > 1 else ""
+    return f"rank{plural} {names} did not answer within {_REPORT_TIMEOUT:.0f} s"
+
+
+def _wait_for_reports(store: Any, call: str, ranks: Sequence[int]) -> list[int]:
+    """Wait briefly for the ranks to report themselves; return those that do not."""
+    missing = list(ranks)
+    until = time.monotonic() + _REPORT_TIMEOUT
+    while missing and time.monotonic() < until:
+        missing = [rank for rank in missing if not store.check([f"{call}/{rank}"])]
+        if missing:
+            time.sleep(_REPORT_POLL)
+    return missing

@@ -1,4 +1,4 @@
-"""A bar with bytes per second for transfers that take long enough to need one."""
+"""Progress bar for transfers that take longer than a few seconds."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 __all__ = ["TransferProgress"]
 
-_PATIENCE = 3.0
+_DELAY = 3.0  # seconds before a bar that was not asked for appears
 
 
 class TransferProgress:
-    """Shows how far a transfer is, in bytes and bytes per second; a context manager.
+    """Progress of a transfer, in bytes and bytes per second; a context manager.
 
     Args:
-        label: what is being done, such as "loading".
-        total_bytes: how many bytes there are to move.
-        enabled: True draws the bar at once, False never; None (default) draws it only where
-            standard error is a terminal, and only if the transfer is still going after 3 seconds.
+        label: text before the bar, such as "loading".
+        total_bytes: number of bytes to transfer.
+        enabled: True draws the bar at once, False never; None (default) draws it only if standard
+            error is a terminal and the transfer takes longer than 3 seconds.
 
     Raises:
-        ImportError: the bar is wanted and `tqdm` is not installed.
+        ImportError: if `enabled` is True and `tqdm` is not installed.
 
     Example:
         >>> from checkpoint_io import TransferProgress
@@ -38,7 +38,7 @@ class TransferProgress:
         self._label = label
         self._total = total_bytes
         self._enabled = enabled
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
         self._bar: Any = None
 
     def __enter__(self) -> TransferProgress:
@@ -47,7 +47,7 @@ class TransferProgress:
         return self
 
     def _make_bar(self) -> Any:
-        """Make the bar; without being asked for one, its absence is no error."""
+        """Create the bar; a missing tqdm is an error only if the bar was asked for."""
         try:
             from tqdm import tqdm
         except ImportError as error:
@@ -60,13 +60,13 @@ class TransferProgress:
             unit="B",
             unit_scale=True,
             unit_divisor=1000,
-            delay=0 if self._enabled else _PATIENCE,
+            delay=0 if self._enabled else _DELAY,
             leave=False,
         )
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that have been moved; from any thread."""
-        with self._guard:
+        """Count transferred bytes; may be called from any thread."""
+        with self._lock:
             self.done_bytes += nbytes
             if self._bar is not None:
                 self._bar.update(nbytes)
@@ -77,7 +77,7 @@ class TransferProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._guard:
+        with self._lock:
             if self._bar is not None:
                 self._bar.close()
                 self._bar = None

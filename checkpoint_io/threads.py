@@ -1,4 +1,4 @@
-"""Threads that end; GC paused."""
+"""Threads that work while the interpreter shuts down; a pause of the garbage collector."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["ThreadForEach", "for_each"]
+__all__ = ["ThreadForEach", "Worker", "collector_paused", "for_each", "started", "wait_for"]
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep the cyclic garbage collector off during a short block that makes no cycles.
+    """Disable the cyclic garbage collector in a short block that creates no cycles.
 
-    With 20,000 tensors it takes as long as all the rest of a load.
+    With 20,000 tensors, collections take as long as the rest of a load.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -28,16 +28,16 @@ def collector_paused() -> Iterator[None]:
 
 
 class Worker:
-    """Runs a function, which must not raise, in a thread.
+    """A thread that runs one function, which must not raise.
 
-    A `Thread.join` that was interrupted may return at once when it is called again (Python 3.11
-    and before take the thread for ended); `wait` does not.
+    After an interrupted `Thread.join`, a second call may return at once (Python 3.11 and older
+    consider the thread ended); `wait` does not.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
         ended = self._ended = threading.Event()
 
-        def work() -> None:  # knows the event alone: a cycle would keep what `run` holds alive
+        def work() -> None:  # no reference to self: a cycle would keep alive what `run` holds
             try:
                 run()
             finally:
@@ -53,7 +53,7 @@ class Worker:
 
 
 def started(run: Callable[[], None]) -> Worker | None:
-    """Run something in a thread; None if there can be none, as while the interpreter ends."""
+    """Run a function in a thread; return None if none can start, as at interpreter shutdown."""
     try:
         return Worker(run)
     except RuntimeError:
@@ -61,7 +61,7 @@ def started(run: Callable[[], None]) -> Worker | None:
 
 
 def wait_for(workers: Sequence[Worker]) -> None:
-    """Wait until all have ended; an interrupt is raised after that."""
+    """Wait for all workers; raise an interrupt only after the last one has ended."""
     try:
         for worker in workers:
             worker.wait()
@@ -72,13 +72,14 @@ def wait_for(workers: Sequence[Worker]) -> None:
 
 
 class ThreadForEach(ThreadPoolExecutor):
-    """An executor with a new thread for each call, for rare calls.
+    """An executor that starts a new thread for each call; meant for rare calls.
 
-    It works while the interpreter waits for its last threads, when pools take nothing any more.
+    It still works while the interpreter waits for its last threads, when thread pools already
+    refuse work.
     """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run a call on a thread of its own."""
+        """Run a call on a new thread."""
         future: Future[Any] = Future()
 
         def work() -> None:
@@ -99,33 +100,33 @@ def for_each(
     threads: int,
     interrupted: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call `action` for each index, on as many threads; waits for all, raises the first error.
+    """Call `action` for each index on up to `threads` threads; raise the first error at the end.
 
-    `interrupted` is called when the waiting thread is, so that the others can end sooner.
+    `interrupted` is called if the waiting thread is interrupted, so that the others can end sooner.
     """
     if threads <= 1 or len(indices) <= 1:
         for index in indices:
             action(index)
         return
-    crew = _Crew(action, indices)
-    begun = [started(crew.work) for _ in range(min(threads, len(indices)))]
-    workers = [worker for worker in begun if worker is not None]
-    if not workers:  # there are no threads any more: the interpreter is ending
-        crew.work()
+    queue = _IndexQueue(action, indices)
+    attempts = [started(queue.work) for _ in range(min(threads, len(indices)))]
+    workers = [worker for worker in attempts if worker is not None]
+    if not workers:  # no thread can start: the interpreter is shutting down
+        queue.work()
     try:
         for worker in workers:
             worker.wait()
-    except BaseException:  # an interrupt of the waiting thread
-        crew.stop()
+    except BaseException:  # the waiting thread was interrupted
+        queue.stop()
         interrupted()
         wait_for(workers)
         raise
-    if crew.error is not None:
-        raise crew.error
+    if queue.error is not None:
+        raise queue.error
 
 
-class _Crew:
-    """Threads that take indices from one list."""
+class _IndexQueue:
+    """Indices that several threads take from one list."""
 
     def __init__(self, action: Callable[[int], None], indices: Sequence[int]) -> None:
         self._action = action
@@ -134,12 +135,12 @@ class _Crew:
         self.error: BaseException | None = None
 
     def stop(self) -> None:
-        """Let each thread end after what it does now."""
+        """Drop the remaining indices; calls in progress run to their end."""
         with self._lock:
             self._left = iter(())
 
     def work(self) -> None:
-        """Take the next index until none is left or one fails."""
+        """Process indices until none is left or a call fails."""
         while True:
             with self._lock:
                 index = next(self._left, None)

@@ -1,1 +1,1 @@
-"""Saving while training goes on."""
+"""Save in the background, while training continues."""

@@ -1,4 +1,4 @@
-"""BackgroundSaver, SaveHandle."""
+"""Save on a thread: `BackgroundSaver` and the `SaveHandle` of one save."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from checkpoint_io.async_save import exit as exiting
+from checkpoint_io.async_save import exit as exit_hook
 from checkpoint_io.async_save.staging import HostBuffers
 from checkpoint_io.errors import CheckpointError, CheckpointWarning
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.group import ProcessGroupLike, SingleProcess
-from checkpoint_io.outcome import Outcome, failed_ranks, raise_failure
-from checkpoint_io.saver.commit import following
+from checkpoint_io.outcome import Outcome, agree, failed_ranks, raise_failure
+from checkpoint_io.saver.commit import fixed_or_next
 from checkpoint_io.saver.save import SaveJob, prepare_save
 
 __all__ = ["BackgroundSaver", "SaveHandle"]
 
-_GLANCE = 0.5  # seconds; a wait without an end cannot be interrupted everywhere
+# Seconds. An endless wait cannot be interrupted on every platform, so waits are repeated.
+_POLL_INTERVAL = 0.5
 
 
 class SaveHandle:
-    """A save that runs on a thread of its own; made by `BackgroundSaver`.
+    """A save that runs on its own thread, from `BackgroundSaver`.
 
-    An error is raised by whoever asks first: `wait`, `exception`, or the saver. One
-    that nobody asks for is printed when the process ends, whose exit status is then 1.
+    An error is raised, or returned, by the first call that asks for it: `wait`, `exception`, or one
+    of the saver. An error that was never asked for is printed when the process exits, with exit
+    status 1.
 
     Attributes:
-        url: where it saves to.
+        url: the folder that is saved to.
         process: the id of the process that saves.
-        read: whether somebody has asked how it ended.
+        read: whether the outcome was asked for.
 
     Example:
         >>> import torch
@@ -50,31 +52,31 @@ class SaveHandle:
         self.process = os.getpid()
         self._steps: tuple[SaveJob, ProcessGroupLike, Callable[[], None] | None] | None
         self._steps = job, group, afterwards
-        self._may_begin = threading.Event()
+        self._started = threading.Event()
         self._cancelled = False
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._manifest: Manifest | None = None
         self._error: BaseException | None = None
         self.read = False
         self._thread = threading.Thread(target=self._work, name=f"save to {job.url}", daemon=False)
 
     def done(self) -> bool:
-        """Whether it has ended on this process, well or not.
+        """Return whether the save has ended on this rank, successfully or not.
 
         Raises:
-            RuntimeError: this process was forked from the one that saves.
+            RuntimeError: if this process was forked from the one that saves.
         """
-        self._refuse_child()
-        return self._over.is_set()
+        self._check_not_forked()
+        return self._finished.is_set()
 
     def wait(self) -> Manifest:
-        """Wait until it has ended; the manifest of the checkpoint, which is durable.
+        """Wait for the end of the save; return the manifest of the checkpoint, now durable.
 
-        An interrupt (Ctrl-C) ends the wait and not the save.
+        An interrupt (Ctrl-C) ends the wait, not the save.
 
         Raises:
-            CheckpointError: it failed; nothing was committed.
-            RuntimeError: this process was forked from the one that saves.
+            CheckpointError: if the save failed; nothing was committed.
+            RuntimeError: if this process was forked from the one that saves.
         """
         error = self.exception()
         if error is not None:
@@ -83,51 +85,51 @@ class SaveHandle:
         return self._manifest
 
     def exception(self) -> BaseException | None:
-        """Wait until it has ended; its error, None if it went well.
+        """Wait for the end of the save; return its error, or None if it succeeded.
 
         Raises:
-            RuntimeError: this process was forked from the one that saves.
+            RuntimeError: if this process was forked from the one that saves.
         """
         self.join()
         self.read = True
-        exiting.release(self)
+        exit_hook.release(self)
         return self._error
 
     def join(self) -> None:
-        """Wait until it has ended, without asking how."""
-        self._refuse_child()
-        while not self.ended(_GLANCE):
+        """Wait for the end of the save, without asking for its outcome."""
+        self._check_not_forked()
+        while not self.ended(_POLL_INTERVAL):
             pass
         if self._thread is not threading.current_thread():
-            self._thread.join()  # it has nothing left to do
+            self._thread.join()  # returns soon: the flag is set in its last lines
 
     def ended(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, at most so many seconds; False if it has not."""
-        return self._over.wait(timeout)
+        """Wait up to `timeout` seconds for the end of the save; return whether it has ended."""
+        return self._finished.wait(timeout)
 
     @property
     def unread(self) -> BaseException | None:
-        """The error that nobody has asked for yet."""
+        """The error, if it was not asked for yet."""
         return None if self.read else self._error
 
-    # --- for the saver ------------------------------------------------------------------------
+    # --- for BackgroundSaver -------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make the thread, which waits for `go`."""
+        """Start the thread, which waits for `go`."""
         self._thread.start()
-        exiting.watch(self)
+        exit_hook.watch(self)
 
     def go(self, *, cancel: bool = False) -> None:
-        """Let the thread write; or end it without having begun."""
+        """Start the write on the thread, or cancel it."""
         self._cancelled = cancel
-        self._may_begin.set()
+        self._started.set()
         if cancel:
             self.read = True
-            exiting.release(self)
+            exit_hook.release(self)
 
     def _work(self) -> None:
-        self._may_begin.wait()
-        steps, self._steps = self._steps, None  # the copies must not outlive the save
+        self._started.wait()
+        steps, self._steps = self._steps, None  # the handle must not keep the copies alive
         try:
             if steps is not None and not self._cancelled:
                 job, group, afterwards = steps
@@ -138,42 +140,42 @@ class SaveHandle:
             self._error = error
         finally:
             del steps
-            self._over.set()
+            self._finished.set()
             if self._error is None:
-                exiting.release(self)
+                exit_hook.release(self)
 
-    def _refuse_child(self) -> None:
+    def _check_not_forked(self) -> None:
         if os.getpid() != self.process:
             raise RuntimeError(
-                f"the save to {self.url} belongs to process {self.process}, from which this one "
-                "was forked: ask there"
+                f"the save to {self.url} runs in process {self.process}, from which this one was "
+                "forked: wait for it there"
             )
 
 
 class BackgroundSaver:
-    """Saves on a thread: a call returns once the state is copied to host memory.
+    """Saves on a thread; a call returns once the state is copied to host memory.
 
-    The copies are made into memory that is used again by the next save, so from the second save
-    on the caller stands still for about as long as it takes to copy what this rank writes. At
-    most one save is under way. With several ranks, all of them make the same calls in the same
-    order, and a save that fails on one raises on all.
+    The host memory is reused, so from the second save on, the caller is blocked for about the time
+    that it takes to copy what this rank writes. At most one save is in progress. With several
+    ranks, all of them make the same calls in the same order, and a save that fails on one rank
+    raises on all.
 
-    The process does not exit before the save that is under way has ended, whatever ends the
-    script but a signal that kills or ``os._exit``. Keep the process group until then.
+    The process does not exit before the save in progress has ended, unless it is killed by a signal
+    or calls ``os._exit``. Keep the process group until then.
 
     Args:
-        policy: what a save does that finds the one before still under way: "wait" for it (the
-            default), or "skip", which returns None and writes nothing.
-        group: the processes that save together, such as `TorchGroup()`. It serves the calling
-            thread; for the saving thread a gloo group of its own is made with the first save.
-            None means this process alone.
+        policy: what to do if the previous save is still in progress: "wait" for it (the default),
+            or "skip" the new one, which then returns None.
+        group: the ranks that save together, such as `TorchGroup()`. It is used by the calling
+            thread; the first save creates another one (gloo) for the saving thread. None means this
+            process alone.
 
     Attributes:
-        skipped: how many saves were skipped.
+        skipped: number of skipped saves.
 
     Raises:
-        ValueError: an unknown policy.
-        TypeError: a group of several ranks that has no method `beside`.
+        ValueError: if the policy is unknown.
+        TypeError: if a group of several ranks has no method `beside`.
 
     Example:
         >>> import torch
@@ -193,17 +195,17 @@ class BackgroundSaver:
         self._group = group or SingleProcess()
         if self._group.world_size > 1 and not hasattr(self._group, "beside"):
             raise TypeError(
-                f"{type(self._group).__name__} has no method beside() that gives the saving "
-                "thread a group of its own: pass a checkpoint_io.TorchGroup"
+                f"{type(self._group).__name__} has no method beside() that creates a group for "
+                "the saving thread: pass a checkpoint_io.TorchGroup"
             )
-        self._own_group: Any = None
+        self._thread_group: Any = None
         self._buffers = HostBuffers()
         self._handle: SaveHandle | None = None
         self._process = os.getpid()
 
     @property
     def pending(self) -> bool:
-        """Whether a save is under way, or its end was not asked for yet; the same on all ranks."""
+        """True if a save has not ended, or its outcome was not asked for; the same on all ranks."""
         return self._pending_here() is not None
 
     def save(
@@ -218,22 +220,21 @@ class BackgroundSaver:
         replicated: bool | Callable[[str], bool] = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> SaveHandle | None:
-        """Copy the state as it is now, and write it in the background. Collective.
+        """Copy the current state and write it in the background. Collective.
 
         Args:
             url, state, local_state, metadata, generation, max_shard_size, replicated,
                 storage_options: as for `checkpoint_io.save`.
 
         Returns:
-            What to wait with; None if the save was skipped.
+            The handle of the save; None if it was skipped.
 
         Raises:
-            CheckpointError: the save before has failed, or this one's state cannot be saved;
-                nothing of it was written.
+            CheckpointError: if the previous save failed, or this state cannot be saved; nothing of
+                it was written.
         """
         if not self.make_room():
             return None
-
         job = prepare_save(
             url,
             state,
@@ -241,7 +242,7 @@ class BackgroundSaver:
             metadata=metadata,
             group=self._group,
             max_shard_size=max_shard_size,
-            next_generation=following(generation),
+            next_generation=fixed_or_next(generation),
             replicated=replicated,
             storage_options=storage_options,
         )
@@ -254,24 +255,26 @@ class BackgroundSaver:
         policy: str | None = None,
         afterwards: Callable[[], None] | None = None,
     ) -> SaveHandle | None:
-        """The same for a save that is prepared already. Collective.
+        """Run a prepared save in the background, as `save` does. Collective.
 
         Args:
             job: from `prepare_save`; its tensors are copied before this returns.
-            policy: overrides the saver's for this one.
-            afterwards: called on the saving thread of each rank once the checkpoint is durable; its
-                error counts as the save's.
+            policy: overrides the saver's policy for this save.
+            afterwards: called on the saving thread of each rank once the checkpoint is durable; an
+                error that it raises is one of the save.
         """
         return self._launch(job, afterwards) if self.make_room(policy) else None
 
     def make_room(self, policy: str | None = None) -> bool:
-        """Whether the next save may begin: after waiting, or at once, by the policy. Collective.
+        """Return whether a new save may begin now. Collective.
+
+        With policy "wait", wait for the previous one; with "skip", return False if it is under way.
 
         Args:
-            policy: overrides the saver's.
+            policy: overrides the saver's policy.
 
         Raises:
-            CheckpointError: the save before has failed.
+            CheckpointError: if the previous save failed.
         """
         policy = self.policy if policy is None else _checked_policy(policy)
         if policy == "wait" or self.poll():
@@ -281,21 +284,21 @@ class BackgroundSaver:
         self.skipped += 1
         if self.skipped == 1:
             warnings.warn(
-                f"a save is skipped, because the one to {self._handle.url} is still under way: "
-                "save less often, or take the policy 'wait'; said once, `skipped` counts",
+                f"skipping a save, because the one to {self._handle.url} is still under way: "
+                "save less often, or use policy='wait'; warned once, `skipped` counts all",
                 CheckpointWarning,
                 stacklevel=3,
             )
         return False
 
     def poll(self) -> bool:
-        """Whether no save is under way, without waiting for one. Collective while one is pending.
+        """Return whether no save is in progress, without waiting. Collective while one is pending.
 
-        Ranks agree by one small message. Once the save has ended on all of them, it is pending no
-        more.
+        The ranks agree in one small collective. Once the save has ended on all of them, it is no
+        longer pending.
 
         Raises:
-            CheckpointError: it has failed; raised on all ranks by the same call.
+            CheckpointError: if the save failed; raised on all ranks by the same call.
         """
         handle = self._pending_here()
         if handle is None:
@@ -306,12 +309,12 @@ class BackgroundSaver:
         return True
 
     def wait(self) -> None:
-        """Wait until no save is under way. Collective while one is pending.
+        """Wait until no save is in progress. Collective while one is pending.
 
-        An interrupt (Ctrl-C) ends the wait and not the save.
+        An interrupt (Ctrl-C) ends the wait, not the save.
 
         Raises:
-            CheckpointError: it has failed.
+            CheckpointError: if the save failed.
         """
         handle = self._pending_here()
         if handle is not None:
@@ -319,78 +322,76 @@ class BackgroundSaver:
             self._collect(handle)
 
     def abandon(self) -> SaveHandle | None:
-        """What is pending, for this rank alone to wait with: the ranks do not meet any more.
+        """Return the pending save and forget it, so that no later call needs the other ranks.
 
-        For the end of a script with an error, when others may be gone.
+        For a script that ends with an error, when other ranks may be gone.
         """
         handle, self._handle = self._pending_here(), None
-        if handle is not None:  # it still uses the copies and the group
-            self._own_group, self._buffers = None, HostBuffers()
+        if handle is not None:  # the save still uses both
+            self._thread_group, self._buffers = None, HostBuffers()
         return handle
 
     def free_memory(self) -> None:
-        """Give the host memory back, unless a save uses it; the next save takes new."""
+        """Free the host memory, unless a save uses it; the next save allocates it again."""
         if self._handle is None:
             self._buffers.free()
 
     def close(self) -> None:
-        """Wait, then give back the host memory and the group of the saving thread. Collective.
+        """Wait, then free the host memory and close the group of the saving thread. Collective.
 
         Raises:
-            CheckpointError: the last save has failed.
+            CheckpointError: if the last save failed.
         """
         try:
             self.wait()
         finally:
             if self._handle is None:
                 self._buffers.free()
-                group, self._own_group = self._own_group, None
+                group, self._thread_group = self._thread_group, None
                 if group is not None and hasattr(group, "close"):
                     group.close()
 
-    # --- inside -------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------
 
     def _launch(self, job: SaveJob, afterwards: Callable[[], None] | None) -> SaveHandle:
-        """Copy and begin on all ranks, or on none."""
-        if self._own_group is None:
+        """Copy the tensors and start writing, on all ranks or on none."""
+        if self._thread_group is None:
             several = self._group.world_size > 1
-            self._own_group = self._group.beside() if several else self._group  # type: ignore[attr-defined]
-        handle = SaveHandle(job, self._own_group, afterwards)
+            self._thread_group = self._group.beside() if several else self._group  # type: ignore[attr-defined]
+        handle = SaveHandle(job, self._thread_group, afterwards)
 
         def copy() -> None:
             job.rebind(self._buffers.fill(job.tensors))
             handle.start()
 
-        copied = Outcome.of(copy)
-        outcomes: list[Any] | None = None
-        try:
-            outcomes = self._group.all_gather_object(copied.to_plain())
-        finally:
-            if outcomes is None:  # a rank is gone, or an interrupt came
-                handle.go(cancel=True)
-        if failed_ranks(outcomes):
+        def cancel(gathered: bool) -> None:
             handle.go(cancel=True)
-            self._buffers.free()
-            raise_failure(
-                f"saving to {job.url} did not begin, because its state could not be copied to "
-                "host memory",
-                outcomes,
-                copied,
-            )
+            if gathered:  # the copy may have failed for lack of memory: do not keep any
+                self._buffers.free()
+
+        # No rank writes before all have their copies: this runs on the calling thread, so a failure
+        # raises at once on every rank, and the threads have nothing to undo.
+        agree(
+            self._group,
+            Outcome.of(copy),
+            f"saving to {job.url} did not begin, because its state could not be copied to host "
+            "memory",
+            cleanup=cancel,
+        )
         self._handle = handle
         handle.go()
         return handle
 
     def _collect(self, handle: SaveHandle) -> None:
-        """Raise on all ranks if the save that has ended failed on any."""
+        """Raise on all ranks if the ended save failed on any."""
         self._handle = None
         known = handle.read
         own = Outcome(None, handle.exception())
         report = {**own.to_plain(), "known": known}
         try:
-            # in the group of the saving thread, which is idle now and waits longest: on another
-            # rank that thread may still be tidying up
-            outcomes = self._own_group.all_gather_object(report)
+            # The group of the saving thread is idle now and has the longest timeout: the thread of
+            # another rank may still be busy with cleaning up.
+            outcomes = self._thread_group.all_gather_object(report)
         except Exception as problem:
             if own.error is not None:
                 raise own.error from problem
@@ -399,16 +400,16 @@ class BackgroundSaver:
             ) from problem
         failed = failed_ranks(outcomes)
         if all(outcomes[rank]["known"] for rank in failed):
-            return  # nothing failed, or whoever it failed for has asked the handle
+            return  # nothing failed, or each failed rank has asked its handle already
         if own.error is not None:
             raise own.error
         raise_failure(f"saving to {handle.url} failed", outcomes, own)
 
     def _pending_here(self) -> SaveHandle | None:
-        """The save that is under way; a forked child begins with none."""
+        """Return the pending save; a forked child has none."""
         if self._process != os.getpid():
             self._process, self._handle = os.getpid(), None
-            self._own_group, self._buffers = None, HostBuffers()
+            self._thread_group, self._buffers = None, HostBuffers()
         return self._handle
 
 
@@ -419,7 +420,7 @@ def _checked_policy(policy: str) -> str:
 
 
 def _on_any(group: ProcessGroupLike, flag: bool) -> bool:
-    """Whether the flag is up on any rank; by one small all-reduce where the group has one."""
+    """Return whether the flag is True on any rank; by a small all-reduce if the group has one."""
     if group.world_size == 1:
         return flag
     vote = getattr(group, "on_any", None)

@@ -1,4 +1,4 @@
-"""The end of the process: saves end first, and an error that nobody asked for is not lost."""
+"""Process exit: wait for pending saves first, and print errors that were not asked for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-_PATIENCE = 1.0  # seconds before it is said what the process is waiting for
+_NOTICE_DELAY = 1.0  # seconds of waiting before the notice that names the save
 
 
-class Unfinished(Protocol):
+class PendingSave(Protocol):
     """A save that may outlive the script that started it."""
 
     url: str
@@ -22,77 +22,78 @@ class Unfinished(Protocol):
 
     @property
     def unread(self) -> BaseException | None:
-        """The error that nobody has asked for."""
+        """The error, if it was not asked for yet."""
 
     def ended(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended; False if the time is over first."""
+        """Wait up to `timeout` seconds for the end; return whether it has ended."""
 
 
-# What runs in this process is a fact of the process; a forked child finds it and lets it be.
-_watched: list[Unfinished] = []
-_set_up = False
+# Global, as threads belong to the process. A forked child inherits the list and ignores the saves
+# of its parent.
+_watched: list[PendingSave] = []
+_registered = False
 
 
-def watch(save: Unfinished) -> None:
-    """Wait for a save before the process exits, unless it is released first."""
-    global _set_up
+def watch(save: PendingSave) -> None:
+    """Wait for a save at process exit, unless it is released first."""
+    global _registered
     _watched.append(save)
-    if not _set_up:
-        _set_up = True
-        _before_executors_close(_finish)
+    if not _registered:
+        _registered = True
+        _register_before_executors(_wait_at_exit)
 
 
-def release(save: Unfinished) -> None:
-    """Forget a save that has ended, and whose error, if any, has been raised somewhere."""
+def release(save: PendingSave) -> None:
+    """Stop watching a save that has ended and whose error, if any, was asked for."""
     with suppress(ValueError):
         _watched.remove(save)
 
 
-def _before_executors_close(function: Callable[[], None]) -> None:
-    """Call a function when the interpreter begins to shut down, before thread pools refuse work.
+def _register_before_executors(function: Callable[[], None]) -> None:
+    """Call a function at interpreter shutdown, before thread pools refuse work.
 
-    `atexit` is too late for that: uploads and name look-ups need the pools. Those register their
-    own end when they are imported, and the last one registered is the first one called.
+    `atexit` runs too late: uploads and name lookups need the pools.
     """
+    # This import registers the shutdown of the pools. The last function registered is called first.
     import concurrent.futures.thread  # noqa: F401
 
     register = getattr(threading, "_register_atexit", None)
-    if register is None:  # the thread of a save keeps the process all the same
+    if register is None:  # the thread of a save is not a daemon: the process waits for it anyway
         atexit.register(function)
         return
-    with suppress(RuntimeError):  # the shutdown has begun already
+    with suppress(RuntimeError):  # the shutdown has already begun
         register(function)
 
 
-def _finish() -> None:
-    """Wait for what is under way, then show the errors that nobody has seen."""
-    here = [save for save in list(_watched) if save.process == os.getpid()]
+def _wait_at_exit() -> None:
+    """Wait for pending saves, then print the errors that were not asked for."""
+    own = [save for save in list(_watched) if save.process == os.getpid()]
     try:
-        for save in here:
-            if not save.ended(_PATIENCE):
-                _say(f"the process ends when the save to {save.url} has; Ctrl-C gives it up")
+        for save in own:
+            if not save.ended(_NOTICE_DELAY):
+                _print(f"waiting for the save to {save.url} before exiting; Ctrl-C aborts it")
                 save.ended()
     except KeyboardInterrupt:
-        _say("the save is given up; what was there before is valid, unless the new one is")
+        _print("the save is aborted; the previous checkpoint is valid, unless the new one is")
         _flush()
-        os._exit(130)  # the thread of the save cannot be stopped
-    errors = [(save.url, save.unread) for save in here if save.unread is not None]
+        os._exit(130)  # a thread cannot be stopped
+    errors = [(save.url, save.unread) for save in own if save.unread is not None]
     for url, error in errors:
-        _say(f"the save to {url} FAILED, and the script ended without asking for its outcome:")
+        _print(f"the save to {url} FAILED, and the script ended without asking for its outcome:")
         traceback.print_exception(error, file=sys.stderr)
-    if errors and not hasattr(sys, "last_value"):  # else the script fails by itself
+    if errors and not hasattr(sys, "last_value"):  # an unhandled exception fails the script anyway
         atexit.register(_fail)
 
 
 def _fail() -> None:
-    """Exit with a status that is not zero, which no exit handler can ask for."""
+    """Exit with status 1, after the remaining exit handlers, which cannot set a status."""
     atexit.unregister(_fail)
     atexit._run_exitfuncs()
     _flush()
     os._exit(1)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with suppress(Exception):
         print(f"[checkpoint_io] {text}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory that is allocated once and used again."""
+"""Copy tensors into host memory that is reused from save to save."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 
 from checkpoint_io.errors import CheckpointWarning
 
-_ALIGNMENT = 64  # bytes; a cache line, and more than any element asks for
+_ALIGNMENT = 64  # bytes; a cache line, and at least the alignment of any dtype
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class HostBuffers:
-    """One block of host memory that holds a copy of each tensor of a save.
+    """One block of host memory with a copy of each tensor of a save.
 
-    The block stays from save to save and is replaced where shapes or types change. It is pinned
-    where a tensor is on a CUDA device, so that all copies are under way at the same time.
+    The block is reused by the next save, unless shapes or dtypes change. It is pinned if a tensor
+    is on a CUDA device, so that the copies run asynchronously, all at the same time.
 
     Example:
         >>> import torch
@@ -43,21 +43,22 @@ class HostBuffers:
         self.nbytes = 0
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return host copies of the tensors; they hold until the next call."""
+        """Return host copies of the tensors, valid until the next call."""
         layout = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         pinned = any(tensor.device.type == "cuda" for tensor in tensors)
         if (layout, pinned) != (self._layout, self._pinned):
-            self.free()  # first: there is room for one copy of the state, not for two
+            self.free()  # first: host memory may not hold two copies of the state
             self._allocate(layout, pinned)
         with torch.no_grad():
             for copy, tensor in zip(self._copies, tensors, strict=True):
                 copy.copy_(tensor.detach(), non_blocking=pinned and tensor.device.type == "cuda")
+        # The caller may change the tensors as soon as this returns.
         for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
         return list(self._copies)
 
     def free(self) -> None:
-        """Give the memory back (once nobody holds a copy any more)."""
+        """Unpin and release the block; its memory is freed with the last copy."""
         if self._unpin is not None:
             self._unpin()
         self._layout, self._pinned, self._unpin = None, False, None
@@ -65,7 +66,7 @@ class HostBuffers:
         self.nbytes = 0
 
     def _allocate(self, layout: Layout, pinned: bool) -> None:
-        """Lay the copies out one after the other in a single block."""
+        """Allocate one block for all copies, one after the other."""
         begins, end = [], 0
         for shape, dtype in layout:
             begins.append(end)
@@ -73,7 +74,7 @@ class HostBuffers:
             end += -(-length // _ALIGNMENT) * _ALIGNMENT
         block = torch.empty(end, dtype=torch.uint8, device="cpu")
         if pinned and end and _pin(block):
-            # this object's end comes before that of the block, which it holds
+            # This object holds the block, so the block is unpinned before it is freed.
             self._unpin = weakref.finalize(self, _unpin, block.data_ptr(), os.getpid())
             self._unpin.atexit = False
         self._copies = [
@@ -84,14 +85,13 @@ class HostBuffers:
 
 
 def _pin(block: torch.Tensor) -> bool:
-    """Pin exactly this block: torch's own pinned memory is rounded up to a power of two."""
+    """Pin exactly this block; `pin_memory` would round its size up to a power of two."""
     cuda: Any = torch.cuda
-    code = int(
-        cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 1)
-    )  # 1: for all devices
+    # cudaHostRegisterPortable (1): pinned for all devices
+    code = int(cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 1))
     if code:
         with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # the next kernel would report this error as its own
+            torch.zeros(1, device="cuda")  # else the next kernel reports this error as its own
         warnings.warn(
             f"{block.numel():,} bytes of host memory could not be pinned (CUDA error {code}), so "
             "copies from the device are slower: raise `ulimit -l`, or give the job more memory",
@@ -102,7 +102,7 @@ def _pin(block: torch.Tensor) -> bool:
 
 
 def _unpin(address: int, process: int) -> None:
-    """Make a block ordinary memory again; a forked child has no CUDA, and leaves it alone."""
+    """Unpin a block; do nothing in a forked child, which has no CUDA context."""
     if process == os.getpid():
         cuda: Any = torch.cuda
         cuda.cudart().cudaHostUnregister(address)

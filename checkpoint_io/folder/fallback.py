@@ -15,7 +15,7 @@ from checkpoint_io.errors import (
 )
 from checkpoint_io.folder.discovery import FolderEntry, age_order
 from checkpoint_io.group import ProcessGroupLike
-from checkpoint_io.outcome import Outcome
+from checkpoint_io.outcome import Outcome, describe_failures
 
 T = TypeVar("T")
 
@@ -110,16 +110,16 @@ class Fallback(Generic[T]):
         torn = mine.error is None or isinstance(mine.error, TornLoadError)
         report = {**mine.to_plain(), "value": None, "damaged": damaged, "torn": torn}
         outcomes: Sequence[Mapping[str, Any]] = self._group.all_gather_object(report)
-        bad = [f"rank {n}: {o['error']}" for n, o in enumerate(outcomes) if o["error"]]
+        bad = describe_failures(outcomes)
         if not bad:
             return True, mine.value
         self._touched |= self._in_place and any(o["torn"] for o in outcomes)
         if any(o["error"] and not o["damaged"] for o in outcomes):
             # not damage but, say, a network that is down: an older one would be the wrong answer
-            self._give_up(path, "; ".join(bad), mine.error, damaged)
+            self._give_up(path, bad, mine.error, damaged)
         if self._touched and not self._covers_all:
-            raise TornLoadError(f"loading {path} broke off half-way: {'; '.join(bad)}")
-        warn(f"passed over {path}: {'; '.join(bad)}")
+            raise TornLoadError(f"loading {path} broke off half-way: {bad}")
+        warn(f"passed over {path}: {bad}")
         return False, None
 
     def _give_up(self, path: str, why: str, error: BaseException | None, damaged: bool) -> NoReturn:

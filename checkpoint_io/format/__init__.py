@@ -1,1 +1,1 @@
-"""The format: manifest, trees, tensor files, and how damaged or hostile ones are refused."""
+"""The format: manifest, state trees and tensor files, with strict parsing of each."""

@@ -1,4 +1,4 @@
-"""Checksums taken while bytes are written: one for each part of a file's head or of a chunk."""
+"""Checksums taken while bytes are written, one for each part of a file's head or of a chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Write = Callable[["memoryview[int]"], object]
 
 
 def checksums_of(data: memoryview[int], part_size: int) -> tuple[str, ...]:
-    """Return the checksums of bytes that are all there."""
+    """Return the checksums of bytes in memory."""
     if len(data) <= part_size:
         return (xxhash.xxh3_64_hexdigest(data),) if len(data) else ()
     return tuple(
@@ -21,7 +21,7 @@ def checksums_of(data: memoryview[int], part_size: int) -> tuple[str, ...]:
 
 
 class HashingWriter:
-    """Passes bytes on in pieces of at most one part, and keeps a checksum for each part."""
+    """Writes bytes in pieces of at most one part, with a checksum for each part."""
 
     def __init__(self, write: Write, part_size: int) -> None:
         self._write = write
@@ -31,7 +31,8 @@ class HashingWriter:
         self._checksums: list[str] = []
 
     def write(self, data: memoryview[int]) -> None:
-        """Write some bytes; a part is hashed and copied while the processor has it at hand."""
+        """Hash and write some bytes."""
+        # One part at a time: it is still in the cache of the CPU when it is written.
         for begin, end in self._cuts(len(data)):
             piece = data[begin:end]
             self._hash.update(piece)
@@ -41,7 +42,7 @@ class HashingWriter:
                 self._finish_part()
 
     def _cuts(self, length: int) -> list[tuple[int, int]]:
-        """Cut so many bytes where parts end."""
+        """Split a number of bytes where parts end."""
         edges = [0, *range(self._part_size - self._filled, length, self._part_size), length]
         return [(low, high) for low, high in itertools.pairwise(edges) if low < high]
 

@@ -1,4 +1,4 @@
-"""Strict JSON: no NaN literals, no duplicate keys, no surprises from hostile files."""
+"""Strict JSON: no NaN literals, no duplicate keys, a limit on size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 
-# What we refuse to read we also refuse to write.
+# Enforced by readers, so writers enforce it too.
 MAX_JSON_BYTES = 512 * 1024 * 1024
 
 
@@ -19,7 +19,7 @@ def dumps(value: Any, what: str) -> bytes:
 
 
 def check_size(size: int, what: str) -> None:
-    """Refuse to write more JSON than any reader takes."""
+    """Raise CheckpointError for more JSON than readers accept."""
     if size > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{what} would be {size} bytes of JSON, more than the limit of {MAX_JSON_BYTES}; "
@@ -39,7 +39,7 @@ def loads(data: bytes, what: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object, refusing a key that comes twice."""
+    """Build an object; raise for a duplicate key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("an object has a duplicate key")
@@ -47,5 +47,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Refuse the non-standard literals NaN and Infinity."""
+    """Raise for the non-standard literals NaN and Infinity."""
     raise ValueError(f"the literal {name} is not JSON")

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of, as typed records and as the file that commits it."""
+"""The manifest: typed records of the contents of a checkpoint, and the file that commits it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from checkpoint_io.format import json as jsonio
+from checkpoint_io.format.names import MANIFEST
 
 __all__ = ["Chunk", "FileEntry", "Manifest", "TensorEntry"]
 
@@ -16,7 +17,7 @@ VERSION = 2
 ALGORITHM = "xxh3-64"
 PART_SIZE = 1 << 20
 
-# The digest sits at a fixed place, so that any reader can blank it without parsing JSON.
+# The digest has a fixed offset, so that a reader can blank it without parsing JSON.
 _DIGEST_HEAD = b'{"digest":"'
 _DIGEST_END = len(_DIGEST_HEAD) + 64
 
@@ -106,20 +107,20 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a reader needs to know about one checkpoint.
+    """The contents of one checkpoint.
 
     Attributes:
         id: random hex id of the save; part of every file name.
-        generation: grows with each save at that place (or in that `CheckpointFolder`).
+        generation: a number that increases with each save to the same URL or `CheckpointFolder`.
         created: UTC time of the commit, ISO-8601 with milliseconds.
         writer: versions of the libraries that wrote it.
         world_size: number of ranks that saved.
-        metadata: what the caller passed as `metadata`.
-        files: every file but the manifest itself.
+        metadata: the `metadata` of the caller.
+        files: all files except the manifest.
         tensors: stored tensors by key.
         aliases: keys of tied tensors, to the key under which the bytes are stored.
         shared_objects: name of the JSON file of the shared state.
-        rank_objects: name of the JSON file of each rank that saved a state of its own.
+        rank_objects: name of the JSON file of each rank that saved its own state.
         part_size: bytes covered by one checksum.
         digest: SHA-256 of the manifest file with the digest itself blanked.
 
@@ -146,11 +147,11 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Total size of all files except the manifest."""
         return sum(entry.size for entry in self.files)
 
     def tensors_of_file(self, index: int) -> list[tuple[str, Chunk]]:
-        """Return key and chunk of every tensor that has bytes in one file, in byte order."""
+        """Return key and chunk of every chunk in one file, in byte order."""
         found = [
             (key, chunk)
             for key, tensor in self.tensors.items()
@@ -161,21 +162,21 @@ class Manifest:
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """Serialise a manifest document, digest first, and put the digest in."""
+    """Serialize a manifest document with its digest, which comes first."""
     blank = {"digest": "0" * 64, **{k: v for k, v in document.items() if k != "digest"}}
-    data = jsonio.dumps(blank, "manifest.json")
+    data = jsonio.dumps(blank, MANIFEST)
     digest = hashlib.sha256(data).hexdigest().encode("ascii")
     return data[: len(_DIGEST_HEAD)] + digest + data[_DIGEST_END:]
 
 
 def same_manifest(data: bytes, reader: Any) -> bool:
-    """Say whether an open file (`size`, `read`) is this manifest, by its size and digest."""
+    """Return whether an open file (`size`, `read`) is this manifest, by its size and digest."""
     head = min(_DIGEST_END, reader.size)
     return reader.size == len(data) and bytes(reader.read(0, head)) == data[:_DIGEST_END]
 
 
 def digest_matches(data: bytes) -> bool:
-    """Say whether manifest bytes are the ones their digest was taken of."""
+    """Return whether manifest bytes match their digest."""
     if not data.startswith(_DIGEST_HEAD):
         return False
     blank = hashlib.sha256(data[: len(_DIGEST_HEAD)])
@@ -185,5 +186,5 @@ def digest_matches(data: bytes) -> bool:
 
 
 def digest_of(data: bytes) -> str:
-    """Return the digest that manifest bytes carry."""
+    """Return the digest in manifest bytes."""
     return data[len(_DIGEST_HEAD) : _DIGEST_END].decode("ascii")

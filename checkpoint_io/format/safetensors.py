@@ -1,4 +1,4 @@
-"""Headers, dtypes, tensors as bytes."""
+"""Safetensors files: dtypes, headers, and tensors as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.format import json as jsonio
 
-# float8_e8m0fnu came with torch 2.7: getattr keeps older ones working.
+# Older versions of torch lack some dtypes (float8_e8m0fnu came with 2.7).
 _CANDIDATES = {
     "F64": "float64",
     "F32": "float32",
@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-# Sizes for every name of the format, so that a manifest can be checked without the torch dtype.
+# For every dtype of the format, so that a manifest can be checked without the torch dtype.
 ITEMSIZE: dict[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
@@ -49,14 +49,15 @@ ITEMSIZE: dict[str, int] = {
     "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
 }  # fmt: skip
-ALIGNMENT = 4096
-MAX_HEADER = 100_000_000
-PIECE = 16 << 20
+ALIGNMENT = 4096  # a header ends at a multiple of it, so that tensor data starts on a page
+MAX_DIMS = 64  # of a tensor in a file or manifest that is read
+MAX_HEADER = 100_000_000  # limit of the safetensors library
+PIECE = 16 << 20  # bytes that are copied to the host at a time
 _quote = json.JSONEncoder(ensure_ascii=True).encode
 
 
 class Slot(NamedTuple):
-    """Where one tensor lies in a file, in absolute bytes."""
+    """A tensor in a file, with absolute byte offsets."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -67,12 +68,12 @@ class Slot(NamedTuple):
 def layout(
     tensors: Sequence[tuple[str, torch.Tensor]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[tuple[str, torch.Tensor]], list[tuple[int, int]]]:
-    """Plan a file: its header, the tensors in the order of their bytes, and where each lies."""
+    """Return the header of a file, its tensors in byte order, and the byte range of each."""
     if sys.byteorder != "little":
         raise CheckpointError("safetensors files are little-endian; this machine is not supported")
-    # wider types first: every tensor is then aligned to its own element size
+    # Wider dtypes first, so that every tensor is aligned to its element size.
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    # written as text, because making objects of 20,000 entries takes longer than all else
+    # Formatted as text: for 20,000 tensors, dicts would take longer than everything else here.
     rows = [f'"__metadata__":{json.dumps(dict(metadata))}']
     spans = []
     position = 0
@@ -94,15 +95,8 @@ def layout(
     return header, ordered, [(base + begin, base + end) for begin, end in spans]
 
 
-def contents(header: bytes, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Any]:
-    """Yield a file's bytes, in pieces."""
-    yield memoryview(header)
-    for _, tensor in tensors:
-        yield from host_pieces(tensor)
-
-
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview[int]]:
-    """Yield a tensor's bytes in C order; of one that needs a copy, only a piece is copied."""
+    """Yield the bytes of a tensor in C order; a tensor that needs a copy is copied in pieces."""
     if not tensor.numel():
         return
     if tensor.is_contiguous():
@@ -120,33 +114,33 @@ def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview[int]]:
 
 
 def view_of(tensor: torch.Tensor) -> memoryview[int]:
-    """Return a small tensor's bytes, copied to the CPU unless they are there in C order."""
+    """Return the bytes of a tensor; copied only if it is not contiguous on the CPU."""
     view: memoryview[int] = as_bytes(to_host(tensor)).numpy().data
     return view
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in contiguous CPU memory, itself if it is there already."""
+    """Return a tensor in contiguous CPU memory; the same memory if it is there already."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous CPU tensor as a flat run of bytes."""
+    """View a contiguous CPU tensor as flat bytes."""
     flat = tensor.reshape(-1)
-    if flat.numel() < 2:  # contiguous with any stride, which view() minds
+    if flat.numel() < 2:  # contiguous with any stride, but view() requires stride 1
         flat = flat.as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8)
 
 
 def empty(dtype: str, shape: Sequence[int], where: str) -> torch.Tensor:
-    """Allocate a tensor for a safetensors dtype name."""
+    """Allocate a CPU tensor for a safetensors dtype name."""
     if dtype not in DTYPES:
         raise CheckpointError(f"{where}: torch {torch.__version__} has no dtype for {dtype}")
     return torch.empty(tuple(shape), dtype=DTYPES[dtype], device="cpu")
 
 
 def parse_header(data: bytes, size: int, where: str) -> tuple[dict[str, str], dict[str, Slot]]:
-    """Check a header (without its 8 length bytes) against the format; return metadata and slots."""
+    """Parse a header (without its 8 length bytes); return metadata and slots."""
     document = jsonio.loads(data, where)
     try:
         if type(document) is not dict:
@@ -169,15 +163,15 @@ def parse_header(data: bytes, size: int, where: str) -> tuple[dict[str, str], di
 
 
 def _slot(entry: Any, base: int) -> Slot:
-    """Check one header entry."""
+    """Parse one header entry."""
     (begin, end), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
-    if type(shape) is not list or len(shape) > 64:
+    if type(shape) is not list or len(shape) > MAX_DIMS:
         raise ValueError("a shape that is not a short list")
     for n in (begin, end, *shape):
         if type(n) is not int or not 0 <= n < 2**63:
             raise ValueError("a size that is not a whole number")
     if math.prod([n or 1 for n in shape]) >= 2**60:
-        raise ValueError("an absurd shape")
+        raise ValueError("a shape that is too large")
     if math.prod(shape) * ITEMSIZE[dtype] != end - begin:
         raise ValueError("a shape that does not fit its bytes")
     return Slot(dtype, tuple(shape), base + begin, base + end)

@@ -1,4 +1,4 @@
-"""State trees to JSON and back: a closed set of types, tensors taken out and referred to."""
+"""Encode state trees as JSON, and decode them: a closed set of types, with tensors by key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.safetensors import NAMES
 from checkpoint_io.sharding.dtensor import check_placements, is_dtensor
 
-# Deep enough for any state dict, shallow enough for every JSON parser and for cycles to be found.
+# Deep enough for any state dict; shallow enough for JSON parsers, and to detect cycles.
 MAX_DEPTH = 100
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -27,7 +27,7 @@ StoreTensor = Callable[[Path, torch.Tensor], str]
 
 
 def encode_plain(value: Any, root: str) -> Any:
-    """Encode a tree that must not hold tensors (metadata)."""
+    """Encode a tree without tensors (metadata)."""
 
     def refuse(path: Path, tensor: torch.Tensor) -> str:
         raise UnsupportedStateError(
@@ -39,14 +39,14 @@ def encode_plain(value: Any, root: str) -> Any:
 
 
 def show(root: str, path: Path) -> str:
-    """Write a path the way a user would index it."""
+    """Format a path as a user would index it."""
     return root + "".join(f"[{key!r}]" for key in path)
 
 
 class TreeEncoder:
-    """Turns one state tree into strict JSON; each tensor goes to `store`, which returns its key.
+    """Encodes one state tree as strict JSON; each tensor goes to `store`, which returns its key.
 
-    With `sharded`, a DTensor is a tensor too, else it is refused.
+    DTensors are accepted only with `sharded`.
     """
 
     def __init__(self, root: str, store: StoreTensor, *, sharded: bool = False) -> None:
@@ -65,7 +65,7 @@ class TreeEncoder:
         return encoder(self, value, path) if encoder else self._encode_other(value, path)
 
     def _encode_other(self, value: Any, path: Path) -> Any:
-        """Encode what is not of one of the common types."""
+        """Encode a value of a less common type."""
         if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
             return self.encode(number, path)
         if isinstance(value, Mapping):
@@ -75,11 +75,11 @@ class TreeEncoder:
         raise self._unsupported(value, path)
 
     def _same(self, value: Any, path: Path) -> Any:
-        """Pass what JSON has."""
+        """Return a value that JSON has."""
         return value
 
     def _unsupported(self, value: Any, path: Path) -> UnsupportedStateError:
-        """Say what cannot be saved, where it is and what to do."""
+        """Return an error that names the value, its path and a remedy."""
         kind = type(value)
         advice = (
             "gather it first, for example with .full_tensor() or .to_dense()"
@@ -93,7 +93,7 @@ class TreeEncoder:
         )
 
     def _int(self, value: int, path: Path) -> Any:
-        """Pass an int that every JSON parser of this language accepts."""
+        """Return an int; raise if it is too long for Python's JSON parser."""
         if value.bit_length() > 10_000:
             raise UnsupportedStateError(
                 f"{show(self._root, path)} is an integer of {value.bit_length()} bits: "
@@ -102,7 +102,7 @@ class TreeEncoder:
         return value
 
     def _float(self, value: float, path: Path) -> Any:
-        """Tag the floats that JSON does not have."""
+        """Encode a float; those that JSON lacks get a tag."""
         return value if math.isfinite(value) else {"$float": str(value)}
 
     def _items(self, value: Any, path: Path) -> list[Any]:
@@ -114,12 +114,12 @@ class TreeEncoder:
         return {"$tuple": self._items(value, path)}
 
     def _set(self, value: Any, path: Path) -> Any:
-        """Encode a set under its tag, in an order that does not depend on hashing."""
+        """Encode a set under its tag, in an order independent of hashing."""
         items = self._items(value, path)
         return {f"${type(value).__name__}": sorted(items, key=lambda i: jsonio.dumps(i, "a set"))}
 
     def _dict(self, value: Mapping[Any, Any], path: Path) -> Any:
-        """Encode a mapping as an object, or as pairs if its keys are not plain strings."""
+        """Encode a mapping as an object, or as pairs if some key is not a plain string."""
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         return {
@@ -130,7 +130,7 @@ class TreeEncoder:
         }
 
     def _key(self, key: Any, path: Path) -> Any:
-        """Encode a key; a tensor hashes by identity, so it cannot be one."""
+        """Encode a key; raise for a tensor, which hashes by identity."""
         if isinstance(key, torch.Tensor):
             raise UnsupportedStateError(
                 f"{show(self._root, path)} has a tensor as a key: use a string or an int"
@@ -146,7 +146,7 @@ class TreeEncoder:
         return {"$dtype": str(value).removeprefix("torch.")}
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Any:
-        """Hand a tensor over and refer to it."""
+        """Store a tensor; encode its key."""
         tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise self._unsupported(value, path)
@@ -158,7 +158,7 @@ class TreeEncoder:
         return {"$tensor": self._store(path, tensor)}
 
     def _dtensor(self, value: Any, path: Path) -> Any:
-        """Hand a DTensor over, if its parts are parts of it."""
+        """Store a DTensor; raise if its placements are not supported."""
         check_placements(value, show(self._root, path))
         return self._tensor(value, path)
 
@@ -177,7 +177,8 @@ class TreeEncoder:
         return {"$ndarray": self._store(path, tensor)}
 
 
-# By type, outside of the class: an encoder that refers to itself would keep its tensors alive.
+# Functions by type, not bound methods on the instance: those would form a reference cycle, and
+# keep the tensors of a state alive until the next garbage collection.
 _ENCODERS: dict[type, Callable[[TreeEncoder, Any, Path], Any]] = {
     **dict.fromkeys((type(None), bool, str), TreeEncoder._same),
     int: TreeEncoder._int,
@@ -194,7 +195,7 @@ _ENCODERS: dict[type, Callable[[TreeEncoder, Any, Path], Any]] = {
 
 
 def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None, where: str) -> Any:
-    """Rebuild a tree; `tensors` holds those it may refer to, `where` goes into errors."""
+    """Decode a tree that may refer to `tensors`; `where` names it in errors."""
     try:
         return _Decoder(tensors or {}, where).decode(value)
     except RecursionError:
@@ -202,15 +203,15 @@ def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor] | None, where: s
 
 
 class _Decoder:
-    """The inverse of `TreeEncoder`, suspicious of its input."""
+    """The inverse of `TreeEncoder`; the input is not trusted."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], where: str) -> None:
         self._tensors = tensors
         self._where = where
 
     def decode(self, value: Any) -> Any:
-        """Return what a JSON value stands for."""
-        if type(value) is dict and len(value) == 1:  # most leaves, and the quickest way to them
+        """Decode a JSON value."""
+        if type(value) is dict and len(value) == 1:  # the fast path: most leaves are tensors
             key = value.get("$tensor")
             if type(key) is str and key in self._tensors:
                 return self._tensors[key]
@@ -247,11 +248,11 @@ class _Decoder:
         return result
 
     def _tensor(self, key: Any) -> torch.Tensor:
-        """Look a tensor up."""
+        """Return a tensor by its key."""
         return self._tensors[key]
 
     def _dtype(self, name: Any) -> torch.dtype:
-        """Look a dtype up by name, among dtypes only."""
+        """Return a dtype by its name; raise for any other attribute of torch."""
         found = getattr(torch, name, None) if isinstance(name, str) else None
         if not isinstance(found, torch.dtype):
             raise ValueError(f"no dtype {name!r:.80} in this torch")

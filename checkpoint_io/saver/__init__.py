@@ -1,1 +1,1 @@
-"""Saving: who writes what, the writing, the commit."""
+"""Saving: plan what each rank writes, write it, commit it."""

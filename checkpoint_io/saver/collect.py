@@ -1,4 +1,4 @@
-"""Gathering the tensors of a state: a unique key for each, and which of them are tied."""
+"""Collect the tensors of a state, each under a unique key, and find those that are tied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOCAL_ROOT = "ranks"
 
 
 def escape(segment: Any) -> str:
-    """Write one path segment as JSON Pointer does."""
+    """Escape one path segment as JSON Pointer does."""
     text = str(segment)
     if "~" in text or "/" in text:
         return text.replace("~", "~0").replace("/", "~1")
@@ -22,10 +22,10 @@ def escape(segment: Any) -> str:
 
 
 def shared_key(path: Path) -> str:
-    """Build the key of a tensor in the shared state; "ranks" in front is kept for local ones."""
+    """Build the key of a tensor in the shared state; a leading "ranks" is for local ones."""
     parts = [escape(segment) for segment in path]
     if parts and parts[0] == _LOCAL_ROOT:
-        parts[0] = f"~{_LOCAL_ROOT}"  # "~r" is no escape, so no other key looks like this
+        parts[0] = f"~{_LOCAL_ROOT}"  # "~r" is not an escape, so no other key is equal
     return "/".join(parts)
 
 
@@ -35,36 +35,36 @@ def local_key(rank: int, path: Path) -> str:
 
 
 def local_prefix(rank: int) -> str:
-    """Return what every key of one rank's own tensors starts with."""
+    """Return the common prefix of the keys of one rank's own tensors."""
     return f"{_LOCAL_ROOT}/{rank}/"
 
 
 def is_shared(key: str) -> bool:
-    """Say whether a key belongs to the shared state."""
+    """Return whether a key belongs to the shared state."""
     return not key.startswith(f"{_LOCAL_ROOT}/")
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return what two tied tensors have in common; None for one that has no memory."""
-    place = _place(tensor)
-    return None if place is None else (place, *_look(tensor))
+    """Return a value that only tied tensors share; None for a tensor that cannot be tied."""
+    address = _address(tensor)
+    return None if address is None else (address, *_view(tensor))
 
 
-def _place(tensor: torch.Tensor) -> int | None:
-    """Return the address that a tensor starts at; None for one that cannot be tied."""
+def _address(tensor: torch.Tensor) -> int | None:
+    """Return the address at which a tensor starts; None if it cannot be tied."""
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
         return None
-    # of a DTensor this process may hold nothing: its (empty) memory still tells it from others
-    mine = local_of(tensor) if is_dtensor(tensor) else tensor
-    return mine.data_ptr() or mine.untyped_storage()._cdata
+    local = local_of(tensor) if is_dtensor(tensor) else tensor
+    # The local part of a DTensor may be empty, without an address; its storage still identifies it.
+    return local.data_ptr() or local.untyped_storage()._cdata
 
 
-def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return how a tensor looks at the memory that starts at its address."""
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return how a tensor views the memory at its address."""
     if is_dtensor(tensor):
         sharded: Any = tensor
-        mine = local_of(sharded)
-        return (*_look(mine), tuple(tensor.shape), sharded.placements, sharded.device_mesh)
+        local = local_of(sharded)
+        return (*_view(local), tuple(tensor.shape), sharded.placements, sharded.device_mesh)
     return (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
@@ -72,47 +72,48 @@ class TensorCollector:
     """The tensors of one state on one rank, in the order in which the state names them.
 
     Attributes:
-        tensors: every tensor by its key; they stay alive, so that no memory is used twice.
-        tied: keys of tensors that are tied, to the first key of the same memory.
+        tensors: every tensor by its key; kept alive, so that no address is reused meanwhile.
+        tied: keys of tied tensors, to the first key of the same memory.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
-        self._at: dict[int, str] = {}
-        self._by_identity: dict[tuple[Any, ...], str] = {}
+        self._by_address: dict[int, str] = {}
+        self._by_view: dict[tuple[Any, ...], str] = {}
 
     def add(self, wanted: str, tensor: torch.Tensor) -> str:
-        """Register a tensor under a key like `wanted` and return the key it got."""
+        """Register a tensor; return its key, which is `wanted` or a variant that is still free."""
         key, number = wanted, 1
-        # {1: a, "1": b} ask for the same key; the header key of the format is taken from the start
+        # {1: a, "1": b} would give one key twice, and "__metadata__" is reserved by safetensors.
         while key in self.tensors or key == "__metadata__":
             number += 1
             key = f"{wanted}~~{number}"
         self.tensors[key] = tensor
-        place = _place(tensor)
-        if place is not None and self._at.setdefault(place, key) != key:
-            self._tie(place, key, tensor)
+        # Views are compared only among tensors of one address, which are few.
+        address = _address(tensor)
+        if address is not None and self._by_address.setdefault(address, key) != key:
+            self._tie(address, key, tensor)
         return key
 
-    def _tie(self, place: int, key: str, tensor: torch.Tensor) -> None:
-        """Tie a tensor to the first one that looks at the same memory in the same way."""
-        other = self._at[place]
-        self._by_identity.setdefault((place, *_look(self.tensors[other])), other)
-        first = self._by_identity.setdefault((place, *_look(tensor)), key)
+    def _tie(self, address: int, key: str, tensor: torch.Tensor) -> None:
+        """Tie a tensor to the first one with the same view of the same memory."""
+        other = self._by_address[address]
+        self._by_view.setdefault((address, *_view(self.tensors[other])), other)
+        first = self._by_view.setdefault((address, *_view(tensor)), key)
         if first != key:
             self.tied[key] = first
 
 
 class HasBytes(Protocol):
-    """What is packed into files, here called by its name: something with bytes and dimensions."""
+    """A tensor or box, as `pack` sees it: a size and a number of dimensions."""
 
     @property
     def nbytes(self) -> int:
         """Length in bytes."""
 
     def dim(self) -> int:
-        """How many dimensions it has."""
+        """Number of dimensions."""
 
 
 T = TypeVar("T", bound=HasBytes)
@@ -123,12 +124,12 @@ def pack(
 ) -> list[list[tuple[str, T]]]:
     """Split tensors over files of at most `limit` bytes (or one tensor), in the given order.
 
-    A file's names are limited too, because the format limits its header to 100 MB.
+    The names of a file are limited too, because safetensors limits the header to 100 MB.
     """
     shards: list[list[tuple[str, T]]] = []
     size = names = 0
     for key, tensor in tensors:
-        # 6 bytes for an escaped character, and room for the numbers
+        # An upper bound of the header entry: 6 bytes for an escaped character, plus the numbers.
         nbytes, entry = tensor.nbytes, 6 * len(key) + 22 * tensor.dim() + 128
         if not shards or size + nbytes > limit or names + entry > names_limit:
             shards.append([])

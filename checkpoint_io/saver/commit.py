@@ -1,4 +1,4 @@
-"""The manifest is the commit."""
+"""Commit a save on rank 0: the checkpoint exists once its manifest has been put in place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from checkpoint_io.errors import (
     CorruptCheckpointError,
     UnsettledWriteError,
 )
-from checkpoint_io.folder.removal import remove_all as remove_files
-from checkpoint_io.folder.removal import remove_saves
+from checkpoint_io.folder.removal import remove_all, remove_saves
 from checkpoint_io.format.manifest import (
     ALGORITHM,
     FORMAT,
@@ -44,15 +43,157 @@ from checkpoint_io.outcome import Outcome
 from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import collector_paused
 
-__all__ = ["Commit", "NextGeneration", "remove_files"]
+__all__ = ["Commit", "NextGeneration", "fixed_or_next"]
 
 NextGeneration = Callable[["Manifest | None"], int]
 
 
-def assemble(
+def fixed_or_next(generation: int | None) -> NextGeneration:
+    """Number a save as given, or one above the checkpoint that it replaces."""
+
+    def choose(previous: Manifest | None) -> int:
+        return (
+            generation if generation is not None else 1 + (previous.generation if previous else 0)
+        )
+
+    return choose
+
+
+class Commit:
+    """Rank 0's part in one save; a context manager that releases the lock of the folder."""
+
+    def __init__(
+        self, store: Store, save_id: str, run_id: str | None, metadata: Mapping[str, Any]
+    ) -> None:
+        self._store = store
+        self._save_id = save_id
+        self._run_id = run_id
+        self._metadata = metadata
+        self._lock = ExitStack()
+        self._token = ""
+        self._previous: Manifest | None = None
+        self._leftovers: list[str] = []
+        self._probes: list[str] = []
+        self._data: bytes | None = None
+
+    def begin(self) -> None:
+        """Lock the folder and list its files, before the first byte is written."""
+        # A local folder is locked (flock): a second save fails here, before it has written. Object
+        # stores and some network filesystems have no lock; there the token alone detects another
+        # save, when the manifest is replaced. It is taken before the manifest is read, so that a
+        # change in between is a conflict and not overlooked.
+        self._lock.enter_context(self._store.lock())
+        self._token = self._store.token(MANIFEST)
+        self._previous = _current_manifest(self._store)
+        named = {entry.name for entry in self._previous.files} if self._previous else set()
+        # Leftovers are listed now, not when they are removed: a file that appears later may belong
+        # to a save in progress, where there is no lock.
+        if self._run_id is not None:
+            present = self._store.sizes()
+            self._leftovers = [name for name in present if save_id_of(name) and name not in named]
+            self._probes = stale_probes(present)
+
+    def __enter__(self) -> Commit:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._lock.close()
+
+    def publish(
+        self, next_generation: NextGeneration, reports: Sequence[Mapping[str, Any]]
+    ) -> Manifest:
+        """Check that rank 0 sees the files of every rank, then replace the manifest."""
+        generation = next_generation(self._previous)
+        with collector_paused():
+            document = _assemble(self._save_id, generation, self._metadata, reports)
+            data = seal(document)
+            # Never commit what readers refuse: the old checkpoint is removed afterwards.
+            manifest = parse_document(document, data, self._store.url)
+        _check_files(self._store, manifest)
+        # From here on an error does not imply that nothing was committed: see `verdict`.
+        self._data = data
+        temporary = temporary_name(self._save_id)
+        self._store.replace(MANIFEST, data, temporary, expected=self._token)
+        self._check_not_replaced()
+        return manifest
+
+    def _check_not_replaced(self) -> None:
+        """Raise if another save replaced the manifest, in a store that ignores conditions."""
+        assert self._data is not None
+        try:
+            with self._store.open(MANIFEST) as reader:
+                ours = same_manifest(self._data, reader)
+        except Exception as error:
+            text = f"{self._store.url}: committed, but could not be read back ({error})"
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            return
+        if not ours:
+            raise CheckpointConflictError(
+                f"another save wrote to {self._store.url} at the same time, and its checkpoint is "
+                "the current one: give each job a folder of its own"
+            )
+
+    def verdict(self, outcome: Outcome) -> dict[str, Any]:
+        """Return whether the commit took place; after an error, by reading the manifest again.
+
+        The state is "committed", "absent" or "unknown". An error does not decide it: a lost answer,
+        or an interrupt at the wrong moment, may follow a commit that took place.
+        """
+        state = "committed"
+        if outcome.error is not None and self._data is None:
+            state = "absent"
+        elif outcome.error is not None:
+            current = Outcome.of(lambda: _current_manifest(self._store))
+            found = current.value.id if isinstance(current.value, Manifest) else None
+            # "absent" has the files removed, and a manifest that still arrives would name them.
+            state = "unknown" if current.error or not self._settled(outcome.error) else "absent"
+            state = "committed" if found == self._save_id else state
+        plain = {**outcome.to_plain(), "value": None}
+        return {"state": state, "manifest": self._data, "outcome": plain}
+
+    def _settled(self, error: BaseException) -> bool:
+        """Return whether a commit with this error can no longer take effect.
+
+        A rename is done or not once the call returns; a request may be executed after it.
+        """
+        answered = isinstance(error, CheckpointError) and not isinstance(error, UnsettledWriteError)
+        return self._store.can_rename or answered
+
+    def clean_up(self, error: BaseException | None) -> None:
+        """Remove the replaced checkpoint, and what killed saves of this run have left."""
+        # A local rename is durable once its folder is synced. If that failed, the old manifest may
+        # be back after a power cut, and needs its files.
+        if error is not None and self._store.can_rename:
+            text = (
+                f"{self._store.url}: saved, but a power cut may undo it, so the older files are "
+                f"kept; check the disk ({type(error).__name__}: {error})"
+            )
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            return
+        if self._previous is not None:
+            remove_all(self._store, [entry.name for entry in self._previous.files])
+        remove_all(self._store, self._probes)
+        if self._leftovers and self._run_id is not None:
+            try:
+                remove_saves(self._store, self._leftovers, self._run_id)
+            except Exception as error:
+                text = f"could not clean up {self._store.url}: {type(error).__name__}: {error}"
+                warnings.warn(text, CheckpointWarning, stacklevel=2)
+
+    def undo(self) -> None:
+        """Remove every file of this save that rank 0 sees, including those of dead ranks."""
+        with suppress(Exception):
+            # Tensor files before objects files: these name the run, so that the next save of the
+            # run can still remove what an interruption leaves.
+            present = sorted(self._store.sizes(), reverse=True)
+            ours = [name for name in present if save_id_of(name) == self._save_id]
+            self._store.remove_many(ours)
+
+
+def _assemble(
     save_id: str, generation: int, metadata: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Join the reports of all ranks into one document."""
+    """Merge the reports of all ranks into the document of a manifest."""
     files: list[Any] = []
     tensors: dict[str, list[Any]] = {}
     aliases: dict[str, str] = {}
@@ -96,141 +237,8 @@ def _own_version() -> str:
         return "unknown"
 
 
-def following(generation: int | None) -> NextGeneration:
-    """Number a save as asked, or one above the checkpoint that it replaces."""
-
-    def choose(previous: Manifest | None) -> int:
-        return (
-            generation if generation is not None else 1 + (previous.generation if previous else 0)
-        )
-
-    return choose
-
-
-class Commit:
-    """Rank 0's part in one save; a context manager that gives the folder's lock back."""
-
-    def __init__(
-        self, store: Store, save_id: str, run_id: str | None, metadata: Mapping[str, Any]
-    ) -> None:
-        self._store = store
-        self._save_id = save_id
-        self._run_id = run_id
-        self._metadata = metadata
-        self._lock = ExitStack()
-        self._token = ""
-        self._previous: Manifest | None = None
-        self._litter: list[str] = []
-        self._probes: list[str] = []
-        self._data: bytes | None = None
-
-    def begin(self) -> None:
-        """Lock the folder and look at what is there, before the first byte is written.
-
-        Only what is there now is removed later: where there are no locks, what comes after may
-        belong to a save that is just being written.
-        """
-        self._lock.enter_context(self._store.lock())
-        self._token = self._store.token(MANIFEST)
-        self._previous = _previous(self._store)
-        named = {entry.name for entry in self._previous.files} if self._previous else set()
-        if self._run_id is not None:
-            present = self._store.sizes()
-            self._litter = [name for name in present if save_id_of(name) and name not in named]
-            self._probes = stale_probes(present)
-
-    def __enter__(self) -> Commit:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._lock.close()
-
-    def publish(
-        self, next_generation: NextGeneration, reports: Sequence[Mapping[str, Any]]
-    ) -> Manifest:
-        """Check that every rank's files are where rank 0 sees them, then put the manifest there."""
-        generation = next_generation(self._previous)
-        with collector_paused():
-            document = assemble(self._save_id, generation, self._metadata, reports)
-            data = seal(document)
-            manifest = parse_document(document, data, self._store.url)  # or no reader will take it
-        _check_files(self._store, manifest)
-        self._data = data
-        temporary = temporary_name(self._save_id)
-        self._store.replace(MANIFEST, data, temporary, expected=self._token)
-        self._check_won()
-        return manifest
-
-    def _check_won(self) -> None:
-        """Look whether a store that ignores conditions let another save in at the same time."""
-        assert self._data is not None
-        try:
-            with self._store.open(MANIFEST) as reader:
-                won = same_manifest(self._data, reader)
-        except Exception as error:
-            text = f"{self._store.url}: committed, but could not be looked at ({error})"
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
-            return
-        if not won:
-            raise CheckpointConflictError(
-                f"another save wrote to {self._store.url} at the same time, and its checkpoint is "
-                "the one that is there now: give each job a folder of its own"
-            )
-
-    def judge(self, outcome: Outcome) -> dict[str, Any]:
-        """Say what became of the commit; after an error the store itself is asked.
-
-        A lost answer, or an interrupt at the wrong moment, may follow a commit that took place.
-        """
-        state = "committed"
-        if outcome.error is not None and self._data is None:
-            state = "absent"
-        elif outcome.error is not None:
-            look = Outcome.of(lambda: _previous(self._store))
-            found = look.value.id if isinstance(look.value, Manifest) else None
-            # a manifest still on its way must find the files that it names
-            state = "unknown" if look.error or not self._settled(outcome.error) else "absent"
-            state = "committed" if found == self._save_id else state
-        plain = {**outcome.to_plain(), "value": None}
-        return {"state": state, "manifest": self._data, "outcome": plain}
-
-    def _settled(self, error: BaseException) -> bool:
-        """Say whether a commit that failed so cannot take effect later."""
-        said = isinstance(error, CheckpointError) and not isinstance(error, UnsettledWriteError)
-        return self._store.can_rename or said
-
-    def clean_up(self, error: BaseException | None) -> None:
-        """Remove the checkpoint that was replaced, and what this run's killed saves left.
-
-        After an error of the commit a local disk may still go back to the old one: all stays.
-        """
-        if error is not None and self._store.can_rename:
-            text = (
-                f"{self._store.url}: saved, but a power cut may undo it, so the older files are "
-                f"kept; look at the disk ({type(error).__name__}: {error})"
-            )
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
-            return
-        if self._previous is not None:
-            remove_files(self._store, [entry.name for entry in self._previous.files])
-        remove_files(self._store, self._probes)
-        if self._litter and self._run_id is not None:
-            try:
-                remove_saves(self._store, self._litter, self._run_id)
-            except Exception as error:
-                text = f"could not clean up {self._store.url}: {type(error).__name__}: {error}"
-                warnings.warn(text, CheckpointWarning, stacklevel=2)
-
-    def undo(self) -> None:
-        """Remove every file of this save that rank 0 sees, those of dead ranks included."""
-        with suppress(Exception):
-            present = sorted(self._store.sizes(), reverse=True)
-            ours = [name for name in present if save_id_of(name) == self._save_id]
-            self._store.remove_many(ours)
-
-
-def _previous(store: Store) -> Manifest | None:
-    """Return the manifest about to be replaced; a broken one counts as none."""
+def _current_manifest(store: Store) -> Manifest | None:
+    """Return the manifest in the folder; None if there is none, or a corrupt one."""
     try:
         return manifest_of(store, tensors=False)
     except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -238,12 +246,15 @@ def _previous(store: Store) -> Manifest | None:
 
 
 def _check_files(store: Store, manifest: Manifest) -> None:
-    """Refuse to commit files that rank 0 does not see whole."""
+    """Raise if rank 0 does not see a file, or not at its full size.
+
+    It happens where ranks save to local paths of different machines.
+    """
     present = store.sizes()
     for entry in manifest.files:
         if present.get(entry.name) == entry.size:
             continue
-        try:  # a network filesystem may list late, but opens fresh
+        try:  # network filesystems may cache listings, but opening a file bypasses the cache
             with store.open(entry.name) as reader:
                 size: int | None = reader.size
         except FileNotFoundError:

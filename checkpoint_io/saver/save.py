@@ -1,9 +1,10 @@
-"""Save(), prepare_save, SaveJob."""
+"""The public functions that save: `save`, and `prepare_save` with `SaveJob`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,16 +12,88 @@ import torch
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import new_save_id
 from checkpoint_io.group import ProcessGroupLike, SingleProcess
-from checkpoint_io.outcome import Outcome, failed_ranks, raise_failure
+from checkpoint_io.outcome import Outcome, agree, collective
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.saver.commit import NextGeneration, following
+from checkpoint_io.saver.commit import NextGeneration, fixed_or_next
 from checkpoint_io.saver.plan import Draft, RankPlan
-from checkpoint_io.saver.run import Run, headline_of, together
+from checkpoint_io.saver.run import Run, failure_headline
 from checkpoint_io.sharding.local_tensors import Replicated
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.threads import collector_paused
 
 __all__ = ["SaveJob", "prepare_save", "save"]
+
+
+def save(
+    url: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    local_state: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    group: ProcessGroupLike | None = None,
+    max_shard_size: int | str = "5GB",
+    generation: int | None = None,
+    replicated: Replicated = True,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Save a state as a checkpoint at `url`; when it returns, the checkpoint is durable.
+
+    A previous checkpoint at `url` stays intact until the new one is committed, and is then removed.
+    If anything fails on any rank, nothing is committed and every rank raises. With more than one
+    rank the call is collective, and all ranks write: each its local shards of DTensors, and its
+    share of the replicated tensors. Only one save at a time may go to one `url`; a second one
+    raises CheckpointConflictError.
+
+    Args:
+        url: a folder: a local path (`~` works) or any fsspec URL.
+        state: the state that all ranks share. Nested dicts, lists, tuples and sets of tensors,
+            DTensors, numpy arrays and plain values. Tensors of any shape, on any device. Rank 0's
+            is saved; the other ranks pass theirs so that they can write a part of it, or {} if they
+            hold no shards.
+        local_state: this rank's own state (random generators, data position); each rank writes
+            its own. Default None: this rank has none.
+        metadata: plain values kept in the manifest (run_id, step, metrics); rank 0's is used.
+        group: the ranks that save together; default None: this process alone.
+        max_shard_size: largest tensor file, in bytes or as text ("5GB" = 5e9 bytes, "1GiB").
+            A single larger tensor gets its own file.
+        generation: a number that orders checkpoints; default: one more than that of the replaced
+            checkpoint.
+        replicated: whether the plain tensors of `state` are bitwise the same on all ranks (default
+            True), or a function that returns it for a key; if not, rank 0 writes its own.
+        progress: show a progress bar on rank 0; None (default) shows one for a long save on a
+            terminal.
+        storage_options: passed to the fsspec driver (credentials, endpoint).
+
+    Returns:
+        The committed manifest, on every rank.
+
+    Raises:
+        UnsupportedStateError: if the state holds an object that cannot be stored.
+        ManifestVersionError: if another version of this package wrote the checkpoint at `url`.
+        CheckpointConflictError: if another save is writing to `url`, or was faster.
+        CheckpointError: if writing failed on some rank; the message names it.
+        ImportError: if the driver for this kind of URL is not installed.
+
+    Example:
+        >>> import torch
+        >>> from checkpoint_io import load, save
+        >>> manifest = save("memory://doc-save/last", {"w": torch.ones(2), "step": 3})
+        >>> load("memory://doc-save/last").state
+        {'w': tensor([1., 1.]), 'step': 3}
+    """
+    job = prepare_save(
+        url,
+        state,
+        next_generation=fixed_or_next(generation),
+        local_state=local_state,
+        metadata=metadata,
+        group=group,
+        max_shard_size=max_shard_size,
+        replicated=replicated,
+        storage_options=storage_options,
+    )
+    return job.run(progress=progress)
 
 
 def prepare_save(
@@ -35,28 +108,28 @@ def prepare_save(
     replicated: Replicated = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveJob:
-    """Settle what a save writes, and who writes it, without writing anything; collective.
+    """Plan what each rank writes, without writing anything; collective.
 
-    Plain values are taken over now; tensors are looked at when the job runs, unless
-    `SaveJob.rebind` puts copies in their place. The arguments are those of `save`.
+    Plain values are captured now; tensors are read when the job runs, unless `SaveJob.rebind`
+    replaces them with copies. The arguments are those of `save`.
 
     Args:
         url: a folder: a local path or any fsspec URL.
         state: the state that all ranks share.
-        next_generation: asked by rank 0 at the commit, with the manifest that is replaced or None,
-            for the number that orders checkpoints.
+        next_generation: returns the number that orders checkpoints; called on rank 0 at the commit,
+            with the manifest that is replaced, or None.
         local_state: this rank's own state.
         metadata: plain values kept in the manifest; rank 0's is used.
-        group: the processes that save together; default None: just this one.
+        group: the ranks that save together; default None: this process alone.
         max_shard_size: largest tensor file.
-        replicated: whether a plain tensor of the shared state is bitwise the same on all ranks, for
+        replicated: whether plain tensors of the shared state are bitwise the same on all ranks, for
             all or by key; if not, rank 0's is written.
         storage_options: passed to the fsspec driver.
 
     Raises:
-        UnsupportedStateError: a state holds an object that cannot be stored.
-        CheckpointError: preparing failed on some rank; the message names it.
-        ImportError: the driver for this kind of URL is not installed.
+        UnsupportedStateError: if a state holds an object that cannot be stored.
+        CheckpointError: if preparing failed on some rank; the message names it.
+        ImportError: if the driver for this kind of URL is not installed.
 
     Example:
         >>> import torch
@@ -70,7 +143,7 @@ def prepare_save(
         {'w': tensor([1., 1.])}
     """
     group = group or SingleProcess()
-    headline = headline_of(str(url))
+    headline = failure_headline(str(url))
 
     def start() -> tuple[Draft, Store]:
         store = open_store(url, storage_options)
@@ -78,27 +151,25 @@ def prepare_save(
             draft = Draft(state, local_state, metadata or {}, group, max_shard_size, replicated)
         return draft, store
 
-    mine = Outcome.of(start)
-    hello = {**mine.to_plain(), "value": None}
-    if mine.error is None:
-        hello["value"] = {"save_id": new_save_id(), **mine.value[0].to_plain()}
-    hellos = together(headline, lambda: group.all_gather_object(hello))
-    if failed_ranks(hellos):
-        raise_failure(headline, hellos, mine)
-    draft, store = mine.value
-    said = [h["value"] for h in hellos]
-    plan = together(headline, lambda: draft.settle(group, said))
-    return SaveJob(os.fspath(url), store, plan, said[0]["save_id"], group, next_generation)
+    own = Outcome.of(start)
+    if own.error is None:
+        draft, store = own.value
+        # Every rank draws an id, so that one collective is enough; rank 0's is used. It is part of
+        # all file names: an overwrite never touches a file that the old manifest names.
+        own = replace(own, value={"save_id": new_save_id(), **draft.to_plain()})
+    drafts = agree(group, own, headline, group_headline=headline)
+    plan = collective(lambda: draft.settle(group, drafts), headline)
+    return SaveJob(os.fspath(url), store, plan, drafts[0]["save_id"], group, next_generation)
 
 
 class SaveJob:
-    """A save that is settled and not yet written; `prepare_save` makes it.
+    """A save that is planned and not yet written, from `prepare_save`.
 
     Attributes:
-        url: where it goes.
-        save_id: the id that its files and its manifest carry.
-        nbytes: what this rank will write, in bytes.
-        tensors: views of the tensors this rank writes, on whatever device, in the order written.
+        url: the folder that it is saved to.
+        save_id: the id in its manifest and in its file names.
+        nbytes: number of bytes that this rank will write.
+        tensors: views of the tensors that this rank writes, on their device, in write order.
 
     Example:
         >>> import torch
@@ -132,18 +203,18 @@ class SaveJob:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Views of the tensors this rank writes, in the order written."""
+        """Views of the tensors that this rank writes, in write order."""
         return [box.tensor for boxes in self._plan.files for box in boxes]
 
     def rebind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write these instead of `tensors`: copies, in the same order.
+        """Replace `tensors` with copies, in the same order.
 
         Raises:
-            ValueError: their number, or a shape or dtype, is another one.
+            ValueError: if their number, a shape or a dtype differs.
         """
-        mine = self.tensors
-        same = len(mine) == len(tensors) and all(
-            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(mine, tensors, strict=True)
+        current = self.tensors
+        same = len(current) == len(tensors) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(current, tensors, strict=True)
         )
         if not same:
             raise ValueError(
@@ -157,99 +228,27 @@ class SaveJob:
     def run(
         self, group: ProcessGroupLike | None = None, *, progress: bool | None = None
     ) -> Manifest:
-        """Write, commit and clean up; collective, on any thread, once.
+        """Write, commit and clean up; collective, once, on any thread.
 
         Args:
-            group: the same processes through another group, such as `TorchGroup.dedicated()`;
-                default: the one it was prepared with.
-            progress: a bar with bytes per second on rank 0; None (default) shows one for a long
-                save on a terminal.
+            group: another group of the same ranks, such as `TorchGroup.dedicated()`; default: the
+                one that the job was prepared with.
+            progress: show a progress bar on rank 0; None (default) shows one for a long save on a
+                terminal.
 
         Returns:
-            The manifest that was committed, on every rank.
+            The committed manifest, on every rank.
 
         Raises:
-            CheckpointConflictError: another save is writing there, or was faster.
-            CheckpointError: writing failed on some rank, or one of them died.
-            RuntimeError: the job has run already.
+            CheckpointConflictError: if another save is writing there, or was faster.
+            CheckpointError: if writing failed on some rank, or a rank died.
+            RuntimeError: if the job has run already.
         """
         if self._ran:
-            raise RuntimeError("a SaveJob runs once: prepare_save makes another one")
+            raise RuntimeError("a SaveJob runs once: create another one with prepare_save")
         self._ran = True
         group = group or self._group
         shown = progress if group.rank == 0 else False
         with TransferProgress("saving", self.nbytes, shown) as bar:
             run = Run(self.url, self.save_id, self._store, self._plan, group, bar.add)
             return run.save(self._next_generation)
-
-
-def save(
-    url: str | os.PathLike[str],
-    state: Mapping[str, Any],
-    *,
-    local_state: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    group: ProcessGroupLike | None = None,
-    max_shard_size: int | str = "5GB",
-    generation: int | None = None,
-    replicated: Replicated = True,
-    progress: bool | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Save a state as a checkpoint at `url`; when it returns, the checkpoint is durable.
-
-    A checkpoint that was at `url` before stays whole until the new one is committed, and is then
-    removed. If anything fails on any rank, nothing is committed and every rank raises. With more
-    than one rank this is a collective call, and all of them write: each the shards it holds of
-    DTensors, and its share of the tensors that all have. Only one save at a time may go to one
-    `url`; a second one gets a CheckpointConflictError.
-
-    Args:
-        url: a folder: a local path (`~` works) or any fsspec URL.
-        state: the state that all ranks share. Nested dicts, lists, tuples and sets of tensors,
-            DTensors, numpy arrays and plain values. Tensors of any shape, on any device. Rank 0's
-            is the one that is kept; the other ranks pass theirs so that they can write a part of
-            it, or {} if they hold no shards.
-        local_state: this rank's own state (random generators, data position); each rank writes
-            its own. Default None: this rank has none.
-        metadata: plain values kept in the manifest (run_id, step, metrics); rank 0's is used.
-        group: the processes that save together; default None: just this one.
-        max_shard_size: largest tensor file, in bytes or as text ("5GB" = 5e9 bytes, "1GiB").
-            A single larger tensor gets a file of its own.
-        generation: a number that orders checkpoints; default: that of the one replaced + 1.
-        replicated: whether the plain tensors of `state` are bitwise the same on all ranks (default
-            True), or a function that says so of a key; if not, rank 0 writes its own.
-        progress: a bar with bytes per second on rank 0; None (default) shows one for a long save on
-            a terminal.
-        storage_options: passed to the fsspec driver (credentials, endpoint).
-
-    Returns:
-        The manifest that was committed, on every rank.
-
-    Raises:
-        UnsupportedStateError: the state holds an object that cannot be stored.
-        ManifestVersionError: another version of this package wrote what is at `url`.
-        CheckpointConflictError: another save is writing to `url`, or was faster.
-        CheckpointError: writing failed on some rank; the message names it.
-        ImportError: the driver for this kind of URL is not installed.
-
-    Example:
-        >>> import torch
-        >>> from checkpoint_io import load, save
-        >>> manifest = save("memory://doc-save/last", {"w": torch.ones(2), "step": 3})
-        >>> load("memory://doc-save/last").state
-        {'w': tensor([1., 1.]), 'step': 3}
-    """
-
-    job = prepare_save(
-        url,
-        state,
-        next_generation=following(generation),
-        local_state=local_state,
-        metadata=metadata,
-        group=group,
-        max_shard_size=max_shard_size,
-        replicated=replicated,
-        storage_options=storage_options,
-    )
-    return job.run(progress=progress)

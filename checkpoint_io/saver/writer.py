@@ -1,4 +1,4 @@
-"""What one rank writes: its tensor files and its JSON, with checksums taken on the way."""
+"""Write the files of one rank, with checksums taken on the way."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from checkpoint_io.sharding.local_tensors import WriteBox
 from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import collector_paused, for_each
 
-# Each file keeps at most about 64 MiB in buffers on its way.
-_THREADS = 4
-_SMALL = 256 * 1024
+_THREADS = 4  # files written at a time; each needs up to about 64 MiB of buffers
+_SMALL = 256 * 1024  # bytes; smaller tensors are copied to the host in batches
 _BATCH = 4 * 1024 * 1024
 
 
 @dataclass
 class RankReport:
-    """What one rank wrote, in plain values, which any process group can carry.
+    """The files that one rank wrote, in plain values, which any process group can carry.
 
-    `chunks` are rows as in the manifest (`Chunk`), each after its key, dtype and full shape; they
-    count files from this rank's first.
+    `chunks` are (key, dtype, full shape, row as in the manifest); rows count files from the first
+    one of this rank.
     """
 
     files: list[dict[str, Any]] = field(default_factory=list)
@@ -37,18 +36,20 @@ class RankReport:
     tied: dict[str, str] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as a dict."""
+        """Return plain values for the other ranks."""
         return {"files": self.files, "chunks": self.chunks, "tied": self.tied}
 
 
 class RankWriter:
-    """Writes the files of one rank and can take them back."""
+    """Writes the files of one rank, and removes them if the save fails."""
 
-    def __init__(self, store: Store, save_id: str, rank: int, moved: Callable[[int], None]) -> None:
+    def __init__(
+        self, store: Store, save_id: str, rank: int, on_written: Callable[[int], None]
+    ) -> None:
         self._store = store
         self._save_id = save_id
         self._rank = rank
-        self._moved = moved
+        self._on_written = on_written
         self._created: list[str] = []
         self._stopped = threading.Event()
 
@@ -66,6 +67,7 @@ class RankWriter:
         self, files: Sequence[tuple[str, Sequence[WriteBox]]], labels: dict[str, str]
     ) -> RankReport:
         """Write tensor files, several at a time."""
+        # Before the first byte, so that `undo` covers files that failed midway.
         self._created += [name for name, _ in files]
         done: list[RankReport | None] = [None] * len(files)
 
@@ -88,10 +90,8 @@ class RankWriter:
     ) -> RankReport:
         """Stream one tensor file."""
         with collector_paused():
-            places = [box.place for box in boxes]
-            named = [
-                (_name_of(box, place), box.tensor) for box, place in zip(boxes, places, strict=True)
-            ]
+            # `layout` keeps the order of the boxes: the plan has sorted them as it does.
+            named = [(_header_key(box), box.tensor) for box in boxes]
             header, _, spans = layout(named, {"format": "pt", **labels})
         size = spans[-1][1] if spans else len(header)
         head = memoryview(header)
@@ -105,7 +105,7 @@ class RankWriter:
         entry = FileEntry(
             name, size, "tensors", self._rank, len(header), checksums_of(head, PART_SIZE)
         )
-        # tuples of plain values: there may be very many, and the garbage collector skips them
+        # Tuples of plain values: there may be very many, and the garbage collector untracks them.
         chunks = [
             (
                 box.key,
@@ -118,37 +118,40 @@ class RankWriter:
         return RankReport([entry.to_json()], chunks)
 
     def _watched(self, write: Write) -> Write:
-        """Count what is written, and give up when another file has failed."""
+        """Count written bytes, and stop if another file has failed."""
 
         def watched(data: memoryview[int]) -> None:
             if self._stopped.is_set():
                 raise CheckpointError("stopped, because another file could not be written")
             write(data)
-            self._moved(len(data))
+            self._on_written(len(data))
 
         return watched
 
     def stop(self) -> None:
-        """Let the other threads give up at their next piece."""
+        """Stop the other threads at their next piece."""
         self._stopped.set()
 
     def undo(self) -> None:
-        """Remove what was written, as far as that is possible; last, what says whose it is."""
+        """Remove the written files, as far as possible."""
         with suppress(Exception):
+            # Last written first: rank 0 removes the objects file that names the run at the end, so
+            # that the next save of the run can still remove what an interruption leaves.
             self._store.remove_many(self._created[::-1])
         with suppress(Exception):
             self._store.abort_uploads(self._save_id)
 
 
-def _name_of(box: WriteBox, place: tuple[tuple[int, ...], ...]) -> str:
-    """Name a box in the header of its file: the key if it is the tensor, else with its place."""
-    if not place:
+def _header_key(box: WriteBox) -> str:
+    """Return the name of a box in the header: its key, with its offsets if it is a part."""
+    if not box.place:
         return box.key
-    return f"{box.key}~@{','.join(map(str, place[0]))}"  # "~@" is no escape, so no key has it
+    # "~@" is not an escape, so no key contains it
+    return f"{box.key}~@{','.join(map(str, box.offsets))}"
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Put together small neighbours that can be copied in one go."""
+    """Group small neighbours that can be copied in one batch."""
     batch: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -159,7 +162,7 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                 yield batch
             batch, size = [], 0
         batch.append(tensor)
-        # one that is not small stays alone
+        # A larger tensor forms a batch alone.
         size += nbytes if nbytes <= _SMALL else _BATCH + 1
     if batch:
         yield batch

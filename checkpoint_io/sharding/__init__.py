@@ -1,1 +1,1 @@
-"""Which rank writes and reads which part of a tensor; the only door to torch's planners."""
+"""Assign the parts of tensors to the ranks that write and read them."""

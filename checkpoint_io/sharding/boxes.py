@@ -1,4 +1,4 @@
-"""Geometry: which elements of a box lie in a run of bytes, and where they go."""
+"""Geometry of boxes: intersect them with chunks and with ranges of elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Slices = tuple[slice, ...]
 
 
 class Axis(NamedTuple):
-    """Along one dimension: `length` indices from `start`, `step` apart."""
+    """Indices of a box along one dimension: `length` of them from `start`, `step` apart."""
 
     start: int
     length: int
@@ -29,17 +29,17 @@ Axes = tuple[Axis, ...]
 
 
 def axes_of(offsets: Sequence[int], lengths: Sequence[int]) -> Axes:
-    """Describe a plain box."""
+    """Return the axes of a box with step 1."""
     return tuple(map(Axis, offsets, lengths))
 
 
 def volume(axes: Axes) -> int:
-    """Return how many elements a box has."""
+    """Return the number of elements of a box."""
     return math.prod(axis.length for axis in axes)
 
 
 def within(axes: Axes, offsets: Shape, shape: Shape) -> tuple[Axes, Slices] | None:
-    """Cut a box of a tensor to one chunk: the box inside the chunk, and its place in the result."""
+    """Clip a box to a chunk: return the box in the chunk, and its place in the result, or None."""
     inner, places = [], []
     for axis, low, length in zip(axes, offsets, shape, strict=True):
         first, stop = _hits(axis, low, low + length)
@@ -51,15 +51,16 @@ def within(axes: Axes, offsets: Shape, shape: Shape) -> tuple[Axes, Slices] | No
 
 
 def _hits(axis: Axis, low: int, high: int) -> tuple[int, int]:
-    """Return which of the axis' indices, counted from 0, lie between low and high."""
+    """Return the range of positions on the axis whose indices lie between low and high."""
     if axis.step == 1:
         return max(0, low - axis.start), min(axis.length, high - axis.start)
+    # Negated floor divisions round up.
     first = max(0, -((axis.start - low) // axis.step))
     return first, min(axis.length, -((axis.start - high) // axis.step))
 
 
 def merge(shape: Shape, axes: Axes) -> tuple[Shape, Axes]:
-    """Describe the same elements with as few dimensions as possible, at least one."""
+    """Merge dimensions where possible; return an equal shape and axes with at least one."""
     merged_shape: list[int] = [1]
     merged: list[Axis] = [Axis(0, 1)]
     for length, axis in zip(shape, axes, strict=True):
@@ -80,9 +81,9 @@ def merge(shape: Shape, axes: Axes) -> tuple[Shape, Axes]:
 
 
 def blocks(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut elements `begin` to `end` of a C-ordered array into boxes: (offsets, lengths) of each.
+    """Split elements `begin` to `end` of a C-ordered array into boxes of (offsets, lengths).
 
-    There are at most 2 * dimensions - 1 of them, in the order of their elements.
+    There are at most 2 * dimensions - 1 boxes, in the order of their elements.
     """
     if len(shape) == 1:
         yield (begin,), (end - begin,)
@@ -107,7 +108,7 @@ def blocks(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 def meet(axes: Axes, offsets: Shape, lengths: Shape) -> tuple[Slices, Slices] | None:
-    """Find what a box has in common with a block: slices of the block, and of the box."""
+    """Intersect a box with a block: return slices of the block and of the box, or None."""
     source, target = [], []
     for axis, low, length in zip(axes, offsets, lengths, strict=True):
         first, stop = _hits(axis, low, low + length)
@@ -120,7 +121,7 @@ def meet(axes: Axes, offsets: Shape, lengths: Shape) -> tuple[Slices, Slices] | 
 
 
 def parts_with(shape: Shape, axes: Axes, part: int) -> list[int]:
-    """Return the numbers of the parts, of `part` elements each, that hold an element of a box."""
+    """Return the indices of the parts, of `part` elements each, that contain elements of a box."""
     if volume(axes) == 0:
         return []
     shape, axes = merge(shape, axes)
@@ -142,19 +143,19 @@ def parts_with(shape: Shape, axes: Axes, part: int) -> list[int]:
 
 
 def overlapping(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Say whether two boxes, (offsets, lengths) without a zero, share an element."""
+    """Return whether any two boxes share an element; no length may be zero."""
     if len(boxes) < 2 or not boxes[0][0]:
-        return len(boxes) > 1  # two numbers where the tensor is one
+        return len(boxes) > 1  # boxes of a 0-dim tensor are all the same
     starts = np.array([offsets for offsets, _ in boxes], dtype=np.int64)
     ends = starts + np.array([lengths for _, lengths in boxes], dtype=np.int64)
-    # sweep along the dimension that tells most boxes apart, so that few meet there
+    # Sweep along the dimension with the most distinct starts, where the fewest boxes overlap.
     axis = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))
     order = np.argsort(starts[:, axis], kind="stable")
     starts, ends = starts[order], ends[order]
     reach = np.searchsorted(starts[:, axis], ends[:, axis], side="left")
     for number, stop in enumerate(reach.tolist()):
         others = slice(number + 1, stop)
-        meets = (starts[others] < ends[number]) & (starts[number] < ends[others])
-        if stop > number + 1 and meets.all(axis=1).any():
+        overlaps = (starts[others] < ends[number]) & (starts[number] < ends[others])
+        if stop > number + 1 and overlaps.all(axis=1).any():
             return True
     return False

@@ -1,4 +1,4 @@
-"""Which boxes of a whole tensor a process holds of a DTensor, and where they lie in its memory."""
+"""The boxes of a DTensor that this rank holds, and their place in the local tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = tuple[int, int]
 
 
 class LocalBox(NamedTuple):
-    """A box of the whole tensor, and where it starts in the local one."""
+    """A box of the full tensor, and its start in the local tensor."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -23,41 +23,42 @@ class LocalBox(NamedTuple):
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Say whether this is a DTensor, without importing them where nobody uses them."""
+    """Return whether a tensor is a DTensor, without importing torch.distributed.tensor."""
+    # Not imported yet: then there is no DTensor. The import is slow.
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Return the local part of a DTensor, which shares its memory."""
+    """Return the local tensor of a DTensor, which shares its memory."""
     local: torch.Tensor = tensor.detach().to_local()
-    wait = getattr(local, "wait", None)  # the result of a collective that may still be under way
+    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor: its collective may be pending
     return wait() if callable(wait) else local
 
 
 def in_mesh(tensor: Any) -> bool:
-    """Say whether this process is in the mesh of a DTensor."""
+    """Return whether this rank is in the mesh of a DTensor."""
     return tensor.device_mesh.get_coordinate() is not None
 
 
 def check_placements(tensor: Any, what: str) -> None:
-    """Refuse a DTensor whose parts are not parts of it (yet)."""
+    """Raise UnsupportedStateError unless every placement of a DTensor is Shard or Replicate."""
     for placement in tensor.placements:
         if placement.is_partial():
             raise UnsupportedStateError(
-                f"{what} is a DTensor with the placement {placement}: what each rank holds still "
-                "has to be summed up; reduce it first, with redistribute(placements=[Replicate()])"
+                f"{what} is a DTensor with the placement {placement}: its local values are partial "
+                "results; reduce it first, with redistribute(placements=[Replicate()])"
             )
         if type(placement).__name__ not in ("Replicate", "Shard", "_StridedShard"):
             raise UnsupportedStateError(
                 f"{what} is a DTensor with the placement {placement}, which a checkpoint does not "
-                "know: redistribute it to Shard or Replicate first"
+                "support: redistribute it to Shard or Replicate first"
             )
 
 
 def local_boxes(tensor: Any, what: str) -> list[LocalBox]:
-    """Return the boxes that this process holds; none if it is not in the mesh or holds nothing.
+    """Return the boxes that this rank holds; none if it is not in the mesh or its part is empty.
 
     Raises UnsupportedStateError for a placement that cannot be stored.
     """
@@ -66,6 +67,8 @@ def local_boxes(tensor: Any, what: str) -> list[LocalBox]:
     if coordinate is None:
         return []
     mesh = tensor.device_mesh.shape
+    # Per dimension, runs (start, length) of indices: with strided sharding (FSDP over tensor
+    # parallelism) a rank may hold several of one dimension.
     runs = [[(0, size)] if size else [] for size in tensor.shape]
     for dim_of_mesh, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
@@ -74,10 +77,11 @@ def local_boxes(tensor: Any, what: str) -> list[LocalBox]:
             runs[placement.dim] = _part(runs[placement.dim], parts, at, split)
     held = tuple(sum(length for _, length in of_dim) for of_dim in runs)
     actual = tuple(local_of(tensor).shape)
+    # The rules of sharding are torch's, and restated here: never trust them blindly.
     if held != actual:
         raise CheckpointError(
             f"{what} is a DTensor whose local part has shape {list(actual)}; its placements "
-            f"{list(tensor.placements)} say {list(held)}: redistribute it to Shard or Replicate"
+            f"{list(tensor.placements)} imply {list(held)}: redistribute it to Shard or Replicate"
         )
     return [
         LocalBox(
@@ -90,7 +94,7 @@ def local_boxes(tensor: Any, what: str) -> list[LocalBox]:
 
 
 def _placed(runs: list[Run]) -> Iterator[tuple[Run, int]]:
-    """Add to each run of indices where it starts in the local tensor."""
+    """Yield each run of indices with its start in the local tensor."""
     position = 0
     for run in runs:
         yield run, position
@@ -98,7 +102,7 @@ def _placed(runs: list[Run]) -> Iterator[tuple[Run, int]]:
 
 
 def _part(runs: list[Run], parts: int, at: int, split: int) -> list[Run]:
-    """Return part `at` of so many; with `split`, of each of the pieces that others cut later."""
+    """Return part `at` of `parts`, cut from each of `split` pieces; adjacent runs are joined."""
     pieces = [piece for first in _chunk(runs, split) for piece in _chunk(first, parts)[at]]
     joined: list[Run] = []
     for start, length in pieces:
@@ -110,7 +114,7 @@ def _part(runs: list[Run], parts: int, at: int, split: int) -> list[Run]:
 
 
 def _chunk(runs: list[Run], parts: int) -> list[list[Run]]:
-    """Cut indices as torch.chunk does: equal parts, the last ones smaller or empty."""
+    """Split indices as torch.chunk does: equal parts, the last ones smaller or empty."""
     total = sum(length for _, length in runs)
     size = -(-total // parts)
     return [_cut(runs, n * size, min((n + 1) * size, total)) for n in range(parts)]

@@ -1,4 +1,4 @@
-"""What one rank holds of the shared state, as plain values that the other ranks can compare."""
+"""The tensors of the shared state on one rank, and their description for the other ranks."""
 
 from __future__ import annotations
 
@@ -11,50 +11,55 @@ import torch
 from checkpoint_io.format.safetensors import NAMES
 from checkpoint_io.sharding.dtensor import is_dtensor, local_boxes, local_of
 
-# Smaller ones are not worth a line in every rank's plan.
+# Bytes. Smaller replicated tensors are written by rank 0, to keep the plan of the ranks small.
 SPREAD_FROM = 64 * 1024
 
 Replicated = bool | Callable[[str], bool]
 
 
 class WriteBox(NamedTuple):
-    """A box of a tensor that this rank writes."""
+    """A box of a tensor that this rank writes; `shape` is that of the whole tensor."""
 
     key: str
     offsets: tuple[int, ...]
     tensor: torch.Tensor
     shape: tuple[int, ...]
 
+    @classmethod
+    def all_of(cls, key: str, tensor: torch.Tensor) -> WriteBox:
+        """Return the box that is all of a plain tensor."""
+        return cls(key, (0,) * tensor.dim(), tensor, tuple(tensor.shape))
+
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
+        """Number of bytes."""
         return self.tensor.nbytes
 
     def dim(self) -> int:
-        """How many dimensions the tensor has."""
+        """Return the number of dimensions of the tensor."""
         return len(self.shape)
 
     @property
     def whole(self) -> bool:
-        """Say whether this is all of the tensor."""
+        """True if this is all of the tensor."""
         return self.tensor.shape == self.shape
 
     @property
     def place(self) -> tuple[tuple[int, ...], ...]:
-        """Return where the box is and its extent; nothing if it is all of the tensor."""
+        """The offsets and shape of the box; empty if it is all of the tensor."""
         return () if self.whole else (self.offsets, tuple(self.tensor.shape))
 
 
 class Entry(NamedTuple):
-    """What a rank holds under one key: `boxes` are None for a plain tensor."""
+    """A tensor of one rank; `boxes` is None for a plain tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] | None
 
 
-class Holdings:
-    """The tensors of the shared state on this rank, and what is said of them to the others."""
+class LocalTensors:
+    """The tensors of the shared state on this rank, plain ones and DTensors."""
 
     def __init__(
         self,
@@ -81,33 +86,34 @@ class Holdings:
 
     @property
     def sharded(self) -> bool:
-        """Say whether there is any DTensor."""
+        """True if there is any DTensor."""
         return bool(self._boxes)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what the others must know: sharded tensors, and those that any rank may write."""
+        """Return entries for the other ranks: DTensors, and tensors that any rank may write."""
         entries: dict[str, Any] = {}
         for key, tensor in self._tensors.items():
             if key in self._boxes or key in self._spread:
                 boxes = [(b.offsets, b.shape) for b in self._boxes.get(key, ())]
                 held = boxes if key in self._boxes else None
                 entries[key] = (NAMES[tensor.dtype], tuple(tensor.shape), held)
-        known = self._rank == 0
-        tied = {k: first for k, first in self._tied.items() if known or k in self._boxes}
+        # Rank 0 decides which plain tensors are tied; of a DTensor, each rank knows its own part.
+        every = self._rank == 0
+        tied = {k: first for k, first in self._tied.items() if every or k in self._boxes}
         return {"entries": entries, "tied": tied}
 
-    def own(self, tied: Mapping[str, str]) -> list[WriteBox]:
-        """Return what rank 0 writes without asking anybody."""
+    def rank0_boxes(self, tied: Mapping[str, str]) -> list[WriteBox]:
+        """Return the boxes that rank 0 writes without an assignment; none on other ranks."""
         if self._rank:
             return []
         return [
-            WriteBox(key, (0,) * tensor.dim(), tensor, tuple(tensor.shape))
+            WriteBox.all_of(key, tensor)
             for key, tensor in self._tensors.items()
             if key not in tied and key not in self._boxes and key not in self._spread
         ]
 
     def box(self, key: str, offsets: tuple[int, ...]) -> WriteBox:
-        """Return one of the boxes held here."""
+        """Return one of the boxes on this rank."""
         tensor = self._tensors[key]
         shape = tuple(tensor.shape)
         if key not in self._boxes:
@@ -122,13 +128,13 @@ class Holdings:
         return WriteBox(key, offsets, view, shape)
 
     def in_order(self, boxes: list[WriteBox]) -> list[WriteBox]:
-        """Put boxes in the order in which the state names their tensors."""
+        """Sort boxes by the order of their tensors in the state."""
         order = {key: number for number, key in enumerate(self._tensors)}
         return sorted(boxes, key=lambda box: order[box.key])
 
 
 def entry_of(plain: Any) -> Entry:
-    """Rebuild an entry, whatever the group made of its tuples on the way."""
+    """Rebuild an entry; a group may have turned its tuples into lists."""
     dtype, shape, boxes = plain
     held = None if boxes is None else [(tuple(offsets), tuple(extent)) for offsets, extent in boxes]
     return Entry(dtype, tuple(shape), held)

@@ -1,6 +1,6 @@
-"""Who writes and who reads which box of which tensor: the planners of torch.distributed.checkpoint.
+"""Assign boxes to ranks with the planners of torch.distributed.checkpoint.
 
-This is the only module that uses them; what is stored, and how, is none of their business.
+No other module uses them; they do not affect the format.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Offer = tuple[str, Entry, Box]
 
 
 class Assignment(NamedTuple):
-    """What each rank writes, by key and offsets, and which keys are tied to which."""
+    """The boxes that each rank writes, by key and offsets, and the tied keys."""
 
     ranks: list[list[tuple[str, tuple[int, ...]]]]
     tied: dict[str, str]
 
 
 class ReadBox(NamedTuple):
-    """What to copy from one stored chunk into the (local part of the) target."""
+    """A box to copy from a stored chunk into the target, or into its local tensor."""
 
     chunk: int
     chunk_offsets: tuple[int, ...]
@@ -37,13 +37,15 @@ class ReadBox(NamedTuple):
 
 
 def plan_writes(holdings: Sequence[Mapping[str, Any]]) -> Assignment:
-    """Spread what the ranks hold (`Holdings.to_plain` of each) over them, each box once.
+    """Assign every box of the ranks' tensors (`LocalTensors.to_plain` of each) to one rank.
 
-    A pure function: every rank finds the same. What rank 0 alone can write is not in it. Raises
-    CheckpointError for DTensors of which the ranks do not hold all together.
+    Tensors that only rank 0 can write are not included. Raises CheckpointError for a DTensor of
+    which the ranks together do not hold every element.
     """
+    # A pure function of what was gathered: every rank computes the same assignment, so that none
+    # has to be broadcast.
     held = [{k: entry_of(e) for k, e in h["entries"].items()} for h in holdings]
-    _refuse_strangers(held)
+    _refuse_unknown(held)
     tied = _tied(held, [h["tied"] for h in holdings])
     offers: list[list[Offer]] = [[] for _ in held]
     fixed: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in held]
@@ -65,8 +67,8 @@ def plan_writes(holdings: Sequence[Mapping[str, Any]]) -> Assignment:
     return Assignment([a + b for a, b in zip(fixed, _spread(offers), strict=True)], tied)
 
 
-def _refuse_strangers(held: Sequence[Mapping[str, Entry]]) -> None:
-    """Refuse DTensors that rank 0, whose state is the one that is written down, does not know."""
+def _refuse_unknown(held: Sequence[Mapping[str, Entry]]) -> None:
+    """Raise for a DTensor that rank 0, whose state tree is saved, does not have."""
     for rank, entries in enumerate(held):
         for key, entry in entries.items():
             first = held[0].get(key)
@@ -82,9 +84,9 @@ def _refuse_strangers(held: Sequence[Mapping[str, Entry]]) -> None:
 def _tied(
     held: Sequence[Mapping[str, Entry]], claims: Sequence[Mapping[str, str]]
 ) -> dict[str, str]:
-    """Return the ties that hold on all ranks; of plain tensors rank 0 alone decides.
+    """Return the tensors that are tied on all ranks; for plain tensors rank 0 decides.
 
-    On a rank that holds nothing of a DTensor, other tensors may look like it.
+    One rank is not enough for a DTensor: where its local part is empty, others may appear tied.
     """
     tied: dict[str, str] = {}
     firsts: dict[Any, str] = {}
@@ -104,7 +106,7 @@ def _tied(
 
 
 def _check_cover(entries: Mapping[str, Entry], offers: Sequence[Sequence[Offer]]) -> None:
-    """Refuse a tensor of which some part is on no rank of this group."""
+    """Raise for a tensor of which some part is on no rank of the group."""
     volumes: dict[str, dict[Box, int]] = {}
     for key, _, box in (offer for of_rank in offers for offer in of_rank):
         volumes.setdefault(key, {})[box] = math.prod(box[1])
@@ -119,7 +121,7 @@ def _check_cover(entries: Mapping[str, Entry], offers: Sequence[Sequence[Offer]]
 
 
 def _spread(offers: Sequence[Sequence[Offer]]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Let torch's planner choose one rank for each box, so that all write about as much."""
+    """Choose one rank for each box with torch's planner, so that all write about as much."""
     if sum(1 for of_rank in offers if of_rank) < 2:
         return [[(key, box[0]) for key, _, box in of_rank] for of_rank in offers]
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -128,7 +130,7 @@ def _spread(offers: Sequence[Sequence[Offer]]) -> list[list[tuple[str, tuple[int
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
     )
-    # the largest first: what comes last then evens out
+    # Largest first: the planner assigns greedily, and small boxes at the end even out the load.
     plans = [
         SavePlan([_item(o) for o in sorted(of_rank, key=_size, reverse=True)]) for of_rank in offers
     ]
@@ -151,7 +153,7 @@ def _size(offer: Offer) -> int:
 
 
 def _item(offer: Offer) -> Any:
-    """Write an offer as the planner has it."""
+    """Convert an offer to a WriteItem."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -168,7 +170,7 @@ def _item(offer: Offer) -> Any:
 
 
 def _chunk(offsets: Sequence[int], extent: Sequence[int]) -> Any:
-    """Write a box as the planner has it."""
+    """Convert a box to ChunkStorageMetadata."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(extent))
@@ -178,8 +180,8 @@ def plan_reads(shape: Sequence[int], chunks: Sequence[Box], target: torch.Tensor
     """Return the boxes of the stored chunks that the target needs.
 
     `chunks` are (offsets, shape) in a tensor of `shape`. The target is a plain tensor of that
-    shape, or a DTensor, of which only the local part is asked for; `target_offsets` count from the
-    start of the local part. Nothing is needed for an empty one, or outside of the mesh.
+    shape, or a DTensor, of which only the local part is read; `target_offsets` count from the start
+    of the local part. An empty target, or a rank outside of the mesh, needs no boxes.
     """
     if tuple(shape) != tuple(target.shape):
         raise ValueError(f"a tensor of shape {list(shape)} cannot fill {list(target.shape)}")
@@ -196,11 +198,11 @@ def plan_reads(shape: Sequence[int], chunks: Sequence[Box], target: torch.Tensor
 def _reads_of_boxes(
     shape: Sequence[int], chunks: Sequence[Box], boxes: Sequence[LocalBox]
 ) -> list[ReadBox]:
-    """Intersect stored chunks with local boxes, by torch's own resharding."""
+    """Intersect stored chunks with local boxes, with torch's resharding."""
     from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-    # an empty chunk has nothing to give, and would be found to meet what it lies in
+    # An empty chunk has nothing to read, but torch would let it overlap the box around it.
     numbers = [n for n, (_, extent) in enumerate(chunks) if 0 not in extent]
     stored = TensorStorageMetadata(
         TensorProperties(), torch.Size(shape), [_chunk(*chunks[n]) for n in numbers]

@@ -18,7 +18,7 @@ from checkpoint_io.format.names import new_save_id, parse_size
 from checkpoint_io.format.safetensors import host_pieces, layout
 from checkpoint_io.format.tree import TreeEncoder
 from checkpoint_io.group import ProcessGroupLike, SingleProcess, TorchGroup
-from checkpoint_io.outcome import Outcome, failed_ranks, raise_failure
+from checkpoint_io.outcome import Outcome, agree
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.collect import identity, pack
 from checkpoint_io.sharding.dtensor import check_placements, in_mesh, is_dtensor
@@ -264,17 +264,13 @@ class _ModelSave:
         self._store: Store | None = None
         self._order: list[str] = []
 
-    def agree(self, mine: Outcome, what: str) -> list[Any]:
-        """Tell all ranks how a step went; raise on all if it failed on one."""
-        if mine.error is not None and self._group.world_size == 1:
-            raise mine.error
-        outcomes = self._group.all_gather_object(mine.to_plain())
-        if failed_ranks(outcomes):
-            undone = ", nothing was written" if what == "plan" else ""
-            raise_failure(
-                f"saving a model to {os.fspath(self._url)} failed{undone}", outcomes, mine
-            )
-        return [outcome["value"] for outcome in outcomes]
+    def agree(self, own: Outcome, what: str) -> list[Any]:
+        """Gather the outcome of a step; raise on all ranks if it failed on any."""
+        if own.error is not None and self._group.world_size == 1:
+            raise own.error
+        undone = ", nothing was written" if what == "plan" else ""
+        headline = f"saving a model to {os.fspath(self._url)} failed{undone}"
+        return agree(self._group, own, headline)
 
     def plan(
         self,

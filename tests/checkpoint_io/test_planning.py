@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoint_io import CheckpointError
-from checkpoint_io.saver.plan import PlanMemory, Share
+from checkpoint_io.saver.plan import PlanCache, Share
 from checkpoint_io.sharding.planner import ReadBox, plan_reads, plan_writes
 
 
@@ -117,14 +117,14 @@ def test_ties_of_sharded_tensors_hold_where_all_ranks_agree() -> None:
 
 
 def test_memory_of_plans_forgets_the_oldest() -> None:
-    memory = PlanMemory()
+    cache = PlanCache()
     share = Share([], {})
     for number in range(8):
-        memory.keep(str(number), "all", share)
-    assert memory.recall("0") == ("all", share)
-    memory.keep("8", "all", share)
-    assert memory.recall("1") is None
-    assert memory.recall("0") is not None
+        cache.put(str(number), "all", share)
+    assert cache.get("0") == ("all", share)
+    cache.put("8", "all", share)
+    assert cache.get("1") is None
+    assert cache.get("0") is not None
 
 
 def test_plain_target_reads_every_chunk_that_has_elements() -> None:

@@ -37,7 +37,7 @@ def test_on_a_terminal_only_after_a_while(
     with TransferProgress("loading", 10) as progress:
         progress.add(10)
     assert "loading" not in capsys.readouterr().err
-    monkeypatch.setattr("checkpoint_io.progress._PATIENCE", 0)
+    monkeypatch.setattr("checkpoint_io.progress._DELAY", 0)
     with TransferProgress("loading", 10) as progress:
         progress.add(10)
     assert "loading" in capsys.readouterr().err

@@ -526,7 +526,7 @@ def test_rank_that_dies_while_saving(tmp_path: Path) -> None:
     said, _ = ranks[0].communicate(timeout=90)
     assert ranks[1].wait(10) == -signal.SIGKILL
     assert "refused" in said
-    assert "nothing was committed: the group of processes failed" in said
+    assert "nothing was committed: the process group failed" in said
     assert "rank 1 did not answer" in said
     assert sorted(path.name for path in place.iterdir()) == before
     assert load(place).state == {"step": 1}
