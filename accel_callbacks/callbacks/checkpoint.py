@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Cadence, Interval
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.callbacks.on_exception_checkpoint import is_after_error, save_after_error
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.checkpoint import training_state
 from accel_callbacks.checkpoint.async_save import Then, check_when_busy
 from accel_callbacks.distributed.failures import shared_failure
@@ -299,7 +299,7 @@ class Schedule:
             self._clock.start(run)
 
 
-class Checkpoint(Callback):
+class Checkpoint(ResumableState):
     """Saves checkpoints into a folder on any store, and lets a run resume from the newest.
 
     Checkpoints are named ``step-<global step>``. Step intervals are counted in optimizer steps
@@ -404,10 +404,10 @@ class Checkpoint(Callback):
         self.max_shard_size = max_shard_size
         self.storage_options = storage_options
         self._folder: CheckpointFolder | None = None
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self.last_path: str | None = None
         self.best_path: str | None = None
         self._notes = SaveNotes(self.monitor)
@@ -433,9 +433,8 @@ class Checkpoint(Callback):
         return self._folder
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands; try the folder."""
-        if run.begins_anew:
-            self._forget()
+        """Reset the state, unless ``load_state`` restored it, and probe the folder."""
+        super().setup(run, model, stage)
         with shared_failure(f"trying {self._folder_url(run)}"):
             if run.is_global_zero:
                 self._open(run).probe()

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.monitor import Monitor
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["EarlyStopping"]
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(ResumableState):
     """Stops the run when a metric has not improved for ``patience`` checks, or is good enough.
 
     One check is one call of ``accel.log`` with the metric in it, wherever the loop makes it.
@@ -87,10 +87,10 @@ class EarlyStopping(Callback):
         self.min_epochs, self.min_steps = min_epochs, min_steps
         self.strict = strict
         self._run: TrainingRun | None = None
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self.best: float | None = None
         self.wait_count = 0
         self.stop_reason: str | None = None
@@ -103,10 +103,9 @@ class EarlyStopping(Callback):
         return f"EarlyStopping:{self.monitor.name}"
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
+        """Reset the state, unless ``load_state`` restored it."""
+        super().setup(run, model, stage)
         self._run = run
-        if run.begins_anew:
-            self._forget()
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
         """A resumed run that had been stopped stays stopped."""

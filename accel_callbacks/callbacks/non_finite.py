@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.finite import (
     Finding,
     GradientLook,
@@ -21,6 +20,7 @@ from accel_callbacks.callbacks.finite import (
     step_of,
 )
 from accel_callbacks.callbacks.freeze import Freeze
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.callbacks.rollback import roll_back, save_is_due
 from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.errors import nearest
@@ -38,7 +38,7 @@ _ADVICE = (
 )
 
 
-class NonFinite(Callback):
+class NonFinite(ResumableState):
     """Watches for losses and gradients that are infinite or not a number.
 
     All processes decide alike, also where only one has seen it. On the CPU that is before the step
@@ -114,10 +114,10 @@ steps out, and action="rollback" goes back to the last checkpoint.
         self.every_n_steps = every_n_steps
         self.max_rollbacks = max_rollbacks
         self._run: TrainingRun | None = None
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self.bad_steps = self.in_a_row = self.rollbacks = 0
         self._good_step = 0  # weights were finite up to here
         self._avoided: list[str] = []  # checkpoints whose weights may not be
@@ -137,14 +137,13 @@ steps out, and action="rollback" goes back to the last checkpoint.
         self._go_back: str | None = None
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
+        """Reset the state, unless ``load_state`` restored it; the step in progress is dropped."""
         if self.action == "rollback" and not run.checkpoint_callbacks:
             raise ValueError(
                 'NonFinite(action="rollback") needs checkpoints to go back to: give the '
                 "Accelerator a Checkpoint callback too."
             )
-        if run.begins_anew:
-            self._forget()
+        super().setup(run, model, stage)
         self._drop()
         self._run = run
 

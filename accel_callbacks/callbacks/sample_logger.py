@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Interval
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.modeling.undisturbed import looking_at
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _STAGES = ("train", "validation", "test")
 _TABLE = {"columns", "rows"}
 
 
-class SampleLogger(Callback):
+class SampleLogger(ResumableState):
     """Shows what a model makes of some samples: pictures, texts or tables.
 
     ``function(run, model, batch, outputs)`` gives what to show by name: a picture (or a batch or
@@ -83,17 +83,16 @@ class SampleLogger(Callback):
         self.n = n
         self.prefix = prefix
         self.channels = channels
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self._last: int | None = None
 
     @property
     def state_key(self) -> str:
         """``SampleLogger`` with the stage and the prefix."""
         return f"SampleLogger:{self.stage}:{self.prefix}"
-
-    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
-        if run.begins_anew:
-            self._last = None
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int

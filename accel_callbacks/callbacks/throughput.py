@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.flops import FlopCounter, matmul_precision, peak_flops_of
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.utils.operations import find_batch_size
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TrainingClock:
         return self._seconds + running
 
 
-class Throughput(Callback):
+class Throughput(ResumableState):
     """Logs the speed of training over the last steps, and the totals of the run.
 
     The clock stands still during evaluations and while a checkpoint is begun, and the first two
@@ -183,11 +183,15 @@ class Throughput(Callback):
         self.peak_flops = peak_flops
         self.log_every_n_steps = log_every_n_steps
         self._counter: FlopCounter | None = None
-        self._total = Mark()  # of all processes
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a process begins with; the totals of the run are kept apart."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
+        self._total = Mark()  # of all ranks, up to the start of this process
+        self._start_measuring()
+
+    def _start_measuring(self) -> None:
+        """Reset the clock, the counts and the window of this process, but not the totals."""
         self.rates: dict[str, Any] = {}
         self._clock = TrainingClock()
         self._steps = self._batches = 0
@@ -203,11 +207,10 @@ class Throughput(Callback):
         self._peak: float | None = None
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew; the totals too, unless ``load_state`` has told where the run stands."""
+        """Restart the measurement; reset the totals, unless ``load_state`` restored them."""
         self._stop_counting()
-        # An evaluation after the end of a run sets up too, and leaves the totals of that run.
-        self._total = Mark() if run.begins_anew else Mark(**self.state_dict())
-        self._forget()
+        self.load_state_dict(self.state_dict())  # an evaluation after the run keeps its totals
+        super().setup(run, model, stage)
 
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
         """Learn what the device could do."""
@@ -376,6 +379,6 @@ class Throughput(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the totals; the window begins anew."""
-        self._forget()
+        """Restore the totals, and restart the measurement."""
+        self._start_measuring()
         self._total = Mark(**state_dict)

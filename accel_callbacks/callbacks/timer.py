@@ -6,8 +6,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Interval
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ["Timer"]
 _STAGES = ("train", "validation", "test")
 
 
-class Timer(Callback):
+class Timer(ResumableState):
     """Stops the run after so much time; what a run has used before a resume counts too.
 
     With several processes the stop is put to the vote: all stop at the same step, where the first
@@ -61,10 +61,10 @@ class Timer(Callback):
         self.duration = None if duration is None else Interval.seconds(duration, "duration")
         self.interval = interval
         self.can_vote = duration is not None and interval == "step"
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self._before = dict.fromkeys(_STAGES, 0.0)  # seconds that are over
         self._since: dict[str, float] = {}  # stages that run now
         self._started: dict[str, float] = {}
@@ -99,11 +99,6 @@ class Timer(Callback):
         return self._started.get(_known(stage))
 
     # --- measuring ----------------------------------------------------------------------------
-
-    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
-        if run.begins_anew:
-            self._forget()
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
         """A resumed run may have no time left."""

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from accel_callbacks.callbacks.averaged_weights import Averages, Rule
-from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.modeling.compile import original
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["EMA", "Averaging", "WeightAveraging"]
 
 
-class Averaging(Callback, ABC):
+class Averaging(ResumableState, ABC):
     """An average of the weights beside the models that have something to train.
 
     A subclass says when they are taken in, and how.
@@ -58,10 +58,10 @@ class Averaging(Callback, ABC):
         self._averages: Averages | None = None
         self._loaded: Mapping[str, Any] | None = None  # for a setup that is still to come
         self._lent = False  # to an evaluation
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self.updates = 0
         self._step = -1  # of the newest update
         self._loaded = None
@@ -76,7 +76,7 @@ class Averaging(Callback, ABC):
         return kind if self.name is None else f"{kind}:{self.name}"
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
+        """Reset the average, unless ``load_state`` restored it, and find the trained models."""
         self._give_back()
         known = [] if self._averages is None else self._averages.models  # may be frozen by now
         models = [
@@ -85,12 +85,10 @@ class Averaging(Callback, ABC):
             if any(one is other for other in known)
             or any(p.requires_grad for p in one.parameters())
         ]
-        # An evaluation after the end of a run sets up too, and wants the average of that run.
-        if run.begins_anew:
-            self._forget()
-        elif self._averages is not None and self._averages.models != models:
-            self._loaded = self._loaded or self.state_dict()
+        super().setup(run, model, stage)
         if self._averages is None or self._averages.models != models:
+            if self._averages is not None:
+                self._loaded = self._loaded or self.state_dict()
             with_buffers = self.use_buffers is True
             self._averages = Averages(models, use_buffers=with_buffers, device=self.device)
         if self._loaded is not None:
@@ -452,8 +450,9 @@ class WeightAveraging(Averaging):
         self.start_step = start_step
         self.start_epoch = start_epoch
 
-    def _forget(self) -> None:
-        super()._forget()
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
+        super().reset_state()
         self._epoch = -1
 
     def on_after_optimizer_step(
