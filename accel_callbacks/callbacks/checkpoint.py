@@ -479,7 +479,7 @@ class Checkpoint(ResumableState):
             run: the run.
             reason: whose wish it is; another Checkpoint's clock is no reason for this one.
         """
-        others = (one for one in run.accelerator.loop.dispatch.savers if one is not self)
+        others = (one for one in run.checkpoint_callbacks if one is not self)
         if reason in [getattr(other, "_clock_reason", None) for other in others]:
             return
         if self._notes.saved_at != _place(run):

@@ -171,8 +171,7 @@ class Profiler(Callback):
         """A recording is complete: the file, then the user's function."""
         self._recorded = True
         folder = self.dir or run.accelerator._in_project("profile")
-        rank = run.accelerator.process_index
-        name = f"rank{rank}.{run.global_step:08d}.pt.trace.json"
+        name = f"rank{run.global_rank}.{run.global_step:08d}.pt.trace.json"
         path = local_path(folder)
         target = f"{folder.rstrip('/')}/{name}" if path is None else os.path.join(path, name)
         try:

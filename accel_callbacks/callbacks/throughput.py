@@ -328,7 +328,7 @@ class Throughput(ResumableState):
 
     def _log(self, run: TrainingRun) -> None:
         self._logged_step = run.global_step
-        processes = run.accelerator.num_processes
+        processes = run.world_size
         self.rates = {
             f"throughput/{name}": value
             for name, value in {**self._speeds(processes), **self._totals(processes)}.items()

@@ -145,7 +145,7 @@ class SavesEachPlace:
     def _save(self, run: Any, place: str) -> None:
         if place not in self.places:
             self.places[place] = f"{self.root}/{len(self.places)}"
-            run.accelerator.save_state(self.places[place])
+            run.save_checkpoint(self.places[place])
 
 
 class Subject:

@@ -131,7 +131,7 @@ def out_of_time() -> list:
 
 
 def test_the_time_of_one_process_stops_both_at_one_step(pool):
-    assert pool.run(out_of_time) == [[3, "the time is over: trained for 1:00:00"]] * 2
+    assert pool.run(out_of_time) == [[3, "the time is up: trained for 1:00:00"]] * 2
 
 
 def logged_on_the_main_process() -> list:

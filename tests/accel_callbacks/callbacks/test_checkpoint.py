@@ -131,7 +131,7 @@ def test_a_checkpoint_can_be_asked_for(tmp_path):
     ("options", "says"),
     [
         ({"every": 100}, "'100 steps' or '100 s'"),
-        ({"every": "10 stops"}, "is no unit"),
+        ({"every": "10 stops"}, "is not a unit"),
         ({"every": "5 steps", "every_n_steps": 5}, "every_n_steps: give one"),
         ({"every": "5 epochs", "every_n_epochs": 5}, "every_n_epochs: give one"),
         ({"every": "5 s", "every_seconds": 5}, "every_seconds: give one"),
