@@ -88,9 +88,9 @@ def saves_by_the_clock(folder: str) -> list:
 
     def each_step(run) -> None:
         if run.global_step == 3 and rank == 0:
-            mine.schedule._clock._done_at -= 3600
+            mine.schedule._clock._last_due -= 3600
         if run.global_step == 5 and rank == 1:
-            mine.schedule._clock._done_at -= 3600
+            mine.schedule._clock._last_due -= 3600
 
     fit(mine, other, paths, each_step=each_step)
     return paths.saved
