@@ -71,7 +71,7 @@ def roll_back(accel: Accelerator, *, newest_step: int, avoid: Collection[str] = 
         root, storage_options = saver.resume_root(accel.current_run)
         candidates = _find_candidates(root, storage_options, newest_step, avoid)
         avoided += candidates.skipped_ids
-        if candidates.count:
+        if candidates.usable:
             path = _restore(accel, root, storage_options, candidates.skipped_paths)
             if path is not None:
                 return RolledBack(path, avoided)
@@ -86,7 +86,7 @@ def save_is_due(run: TrainingRun) -> bool:
 
 
 class _Candidates(NamedTuple):
-    count: int
+    usable: int
     skipped_paths: list[str]
     skipped_ids: list[str]
 
