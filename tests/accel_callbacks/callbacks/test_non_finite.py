@@ -374,7 +374,7 @@ def test_nothing_to_go_back_to(tmp_path):
 
 
 def test_frozen_parameters_are_not_looked_at(monkeypatch):
-    monkeypatch.setattr(freeze, "_switches_off", lambda run: False)  # as under DDP
+    monkeypatch.setattr(freeze, "_can_change_requires_grad", lambda run: False)  # as under DDP
     setup = Setup(NonFinite("gradients"), Freeze({"0.*": None}))
     torch.nn.init.constant_(setup.net[1].weight, torch.finfo().max)
     torch.nn.init.constant_(setup.net[0].bias, 0.0)
