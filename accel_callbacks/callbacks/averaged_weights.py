@@ -96,12 +96,12 @@ class Averages:
 
     @property
     def available(self) -> bool:
-        """Whether there is an average: the weights were taken or loaded at least once."""
+        """True once there is an average, after the first update or load."""
         return bool(self._averages)
 
     @property
     def applied(self) -> bool:
-        """Whether the models hold the averages, all of them or, after an error, some."""
+        """True while the models hold the averages: all of them or, after an error, some."""
         return bool(self._displaced)
 
     @torch.no_grad()

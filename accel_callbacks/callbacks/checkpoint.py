@@ -530,7 +530,7 @@ class SaveRecord:
 
     @property
     def improved(self) -> bool:
-        """Whether the fresh score is better than those of all saves."""
+        """True if the fresh score is better than those of all saves."""
         if self.monitor is None or self.fresh_score is None:
             return False
         return self.monitor.is_better(self.fresh_score, than=self.best_score)

@@ -144,7 +144,7 @@ class FiniteCheck:
 
     @property
     def waits(self) -> bool:
-        """Whether reading the result now would block on the device."""
+        """True if reading the result now would block on the device."""
         return self._device.type != "cpu"
 
     def _loss_flag(self, device: torch.device) -> torch.Tensor:

@@ -139,7 +139,7 @@ class Dispatcher:
 
     @property
     def edits_saves(self) -> bool:
-        """Whether a callback may put tensors into a checkpoint that differ between ranks."""
+        """True if a callback may put tensors into a checkpoint that differ between ranks."""
         return any("on_save_checkpoint" in e.calls and not e.saves_alike for e in self.entries)
 
     def free_key(self, name: str) -> str:

@@ -138,7 +138,7 @@ class Filters:
 
     @property
     def count(self) -> bool:
-        """Whether calls must be counted."""
+        """True if calls must be counted."""
         return self.every > 1 or self.after > 0 or self.once
 
 
