@@ -18,7 +18,7 @@ Schedule = Mapping[int, int]
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets the micro-batches of an optimizer step from given epochs or steps on.
+    """Set the micro-batches of an optimizer step from given epochs or steps on.
 
     Before the first of them and after the run, the Accelerator's own number holds. A new number
     takes effect with the next gradient window. It depends only on the position in the run, so a

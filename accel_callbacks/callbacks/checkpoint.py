@@ -34,7 +34,7 @@ Every = str | float | timedelta | Interval
 
 
 class Checkpoint(ResumableState):
-    """Saves checkpoints into a folder on any store, and lets a run resume from the newest.
+    """Save checkpoints into a folder on any store, and let a run resume from the newest.
 
     Checkpoints are named ``step-<global step>``. Step intervals are counted in optimizer steps
     and saved at the end of the loop's body; epoch intervals at the end of the epoch, after its

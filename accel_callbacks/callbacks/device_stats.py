@@ -40,7 +40,7 @@ _MPS_READINGS = (
 
 
 class DeviceStats(Callback):
-    """Logs the memory and the load of the device, the machine and the process.
+    """Log the memory and the load of the device, the machine and the process.
 
     Nothing waits for the device. Each rank reads its own values; the trackers receive those of the
     main process. Values that a machine does not provide are left out, with a warning if they were

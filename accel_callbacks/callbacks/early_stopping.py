@@ -18,7 +18,7 @@ __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(ResumableState):
-    """Stops the run when a metric has not improved for ``patience`` checks, or is good enough.
+    """Stop the run when a metric has not improved for ``patience`` checks, or is good enough.
 
     Each call of ``accel.log`` with the metric is one check, wherever the loop calls it. With
     several processes the ranks vote on the stop, so all of them stop at the same step even if each

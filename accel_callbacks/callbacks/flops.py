@@ -120,7 +120,7 @@ def matmul_precision(mixed_precision: str, model: torch.nn.Module | None) -> str
 
 
 class _NoModuleTracker:
-    """Replaces torch's module tracker, which registers hooks on every module."""
+    """Replace torch's module tracker, which registers hooks on every module."""
 
     parents = frozenset({"Global"})
 
@@ -132,7 +132,7 @@ class _NoModuleTracker:
 
 
 class FlopCounter(FlopCounterMode):
-    """Counts the floating-point operations of matrix products, convolutions and attention.
+    """Count the floating-point operations of matrix products, convolutions and attention.
 
     All else (elementwise operations, norms, the optimizer, custom kernels) is comparatively small
     and not counted. Work that activation checkpointing repeats counts twice.

@@ -28,7 +28,7 @@ _OTHER_SCHEDULER_LISTS = ("lr_lambdas", "base_momentums", "max_momentums")
 
 
 class Freeze(Callback):
-    """Freezes parts of the models until a step or an epoch, or for the whole run.
+    """Freeze parts of the models until a step or an epoch, or for the whole run.
 
     No optimizer changes frozen parameters, not even by weight decay or momentum. Prepare the models
     unfrozen: parameters with ``requires_grad=False`` stay frozen for ever. The schedule depends

@@ -20,7 +20,7 @@ Parameters = list[torch.nn.Parameter]
 
 
 class GradientNorm(Callback):
-    """Logs the norm of the gradients used by each optimizer step.
+    """Log the norm of the gradients used by each optimizer step.
 
     It is measured as soon as backward has completed the gradients of a step, so before clipping,
     and logged unscaled: over all ranks, and without the loss scale of fp16. Values stay on the

@@ -118,7 +118,7 @@ class Interval:
 
 
 class Cadence:
-    """Checks repeatedly whether an interval has passed.
+    """Check repeatedly whether an interval has passed.
 
     Steps and epochs are due at every multiple of the number, the same in a resumed run and on all
     ranks. So are parts of a run. Time is counted from :meth:`start` or from the last time it was

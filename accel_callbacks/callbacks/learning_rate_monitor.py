@@ -18,7 +18,7 @@ __all__ = ["LearningRateMonitor"]
 
 
 class LearningRateMonitor(Callback):
-    """Logs each learning rate with ``accel.log``, at the step that used it.
+    """Log each learning rate with ``accel.log``, at the step that used it.
 
     The name is ``lr-AdamW`` for an optimizer with one group, ``lr-AdamW/group1``,
     ``lr-AdamW/group2`` (or the group's ``"name"``) for several groups, and ``lr-AdamW-1`` for the

@@ -35,7 +35,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class ModelSummary(Callback):
-    """Prints the layers, parameters and dtypes of each prepared model when a run starts.
+    """Print the layers, parameters and dtypes of each prepared model when a run starts.
 
     It prints once a run, on the main process.
 

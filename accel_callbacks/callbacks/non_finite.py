@@ -39,7 +39,7 @@ _ADVICE = (
 
 
 class NonFinite(ResumableState):
-    """Detects losses and gradients that are infinite or NaN.
+    """Detect losses and gradients that are infinite or NaN.
 
     All ranks decide the same, even if only one of them is affected. On the CPU they decide before
     the step is taken. On other devices the result is read one step later, so that nothing waits

@@ -77,7 +77,7 @@ def save_on_exception(
 
 
 class _ExceptionFolder:
-    """Saves with the lowest generation, so that the checkpoint is not the newest of the folder.
+    """Save with the lowest generation, so that the checkpoint is not the newest of the folder.
 
     ``resume=True`` then prefers any other checkpoint.
     """

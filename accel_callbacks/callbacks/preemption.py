@@ -31,7 +31,7 @@ _TERMINATING = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP")  # that parents send t
 
 
 class Preemption(Callback):
-    """Saves a checkpoint and ends the run on a signal, on all ranks at the same step.
+    """Save a checkpoint and end the run on a signal, on all ranks at the same step.
 
     The ranks vote at the end of a step on the first SIGTERM or SIGUSR1 that any of them received.
     Then ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits until the
@@ -148,7 +148,7 @@ def _notify(text: str) -> None:
 
 
 class SignalCatcher:
-    """Catches the first of each signal; a repeated one has its original effect.
+    """Catch the first of each signal; a repeated one has its original effect.
 
     Args:
         signals: those to catch.

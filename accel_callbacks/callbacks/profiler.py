@@ -22,7 +22,7 @@ __all__ = ["Profiler"]
 
 
 class Profiler(Callback):
-    """Writes a trace of some training steps, one for each rank.
+    """Write a trace of some training steps, one for each rank.
 
     After ``skip_first`` steps come ``repeat`` cycles of ``wait`` steps without cost, ``warmup``
     steps that are recorded and discarded, and ``active`` steps that are written to

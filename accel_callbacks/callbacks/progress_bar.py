@@ -32,7 +32,7 @@ _MIN_SECONDS = 1.0  # before which that fraction is not significant
 
 
 class ProgressBar(Callback):
-    """Shows epoch, batches, speed and the last logged values, on the main process only.
+    """Show epoch, batches, speed and the last logged values, on the main process only.
 
     On a terminal it is a tqdm bar, with a second one below it during an evaluation; elsewhere (a
     file, a CI log) it prints one line every ``seconds_between_lines`` and one at the end of each
@@ -215,7 +215,7 @@ def as_text(metrics: Mapping[str, Any]) -> str:
 
 
 class BatchCounter:
-    """Counts the batches of one pass, and updates its bar at the display's interval.
+    """Count the batches of one pass, and update its bar at the display's interval.
 
     Args:
         display: draws the bar.
@@ -286,7 +286,7 @@ class Bar(Protocol):
 
 
 class Display(Protocol):
-    """Draws bars."""
+    """Draw bars."""
 
     seconds: float  # between two updates
     shows_end: bool  # draw an inner bar once more when it ends
@@ -296,7 +296,7 @@ class Display(Protocol):
 
 
 class LineDisplay:
-    """Prints plain lines where there is no terminal.
+    """Print plain lines where there is no terminal.
 
     Args:
         file: to print to.
@@ -329,7 +329,7 @@ class _Lines:
 
 
 class TqdmDisplay:
-    """Draws bars with tqdm.
+    """Draw bars with tqdm.
 
     Args:
         file: a terminal.

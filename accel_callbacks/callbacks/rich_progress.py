@@ -57,7 +57,7 @@ class RichProgressBar(ProgressBar):
 
 
 class _RichDisplay:
-    """Draws bars with rich; an inner bar joins the display of the outer one."""
+    """Draw bars with rich; an inner bar joins the display of the outer one."""
 
     shows_end = True
 

@@ -19,7 +19,7 @@ _TABLE = {"columns", "rows"}
 
 
 class SampleLogger(ResumableState):
-    """Logs a model's outputs for a few samples as images, texts or tables.
+    """Log a model's outputs for a few samples as images, texts or tables.
 
     ``function(run, model, batch, outputs)`` returns the values to log by name: an image (or a batch
     or list of them) as ``accel.log_images`` takes it, a text or a list of texts, or a table as

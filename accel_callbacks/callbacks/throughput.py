@@ -23,7 +23,7 @@ _WARMUP = 2  # steps of a process that are not measured: they compile, allocate 
 
 
 class Throughput(ResumableState):
-    """Logs the speed of training over the last steps, and the totals of the run.
+    """Log the speed of training over the last steps, and the totals of the run.
 
     The clock is stopped during evaluations and while a save starts, and the first two steps of a
     process are not measured. Training does not synchronize with the device: wall-clock time over a
@@ -299,7 +299,7 @@ class Throughput(ResumableState):
 
 
 class TrainingClock:
-    """Measures the seconds of training, without evaluations and saves.
+    """Measure the seconds of training, without evaluations and saves.
 
     Example:
         >>> from accel_callbacks.callbacks.throughput import TrainingClock

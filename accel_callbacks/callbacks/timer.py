@@ -19,7 +19,7 @@ _STAGES = ("train", "validation", "test")
 
 
 class Timer(ResumableState):
-    """Stops the run after a duration; the time before a resume counts too.
+    """Stop the run after a duration; the time before a resume counts too.
 
     With several processes the ranks vote on the stop: all stop at the same step, as soon as the
     time is up on one of them. The training time includes that of the evaluations.

@@ -289,7 +289,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class EMA(Averaging):
-    """Keeps an exponential moving average of the weights, and evaluates with it.
+    """Keep an exponential moving average of the weights, and evaluate with it.
 
     After a step the average becomes ``decay * average + (1 - decay) * weights``; it starts as a
     copy of the weights. It covers the prepared models with trainable parameters, takes as much
@@ -379,7 +379,7 @@ class EMA(Averaging):
 
 
 class WeightAveraging(Averaging):
-    """Keeps the mean of the weights at several points of a run, and evaluates with it.
+    """Keep the mean of the weights at several points of a run, and evaluate with it.
 
     This is stochastic weight averaging (SWA): from some epoch on, usually with a learning rate
     that stays high, the weights at the end of each epoch are averaged equally. All else is as in

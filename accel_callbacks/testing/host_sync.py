@@ -106,7 +106,7 @@ def host_syncs() -> Iterator[list[HostSync]]:
 
 
 class _Functions(TorchFunctionMode):
-    """Intercepts the torch functions that the code calls."""
+    """Intercept the torch functions that the code calls."""
 
     def __init__(self, found: list[HostSync]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Intercepts the operations that torch dispatches, such as indexing with a mask."""
+    """Intercept the operations that torch dispatches, such as indexing with a mask."""
 
     def __init__(self, found: list[HostSync]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -335,7 +335,7 @@ class Neighbour:
 
 
 class Raises(Neighbour):
-    """Raises in one hook, once after it was armed.
+    """Raise in one hook, once after it was armed.
 
     Args:
         like: the checked callback.
@@ -366,7 +366,7 @@ class Raises(Neighbour):
 
 
 class WeightRecorder(Neighbour):
-    """Records the trained weights, whenever no evaluation may have replaced them.
+    """Record the trained weights, whenever no evaluation may have replaced them.
 
     Args:
         like: the checked callback.
@@ -392,7 +392,7 @@ class WeightRecorder(Neighbour):
 
 
 class SavesEachPosition:
-    """Saves the training state at the end of each batch and each epoch, after other callbacks.
+    """Save the training state at the end of each batch and each epoch, after other callbacks.
 
     Args:
         root: folder or URL.

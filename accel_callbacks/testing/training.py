@@ -237,7 +237,7 @@ def record(*only: str) -> Recorder:
 
 
 class Recorder(Callback):
-    """Records each hook that is called as a line of text.
+    """Record each hook that is called as a line of text.
 
     A line is the hook without its ``on_``, and what identifies the call: the index of a batch or
     an epoch, the steps so far of an optimizer step, the names and the step of a log.

@@ -162,7 +162,7 @@ def find_batch_size(
 
 
 class _Search:
-    """Tries sizes, and records the trials."""
+    """Try sizes, and record the trials."""
 
     def __init__(self, step: Callable[[int], Any], steps_per_trial: int) -> None:
         self.trials: list[Trial] = []

@@ -159,7 +159,7 @@ def find_learning_rate(
 
 
 class _Sweep:
-    """Takes the steps, and records their losses."""
+    """Take the steps, and record their losses."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, smoothing: float, result: LRResult

@@ -28,7 +28,7 @@ _log = logging.getLogger("accel_callbacks")
 
 
 class Dispatcher:
-    """Holds the callbacks and a tuple of calls for each hook.
+    """Hold the callbacks and a tuple of calls for each hook.
 
     Any object with methods of the right names is a callback; a subclass of :class:`Callback` is not
     needed. Callbacks can be added and removed at any time; a removed callback is not called again,

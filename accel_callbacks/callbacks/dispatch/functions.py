@@ -28,7 +28,7 @@ _PASSED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KE
 
 
 class CallbackHandle:
-    """Removes a callback, with :meth:`remove` or at the end of a ``with`` block.
+    """Remove a callback, with :meth:`remove` or at the end of a ``with`` block.
 
     Returned by ``accel.add_callback``.
 
