@@ -265,6 +265,11 @@ class Accelerator(ProcessControl, MediaLogging):
         return self.topology.distributed_type
 
     @property
+    def data_world(self) -> int:
+        """Number of ranks that read different data."""
+        return self.strategy.data_world
+
+    @property
     def multi_device(self) -> bool:
         """True with several processes that each compute on a device of their own, not the CPU."""
         return self.use_distributed and self.device.type != "cpu"

@@ -1,4 +1,4 @@
-"""A gradient window whose length changes during training."""
+"""GradientAccumulationScheduler: change the number of micro-batches during training."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ Schedule = Mapping[int, int]
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets how many micro-batches an optimizer step has, from some epochs or steps on.
+    """Set the micro-batches of an optimizer step from given epochs or steps on.
 
-    Before the first of them it is what the Accelerator was given, and after the run again. A new
-    length counts from the next window on. It follows from the place in the run, so a resumed run
-    goes on exactly.
+    Before the first of them and after the run, the Accelerator's own number holds. A new number
+    takes effect with the next gradient window. It depends only on the position in the run, so a
+    resumed run continues exactly.
 
     Args:
         schedule: ``{epoch: micro-batches}``, with epochs from 0; or
             ``{"step": {optimizer step: micro-batches}}``, with the steps taken so far.
 
     Raises:
-        TypeError: the schedule is no dict of whole numbers.
-        ValueError: it is empty, a place is negative, or a number of micro-batches is below 1.
+        TypeError: the schedule is not a dict of integers.
+        ValueError: it is empty, an epoch or step is negative, or a number of micro-batches is
+            below 1.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -46,40 +47,40 @@ class GradientAccumulationScheduler(Callback):
     """
 
     def __init__(self, schedule: Schedule | Mapping[str, Schedule]) -> None:
-        places: Any = schedule
+        starts: Any = schedule
         self.by_step = isinstance(schedule, Mapping) and set(schedule) == {"step"}
         if self.by_step:
-            places = schedule["step"]  # type: ignore[index]
-        self.schedule = _checked(places)
-        self._own = 1  # what the Accelerator was given
+            starts = schedule["step"]  # type: ignore[index]
+        self.schedule = _checked(starts)
+        self._default = 1  # that of the Accelerator
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Remember what was set before."""
-        self._own = run.accumulate_grad_batches
+        """Remember the Accelerator's own number."""
+        self._default = run.accumulate_grad_batches
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
-        """Stand where the run stands, which may have been resumed."""
+        """Set the number for the position of the run, which may have been resumed."""
         self._set(run)
 
     def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
-        """Set what begins with this epoch."""
+        """Set the number for this epoch."""
         self._set(run)
 
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Set what begins with this step."""
+        """Set the number for the next step."""
         if self.by_step:
             self._set(run)
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Set what was set before."""
-        run.accumulate_grad_batches = self._own
+        """Restore the Accelerator's own number."""
+        run.accumulate_grad_batches = self._default
 
     def _set(self, run: TrainingRun) -> None:
         here = run.global_step if self.by_step else run.current_epoch
-        begun = [place for place in self.schedule if place <= here]
-        wanted = self.schedule[max(begun)] if begun else self._own
+        past = [start for start in self.schedule if start <= here]
+        wanted = self.schedule[max(past)] if past else self._default
         if run.accumulate_grad_batches != wanted:
             run.accumulate_grad_batches = wanted
 
@@ -90,12 +91,12 @@ def _checked(schedule: Any) -> dict[int, int]:
         raise TypeError(f"schedule={schedule!r} must be a dict, {form}.")
     if not schedule:
         raise ValueError(f"the schedule is empty: give {form}.")
-    for place, count in schedule.items():
-        if any(isinstance(one, bool) or not isinstance(one, int) for one in (place, count)):
-            raise TypeError(f"{place!r}: {count!r} in the schedule must be whole numbers, {form}.")
-        if place < 0 or count < 1:
+    for start, count in schedule.items():
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in (start, count)):
+            raise TypeError(f"{start!r}: {count!r} in the schedule must be integers, {form}.")
+        if start < 0 or count < 1:
             raise ValueError(
-                f"{place}: {count} in the schedule: places count from 0, and a step has at least 1 "
-                "micro-batch."
+                f"{start}: {count} in the schedule: epochs and steps count from 0, and a step has "
+                "at least 1 micro-batch."
             )
     return dict(schedule)

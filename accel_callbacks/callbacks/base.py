@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HOOKS", "Callback"]
 
-#: Every hook, in the order in which a run meets them first; those in ``EXIT_HOOKS`` are called
-#: in reverse order of the callbacks.
+#: All hooks, in the order in which a run first fires them. Those in ``EXIT_HOOKS`` call the
+#: callbacks in reverse order.
 HOOKS = (
     "setup",
     "on_fit_start",
@@ -55,21 +55,21 @@ EXIT_HOOKS = ("on_train_end", "on_fit_end", "teardown")
 class Callback:
     """Base class of callbacks: override the hooks you need, the others cost nothing.
 
-    Every hook gets the :class:`TrainingRun` in the place of Lightning's trainer, and the first
-    prepared model (unwrapped; ``None`` if there is none) in the place of its module.
+    Every hook is passed the :class:`TrainingRun` in place of Lightning's trainer, and the first
+    prepared model (unwrapped; ``None`` if there is none) in place of its module.
 
     Attributes:
-        can_vote: set it to True if the callback may call ``run.stop``, ``run.save_now`` or
-            ``run.preempt`` in the middle of an epoch; with several processes, they are then agreed
-            on at each optimizer step.
-        runs_last: True for a callback that saves: it is called after the others, so that what it
-            saves holds what they did in the same hook.
-        collective: True if its hooks meet the other processes; it must be there on all of them.
-        saves_alike: True if what its ``on_save_checkpoint`` puts in the place of weights is the
-            same on all processes, so that each may go on writing a part of them; else the main one
-            does.
-        on_error: what an error of a hook does: ``"raise"`` (the default) ends the run, ``"warn"``
-            is a warning, ``"disable"`` a warning after which only its ``teardown`` is called.
+        can_vote: set to True if the callback may call ``run.stop``, ``run.save_now`` or
+            ``run.preempt`` in the middle of an epoch; with several processes, the ranks then agree
+            on these at each optimizer step.
+        runs_last: True for a callback that saves: it is called after the others, so that the
+            checkpoint contains what they did in the same hook.
+        collective: True if its hooks call collectives; it must be registered on all ranks.
+        saves_alike: True if its ``on_save_checkpoint`` replaces weights by the same values on all
+            ranks, so that each rank can still write its part of them; otherwise the main process
+            writes them all.
+        on_error: what an error in a hook does: ``"raise"`` (the default) ends the run, ``"warn"``
+            warns, ``"disable"`` warns, and only ``teardown`` is called from then on.
         before: callbacks, their classes or state keys, that this one is called before; one or a
             tuple.
         after: those that it is called after.
@@ -106,86 +106,86 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs: JSON-like values and tensors, no other objects."""
+        """Return the state that a resume needs: JSON-like values and tensors, no other objects."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, in place."""
+        """Restore in place the state that :meth:`state_dict` returned."""
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """A run begins; before a checkpoint is restored. ``stage`` is ``"fit"``."""
+        """Called when a run starts, before a checkpoint is restored. ``stage`` is ``"fit"``."""
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """A run is over, well or not."""
+        """Called when a run ends, with or without an error."""
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
-        """After a checkpoint was restored, before anything is trained."""
+        """Called after a checkpoint was restored, before any training."""
 
     def on_fit_end(self, run: TrainingRun, model: Any) -> None:
-        """After all training, without an exception."""
+        """Called after all training, if no exception ended it."""
 
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
-        """Before the first training epoch of this process."""
+        """Called before the first training epoch of this process."""
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
-        """After the last training epoch."""
+        """Called after the last training epoch."""
 
     def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
-        """An epoch begins; not called again when a run resumes inside of it."""
+        """Called when an epoch starts; not again when a run resumes inside it."""
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """An epoch is over, with the validation in it where ``run.epochs`` counts."""
+        """Called when an epoch ends, after its validation in a loop over ``run.epochs``."""
 
     def on_train_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The loader delivers a training batch; it is on the device."""
+        """Called when the loader yields a training batch, which is on the device."""
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The loop's body is over; ``outputs`` is ``{"loss": last loss}``, undivided, or None."""
+        """Called after the loop body; ``outputs`` is None or ``{"loss": last loss}``, undivided."""
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
-        """``accel.backward`` was called with this loss."""
+        """Called when ``accel.backward`` is called with this loss."""
 
     def on_after_backward(self, run: TrainingRun, model: Any) -> None:
-        """Gradients of the micro-batch are there (scaled, with fp16)."""
+        """Called when the gradients of the micro-batch are computed (scaled, with fp16)."""
 
     def on_before_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """A real step is about to happen; gradients are unscaled."""
+        """Called before an actual optimizer step; gradients are unscaled."""
 
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """A real step happened (not if it was skipped); ``run.global_step`` counts it."""
+        """Called after a step that was not skipped; ``run.global_step`` counts it."""
 
     def on_before_zero_grad(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Gradients are about to be cleared."""
+        """Called before gradients are cleared."""
 
     def on_log(self, run: TrainingRun, model: Any, metrics: Mapping[str, Any], step: int) -> None:
-        """``accel.log`` was called; tensors are detached and still on their device."""
+        """Called when ``accel.log`` is called; tensors are detached and still on their device."""
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
-        """An evaluation begins."""
+        """Called when an evaluation starts."""
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
-        """An evaluation is over."""
+        """Called when an evaluation ends."""
 
     def on_validation_epoch_start(self, run: TrainingRun, model: Any) -> None:
-        """Right after ``on_validation_start``."""
+        """Called right after ``on_validation_start``."""
 
     def on_validation_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """Right before ``on_validation_end``."""
+        """Called right before ``on_validation_end``."""
 
     def on_validation_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The loader delivers a batch inside an evaluation."""
+        """Called when a loader yields a batch inside an evaluation."""
 
     def on_validation_batch_end(
         self,
@@ -196,24 +196,24 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """The evaluation loop's body is over; ``outputs`` is None."""
+        """Called after the body of the evaluation loop; ``outputs`` is None."""
 
     def on_test_start(self, run: TrainingRun, model: Any) -> None:
-        """An evaluation with ``stage="test"`` begins."""
+        """Called when an evaluation with ``stage="test"`` starts."""
 
     def on_test_end(self, run: TrainingRun, model: Any) -> None:
-        """It is over."""
+        """Called when an evaluation with ``stage="test"`` ends."""
 
     def on_test_epoch_start(self, run: TrainingRun, model: Any) -> None:
-        """Right after ``on_test_start``."""
+        """Called right after ``on_test_start``."""
 
     def on_test_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """Right before ``on_test_end``."""
+        """Called right before ``on_test_end``."""
 
     def on_test_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The loader delivers a batch inside a test."""
+        """Called when a loader yields a batch inside a test."""
 
     def on_test_batch_end(
         self,
@@ -224,19 +224,19 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """The test loop's body is over; ``outputs`` is None."""
+        """Called after the body of the test loop; ``outputs`` is None."""
 
     def on_save_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is about to be written; add entries to the dict (rank 0's count)."""
+        """Called before a checkpoint is written; add entries to the dict (rank 0's are saved)."""
 
     def on_checkpoint_saved(self, run: TrainingRun, model: Any, path: str) -> None:
-        """The checkpoint at ``path`` is durable."""
+        """Called when the checkpoint at ``path`` is durable."""
 
     def on_load_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint was read and verified; called before any state is restored."""
+        """Called when a checkpoint was read and verified, before any state is restored."""
 
     def on_preempt(self, run: TrainingRun, model: Any, reason: str) -> None:
-        """All processes have agreed to give way: save now, the run stops afterwards."""
+        """Called once all ranks agreed to stop for a preemption: save now, the run stops next."""
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
-        """The run ends with this exception; other processes may be gone, so no collectives."""
+        """Called when this exception ends the run; call no collectives, other ranks may be gone."""

@@ -1,4 +1,4 @@
-"""What the device, the machine and this process are busy with."""
+"""DeviceStats: log memory and load of the device, the machine and the process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["DeviceStats"]
 Reading = Callable[[], float]
 
 _GIB = 1 << 30
-# Our name, the function of the device's module in torch, and what its result is divided by.
-_OF_DEVICE = (
+# Logged name, function of torch's module for the device, and divisor of its result.
+_DEVICE_READINGS = (
     ("memory_allocated_gib", "memory_allocated", _GIB),
     ("memory_reserved_gib", "memory_reserved", _GIB),
     ("memory_peak_gib", "max_memory_allocated", _GIB),
@@ -33,29 +33,31 @@ _OF_DEVICE = (
     ("temperature_c", "temperature", 1),
     ("power_w", "power_draw", 1000),
 )
-_OF_MPS = (
+_MPS_READINGS = (
     ("memory_allocated_gib", "current_allocated_memory", _GIB),
     ("memory_reserved_gib", "driver_allocated_memory", _GIB),
 )
 
 
 class DeviceStats(Callback):
-    """Logs the memory and the load of the device, the machine and the process.
+    """Log the memory and the load of the device, the machine and the process.
 
-    Nothing waits for the device. The figures are those of each process; the trackers are given
-    those of the main one. What cannot be read on a machine is left out, with a
-    warning where it could be read before.
+    Nothing waits for the device. Each rank reads its own values; the trackers receive those of the
+    main process. Values that a machine does not provide are left out, with a warning if they were
+    available before.
 
     Names, each after ``device/``: ``memory_allocated_gib``, ``memory_reserved_gib``,
-    ``memory_peak_gib`` (since the process began, unless you reset it), ``alloc_retries`` (how often
-    memory ran short); with ``pip install nvidia-ml-py`` ``utilization_percent``, ``temperature_c``,
-    ``power_w``; of the process ``process_rss_gib`` and ``process_cpu_percent`` (100 is one core);
-    of the machine ``cpu_percent`` and ``host_memory_percent``; ``disk_free_gib``.
+    ``memory_peak_gib`` (since the process started, unless you reset it), ``alloc_retries`` (failed
+    allocations that were retried); with ``pip install nvidia-ml-py`` ``utilization_percent``,
+    ``temperature_c``, ``power_w``; of the process ``process_rss_gib`` and ``process_cpu_percent``
+    (100 is one core); of the machine ``cpu_percent`` and ``host_memory_percent``;
+    ``disk_free_gib``.
 
     Args:
         every_n_steps: optimizer steps between logs, 50 by default.
-        cpu: log figures of the process and the machine too. Those of the machine need psutil and
-            are left out without it if ``None``, the default, and an error if ``True``.
+        cpu: log values of the process and the machine too. Those of the machine need psutil:
+            without it they are left out if ``None``, the default, and an error is raised if
+            ``True``.
         disk: a folder whose free space is logged; none by default.
 
     Raises:
@@ -90,31 +92,31 @@ class DeviceStats(Callback):
         self._logged_step = 0
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Find out what can be read here."""
+        """Find the available readings."""
         self._readings = self._find(run.accelerator.device)
         self._logged_step = 0
 
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Log, if it is time to."""
+        """Log every ``every_n_steps`` steps."""
         step = run.global_step
         if step % self.every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step
             run.accelerator.log(self.read(run.accelerator.device))
 
     def read(self, device: torch.device) -> dict[str, float]:
-        """The figures of now, by name."""
+        """Return the current values by name."""
         if self._readings is None:
             self._readings = self._find(device)
         values: dict[str, float] = {}
         for name, reading in list(self._readings.items()):
             try:
                 values[f"device/{name}"] = reading()
-            except Exception as error:  # a driver that is gone must not end a training
+            except Exception as error:  # a driver that fails must not end the training
                 del self._readings[name]
                 warnings.warn(
-                    f"DeviceStats: {name} cannot be read any more, and is left out: {error!r}",
+                    f"DeviceStats: {name} cannot be read any more and is left out: {error!r}",
                     stacklevel=2,
                 )
         return values
@@ -122,16 +124,16 @@ class DeviceStats(Callback):
     def _find(self, device: torch.device) -> dict[str, Reading]:
         candidates = dict(_device_readings(device))
         if self.cpu is not False:
-            candidates.update({"process_cpu_percent": _Load(), "process_rss_gib": _resident})
+            candidates.update({"process_cpu_percent": _CpuPercent(), "process_rss_gib": _rss_gib})
             candidates.update(_machine_readings())
         if self.disk is not None:
             disk = self.disk
             candidates["disk_free_gib"] = lambda: shutil.disk_usage(disk).free / _GIB
-        return {name: reading for name, reading in candidates.items() if _answers(reading)}
+        return {name: reading for name, reading in candidates.items() if _is_available(reading)}
 
 
-def _answers(reading: Reading) -> bool:
-    """Whether a reading exists here: drivers say so in many ways, and only when they are asked."""
+def _is_available(reading: Reading) -> bool:
+    """Return whether a reading works; a driver only fails when called, each in its own way."""
     with suppress(Exception):
         reading()
         return True
@@ -142,18 +144,19 @@ def _device_readings(device: torch.device) -> dict[str, Reading]:
     if device.type == "cpu":
         return {}
     module = torch.get_device_module(device)
-    which = () if device.type == "mps" else (device,)
-    found: dict[str, Reading] = {}
-    for name, function, unit in _OF_MPS if device.type == "mps" else _OF_DEVICE:
+    is_mps = device.type == "mps"
+    args = () if is_mps else (device,)
+    readings: dict[str, Reading] = {}
+    for name, function, divisor in _MPS_READINGS if is_mps else _DEVICE_READINGS:
         if hasattr(module, function):
-            found[name] = _scaled(getattr(module, function), which, unit)
+            readings[name] = _scaled(getattr(module, function), args, divisor)
     if hasattr(module, "memory_stats"):
-        found["alloc_retries"] = lambda: module.memory_stats(*which)["num_alloc_retries"]
-    return found
+        readings["alloc_retries"] = lambda: module.memory_stats(*args)["num_alloc_retries"]
+    return readings
 
 
-def _scaled(function: Callable[..., Any], which: tuple[torch.device, ...], unit: int) -> Reading:
-    return lambda: function(*which) / unit
+def _scaled(function: Callable[..., Any], args: tuple[torch.device, ...], divisor: int) -> Reading:
+    return lambda: function(*args) / divisor
 
 
 def _machine_readings() -> dict[str, Reading]:
@@ -177,8 +180,8 @@ def _psutil(needed: bool = False) -> Any:
         return None
 
 
-def _resident() -> float:
-    """GiB of memory that this process holds."""
+def _rss_gib() -> float:
+    """Return the resident memory of this process in GiB."""
     psutil = _psutil()
     if psutil is not None:
         return float(psutil.Process().memory_info().rss / _GIB)
@@ -186,8 +189,8 @@ def _resident() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / _GIB
 
 
-class _Load:
-    """Percent of one core that this process used since it was asked last."""
+class _CpuPercent:
+    """The percentage of one core that this process used since the last call."""
 
     def __init__(self) -> None:
         self._at = (time.process_time(), time.perf_counter())

@@ -1,4 +1,4 @@
-"""Stop a run whose metric no longer improves."""
+"""EarlyStopping: stop a run whose metric no longer improves."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.monitor import Monitor
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
@@ -17,36 +17,37 @@ if TYPE_CHECKING:
 __all__ = ["EarlyStopping"]
 
 
-class EarlyStopping(Callback):
-    """Stops the run when a metric has not improved for ``patience`` checks, or is good enough.
+class EarlyStopping(ResumableState):
+    """Stop the run when a metric has not improved for ``patience`` checks, or is good enough.
 
-    One check is one call of ``accel.log`` with the metric in it, wherever the loop makes it.
-    With several processes the stop is put to the vote, so all of them stop at the same step even
-    if each logs its own value. A stop that ``min_epochs`` or ``min_steps`` hold back is decided
-    anew by each check and at each epoch's end: a metric that improves again takes it back.
+    Each call of ``accel.log`` with the metric is one check, wherever the loop calls it. With
+    several processes the ranks vote on the stop, so all of them stop at the same step even if each
+    logs its own value. A stop that ``min_epochs`` or ``min_steps`` defers is decided again by each
+    check and at the end of each epoch: a metric that improves again cancels it.
 
     Args:
         monitor: name of the logged metric.
         patience: checks without improvement before stopping, 3 by default.
         mode: ``"min"`` (default) or ``"max"``.
         min_delta: smallest change that counts as improvement, 0 by default.
-        check_finite: stop at once when the metric is infinite or not a number.
+        check_finite: stop at once when the metric is infinite or NaN.
         stopping_threshold: stop once the metric is better than this.
         divergence_threshold: stop at once when the metric is worse than this.
-        min_epochs: epochs to train before it stops for lack of patience or at the threshold.
-        min_steps: optimizer steps, likewise.
-        strict: at the end of a whole epoch (of the second in a loop without ``run.epochs``, whose
-            validation comes after it), raise if the metric was never logged on the main process. It
-            waits for the first evaluation where a further loader is prepared for one.
+        min_epochs: epochs to train before a stop for lack of patience or at the threshold.
+        min_steps: the same in optimizer steps.
+        strict: at the end of a complete epoch (of the second one in a loop without ``run.epochs``,
+            where validation comes after the epoch), raise if the metric was never logged on the
+            main process. If a second loader is prepared, wait for the first evaluation.
 
     Attributes:
         best: the best value so far, ``None`` before the first.
         wait_count: checks since the last improvement.
-        stop_reason: why it asked for a stop, or ``None``.
+        stop_reason: why it requested a stop, or ``None``.
 
     Raises:
         ValueError: ``patience``, ``min_epochs`` or ``min_steps`` is negative, or ``mode`` unknown.
-        RuntimeError: with ``strict``, in a run: the metric was not logged. It lists what was.
+        RuntimeError: with ``strict``, during a run: the metric was not logged. The message lists
+            the logged metrics.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -90,107 +91,106 @@ class EarlyStopping(Callback):
         self.min_epochs, self.min_steps = min_epochs, min_steps
         self.strict = strict
         self._run: TrainingRun | None = None
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self.best: float | None = None
         self.wait_count = 0
         self.stop_reason: str | None = None
-        self._held_back: str | None = None  # what the last check would stop for, later on
-        self._seen, self._evaluated, self._unseen_epochs = False, False, 0
+        self._deferred: str | None = None  # reason of a stop that is too early by min_epochs/steps
+        self._logged, self._evaluated, self._epochs_unlogged = False, False, 0
 
     @property
     def state_key(self) -> str:
-        """``EarlyStopping:<metric>``, so that two of them watch two metrics."""
+        """``EarlyStopping:<metric>``, so that several can monitor different metrics."""
         return f"EarlyStopping:{self.monitor.name}"
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
+        """Reset the state, unless ``load_state`` restored it."""
+        super().setup(run, model, stage)
         self._run = run
-        if run.begins_anew:
-            self._forget()
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
-        """A resumed run that had been stopped stays stopped."""
+        """Stop a resumed run that had been stopped before."""
         if self.stop_reason is not None:
             run.stop(self.stop_reason)
 
     def on_log(self, run: TrainingRun, model: Any, metrics: Mapping[str, Any], step: int) -> None:
-        """Check the metric, if it is among those that were logged."""
+        """Check the metric, if it is among the logged ones."""
         value = self.monitor.read(metrics)
         if value is None:
             return
-        self._seen = True
-        alarm = self._alarm(value)
-        self.stop_reason = self.stop_reason or alarm
-        if alarm is None:
-            self._held_back = self._verdict(value)
-        self._stop_if_long_enough(run)
+        self._logged = True
+        divergence = self._divergence(value)
+        self.stop_reason = self.stop_reason or divergence
+        if divergence is None:
+            self._deferred = self._count_check(value)
+        self._stop_unless_too_early(run)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """Stop if what held the stop back is over; with ``strict``, miss the metric."""
-        if self._held_back is not None:
-            self._stop_if_long_enough(run)
-        if self._misses(run) and _is_whole(run) and not self._awaits_evaluation(run):
-            self._unseen_epochs += 1
-            if self._unseen_epochs > (0 if run.max_epochs else 1):
-                raise RuntimeError(self._missed(run))
+        """Stop if the minimum is reached now; with ``strict``, raise if the metric is missing."""
+        if self._deferred is not None:
+            self._stop_unless_too_early(run)
+        if self._is_missing(run) and _is_complete(run) and not self._awaits_evaluation(run):
+            self._epochs_unlogged += 1
+            if self._epochs_unlogged > (0 if run.max_epochs else 1):
+                raise RuntimeError(self._missing_text(run))
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
-        """From now on the metric could have been logged."""
+        """Note that the metric could have been logged by now."""
         self._evaluated = True
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
-        """Say so where the metric never came."""
-        if self._misses(run) and self._unseen_epochs == 0 and run.epochs_done:
-            warnings.warn(self._missed(run), stacklevel=2)
+        """Warn if the metric was never logged."""
+        if self._is_missing(run) and self._epochs_unlogged == 0 and run.epochs_done:
+            warnings.warn(self._missing_text(run), stacklevel=2)
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Let go of the run, but remember its verdict for a ``save_state`` after it."""
-        self.stop_reason, self._run = self._agreed(), None
+        """Release the run, but keep its stop reason for a later ``save_state``."""
+        self.stop_reason, self._run = self._agreed_reason(), None
 
-    def _misses(self, run: TrainingRun) -> bool:
-        return self.strict and not self._seen and run.is_global_zero
+    def _is_missing(self, run: TrainingRun) -> bool:
+        return self.strict and not self._logged and run.is_global_zero
 
     def _awaits_evaluation(self, run: TrainingRun) -> bool:
         return not self._evaluated and len(getattr(run.accelerator, "loaders", ())) > 1
 
-    def _stop_if_long_enough(self, run: TrainingRun) -> None:
+    def _stop_unless_too_early(self, run: TrainingRun) -> None:
         if run.epochs_done >= self.min_epochs and run.global_step >= self.min_steps:
-            self.stop_reason = self.stop_reason or self._held_back
+            self.stop_reason = self.stop_reason or self._deferred
         if self.stop_reason is not None:
             run.stop(self.stop_reason)
 
-    def _alarm(self, value: float) -> str | None:
-        """Why the run must not go on, whatever the minimum."""
+    def _divergence(self, value: float) -> str | None:
+        """Return why the run must stop even before the minimum, or None."""
         name, limit = self.monitor.name, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):
             return f"{name} is {value}"
-        if limit is not None and self._beyond(limit, than=value):
+        if limit is not None and self._is_past(limit, than=value):
             return f"{name} has diverged: {value:.4g} is worse than {limit:.4g}"
         return None
 
-    def _verdict(self, value: float) -> str | None:
-        """Count the check; why the run need not go on, or None."""
+    def _count_check(self, value: float) -> str | None:
+        """Count the check; return why the run may stop, or None."""
         name, goal = self.monitor.name, self.stopping_threshold
         if self.monitor.is_better(value, than=self.best):
             self.best, self.wait_count = value, 0
         else:
             self.wait_count += 1
-        if goal is not None and self._beyond(value, than=goal):
+        if goal is not None and self._is_past(value, than=goal):
             return f"{name} has reached {value:.4g}, better than {goal:.4g}"
         if self.wait_count and self.wait_count >= self.patience:
             never = self.best is None
-            what = "was no number" if never else f"did not improve on {self.best:.4g}"
+            what = "was NaN" if never else f"did not improve on {self.best:.4g}"
             return f"{name} {what} in {self.wait_count} checks"
         return None
 
-    def _beyond(self, value: float, *, than: float) -> bool:
-        """Whether a value is better than a limit, however little."""
+    def _is_past(self, value: float, *, than: float) -> bool:
+        """Return whether a value is better than a limit, without ``min_delta``."""
         return value < than if self.monitor.mode == "min" else value > than
 
-    def _missed(self, run: TrainingRun) -> str:
+    def _missing_text(self, run: TrainingRun) -> str:
         name, logged = self.monitor.name, sorted(run.callback_metrics)
         hint = nearest(name, logged)
         listed = f"but {', '.join(logged)}" if logged else "and nothing else either"
@@ -200,34 +200,34 @@ class EarlyStopping(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Best value, checks waited, and whether it stopped the run, on whichever process."""
+        """Return the best value, the checks waited, and why the run was stopped, if it was."""
         return {
             "best": self.best,
             "wait_count": self.wait_count,
             "patience": self.patience,
-            "stop_reason": self._agreed(),
-            "held_back": self._held_back,
-            "seen": self._seen,
+            "stop_reason": self._agreed_reason(),
+            "held_back": self._deferred,
+            "seen": self._logged,
         }
 
-    def _agreed(self) -> str | None:
-        """Why the run is stopped, if for this metric, whichever process asked for it."""
+    def _agreed_reason(self) -> str | None:
+        """Return why the run is stopped, if because of this metric, on any rank."""
         agreed = None if self._run is None else self._run.stop_reason
         own = agreed is not None and agreed.startswith(f"{self.monitor.name} ")
         return agreed if own else self.stop_reason
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore; ``patience`` stays what the constructor was given, and more of it goes on."""
+        """Restore all but ``patience``: a larger one than the saved run's continues the run."""
         self.best = state_dict["best"]
         self.wait_count = state_dict["wait_count"]
         ran_out = self.wait_count >= state_dict["patience"]
         more_patience = ran_out and self.wait_count < self.patience
         self.stop_reason = None if more_patience else state_dict["stop_reason"]
-        self._held_back = None if more_patience else state_dict.get("held_back")
-        self._seen = state_dict.get("seen", True)
+        self._deferred = None if more_patience else state_dict.get("held_back")
+        self._logged = state_dict.get("seen", True)
 
 
-def _is_whole(run: TrainingRun) -> bool:
-    """Whether the epoch was neither cut short by a stop nor left with ``break``."""
+def _is_complete(run: TrainingRun) -> bool:
+    """Return whether the epoch was neither cut short by a stop nor left with ``break``."""
     batches = run.num_training_batches
     return not run.epoch_open and (batches == math.inf or run.batch_idx + 1 >= batches)

@@ -1,4 +1,4 @@
-"""Floating-point operations: how many a step does, and how many a device could do."""
+"""FLOPs: count those of a step, and look up the peak of a device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BLACKWELL = {"bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0, "tf32": 1125.0, "fp
 _GRACE_BLACKWELL = {"bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0, "tf32": 1250.0, "fp32": 80.0}
 _CDNA3 = {"bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "tf32": 653.7, "fp32": 163.4}
 
-# TFLOP/s of matrix products without sparsity, accumulated in fp32, from the makers' data sheets.
-# A key names a device if all of its words are among the words of the device's name, and the first
-# such key counts: so the special ones stand before the general one.
+# TFLOP/s of matrix products without sparsity, accumulated in fp32, from the vendors' data sheets.
+# A key matches a device if all of its words are in the device's name. The first match counts, so
+# specific keys come before general ones.
 _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     ("gb300", _GRACE_BLACKWELL),
     ("gb200", _GRACE_BLACKWELL),
@@ -60,21 +60,21 @@ _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     ("mi325x", _CDNA3),
     ("mi300x", _CDNA3),
     ("mi300a", {"bf16": 980.6, "fp16": 980.6, "fp8": 1961.2, "tf32": 490.3, "fp32": 122.6}),
-    # torch shows each of the two halves of a card as a device.
+    # torch lists each of the two dies of a card as a device.
     ("mi250x", {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9}),
     ("mi250", {"bf16": 181.0, "fp16": 181.0, "fp32": 45.3}),
     ("mi210", {"bf16": 181.0, "fp16": 181.0, "fp32": 45.3}),
 )
 
-# A part of a device, or one of the same name that does less.
-_LESS = {"mig", "laptop", "d", "max"}
+# Words of a partial device, or of a slower one with the same name.
+_SLOWER_VARIANTS = {"mig", "laptop", "d", "max"}
 
 
 def peak_flops_of(device_name: str, precision: str) -> float | None:
-    """What a device can do at best, in FLOP/s: dense matrix products; ``None`` if unknown.
+    """Return a device's peak FLOP/s of dense matrix products, ``None`` if unknown.
 
     Args:
-        device_name: as :func:`torch.cuda.get_device_name` gives it.
+        device_name: as :func:`torch.cuda.get_device_name` returns it.
         precision: ``"fp8"``, ``"fp16"``, ``"bf16"``, ``"tf32"`` or ``"fp32"``.
 
     Example:
@@ -88,7 +88,7 @@ def peak_flops_of(device_name: str, precision: str) -> float | None:
     """
     text = device_name.lower().replace("-", " ").replace("_", " ").replace("/", " ")
     words = set(text.split())
-    if words & _LESS:
+    if words & _SLOWER_VARIANTS:
         return None
     for key, peaks in _PEAKS:
         if words.issuperset(key.split()):
@@ -98,11 +98,11 @@ def peak_flops_of(device_name: str, precision: str) -> float | None:
 
 
 def matmul_precision(mixed_precision: str, model: torch.nn.Module | None) -> str:
-    """In which precision matrix products are computed, as :func:`peak_flops_of` names it.
+    """Return the precision of matrix products, as :func:`peak_flops_of` names it.
 
     Args:
-        mixed_precision: that of the Accelerator; ``"no"`` is that of the model's parameters.
-        model: whose parameters' type counts then.
+        mixed_precision: that of the Accelerator.
+        model: with ``"no"``, the dtype of its parameters counts.
 
     Example:
         >>> import torch
@@ -119,12 +119,12 @@ def matmul_precision(mixed_precision: str, model: torch.nn.Module | None) -> str
     return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-class _NoModules:
-    """In the place of torch's tracker of modules, which puts hooks on every module."""
+class _NoModuleTracker:
+    """Replace torch's module tracker, which registers hooks on every module."""
 
     parents = frozenset({"Global"})
 
-    def __enter__(self) -> _NoModules:
+    def __enter__(self) -> _NoModuleTracker:
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -132,10 +132,10 @@ class _NoModules:
 
 
 class FlopCounter(FlopCounterMode):
-    """Counts the floating-point operations of matrix products, convolutions and attention.
+    """Count the floating-point operations of matrix products, convolutions and attention.
 
-    Everything else (elementwise operations, norms, the optimizer, kernels of one's own) is not
-    counted: it is little beside these. Work that activation checkpointing does twice counts twice.
+    All else (elementwise operations, norms, the optimizer, custom kernels) is comparatively small
+    and not counted. Work that activation checkpointing repeats counts twice.
 
     Example:
         >>> import torch
@@ -148,12 +148,12 @@ class FlopCounter(FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(display=False)
-        self.mod_tracker = _NoModules()  # type: ignore[assignment]
+        self.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
         self.uncounted: set[str] = set()
 
     @property
     def total(self) -> int:
-        """FLOPs so far; a multiplication and an addition are two."""
+        """FLOPs so far; a multiply-add counts as two."""
         return int(self.get_total_flops())
 
     def __exit__(
@@ -170,9 +170,9 @@ class FlopCounter(FlopCounterMode):
             )
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        """A formula that does not know its arguments must not end a training."""
+        """Count one operation; a formula that fails must not end the training."""
         try:
             return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
-        except Exception:  # formulas of other packages raise what they like
+        except Exception:  # formulas registered by other packages may raise anything
             self.uncounted.add(str(func_packet))
             return out

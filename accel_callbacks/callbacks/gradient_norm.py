@@ -1,4 +1,4 @@
-"""The norm of the gradients, of all and by layer, without waiting for the device."""
+"""GradientNorm: log the gradient norm, in total and by layer, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Parameters = list[torch.nn.Parameter]
 
 
 class GradientNorm(Callback):
-    """Logs the norm of the gradients that each optimizer step is taken with.
+    """Log the norm of the gradients used by each optimizer step.
 
-    It is measured as soon as backward has completed the gradients of a step, so before they are
-    clipped, and logged at their true size: over all processes, and without the loss scale of fp16.
-    Values stay on the device. Steps that were left out are not logged.
+    It is measured as soon as backward has completed the gradients of a step, so before clipping,
+    and logged unscaled: over all ranks, and without the loss scale of fp16. Values stay on the
+    device. Skipped steps are not logged.
 
     Args:
         every_n_steps: measure every so many optimizer steps, 1 by default.
         norm_type: the ``p`` of the norm, 2 by default; ``inf`` for the largest element.
-        per_layer: also log norms under ``<log_name>/<layer>``: of each module's own parameters if
-            ``True``, or of all whose names begin with the same so many parts if a number
-            (``1`` tells ``encoder`` from ``decoder``). Off by default.
-        log_name: under which the norm of all is logged. With several optimizers it is
-            ``<log_name>/optimizer0`` and so on.
+        per_layer: also log norms under ``<log_name>/<layer>``. With ``True`` a layer is a module
+            with its own parameters; with a number, parameters whose names share that many leading
+            parts are one layer (``1`` separates ``encoder`` from ``decoder``). Off by default.
+        log_name: name of the total norm. With several optimizers it is ``<log_name>/optimizer0``
+            and so on.
 
     Raises:
         ValueError: ``every_n_steps`` or ``per_layer`` is below 1, or ``norm_type`` is not above 0.
@@ -51,8 +51,8 @@ class GradientNorm(Callback):
         5.0
     """
 
-    collective = True  # spread gradients are summed over the processes
-    after = (Freeze,)  # which drops gradients that no step is taken with
+    collective = True  # the norm of sharded gradients is reduced over the ranks
+    after = (Freeze,)  # which drops the gradients of frozen parameters
 
     def __init__(
         self,
@@ -71,23 +71,23 @@ class GradientNorm(Callback):
         self.norm_type = float(norm_type)
         self.per_layer = per_layer
         self.log_name = log_name
-        self._measured: dict[int, dict[str, torch.Tensor]] = {}  # by optimizer, not yet true size
-        self._found: dict[int, dict[str, torch.Tensor]] = {}  # to be logged once the step is taken
-        self._names: dict[int, str] = {}  # the layers of parameters
+        self._measured: dict[int, dict[str, torch.Tensor]] = {}  # by optimizer, window not averaged
+        self._pending: dict[int, dict[str, torch.Tensor]] = {}  # logged once the step is taken
+        self._layer_names: dict[int, str] = {}  # by id of the parameter
 
     @property
     def state_key(self) -> str:
-        """``GradientNorm`` with the name that is logged."""
+        """``GradientNorm:<log_name>``."""
         return f"GradientNorm:{self.log_name}"
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew."""
-        for kept in (self._measured, self._found, self._names):
+        """Drop the measurements of an earlier run."""
+        for kept in (self._measured, self._pending, self._layer_names):
             kept.clear()
 
     def on_after_backward(self, run: TrainingRun, model: Any) -> None:
-        """Measure what backward has completed; where several do for one step, the last counts."""
-        # Another trainer does not say: then norms are measured before the step.
+        """Measure completed gradients; of several backwards that complete them, the last counts."""
+        # Over a foreign trainer this is unknown; the norm is measured before the step then.
         for optimizer in run.optimizers if run.gradients_complete else ():
             if self._is_due(run, optimizer):
                 self._measured[id(optimizer)] = self._measure(run, optimizer)
@@ -95,19 +95,19 @@ class GradientNorm(Callback):
     def on_before_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Bring the norms to the true size of the gradients."""
+        """Scale the norms as the window scales its gradients before the step."""
         norms = self._measured.pop(id(optimizer), None)
         if norms is not None:
             factor = run.gradient_scale()
-            self._found[id(optimizer)] = {name: norm * factor for name, norm in norms.items()}
+            self._pending[id(optimizer)] = {name: norm * factor for name, norm in norms.items()}
         elif self._is_due(run, optimizer):  # backward was not called through the Accelerator
-            self._found[id(optimizer)] = self._measure(run, optimizer, scaled=False)
+            self._pending[id(optimizer)] = self._measure(run, optimizer, scaled=False)
 
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Log the norms of the step that was taken."""
-        norms = self._found.pop(id(optimizer), None)
+        """Log the norms of this step."""
+        norms = self._pending.pop(id(optimizer), None)
         if norms:
             run.accelerator.log(norms)
 
@@ -117,21 +117,21 @@ class GradientNorm(Callback):
     def _measure(
         self, run: TrainingRun, optimizer: torch.optim.Optimizer, *, scaled: bool = True
     ) -> dict[str, torch.Tensor]:
-        """The norms of an optimizer's gradients as they are now, by the name to log."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        given = [p for p in held if p.grad is not None]
-        if not given:
+        """Return the norms of an optimizer's current gradients, by the name to log."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with_grad = [p for p in parameters if p.grad is not None]
+        if not with_grad:
             return {}
         norms: dict[str, torch.Tensor] = {}
         if self.per_layer:
-            for layer, parameters in self._layers(run, given).items():
-                norms[f"{self.log_name}/{layer}"] = total_norm(parameters, self.norm_type)
-            whole = _joined(list(norms.values()), self.norm_type)
+            for layer, members in self._layers(run, with_grad).items():
+                norms[f"{self.log_name}/{layer}"] = total_norm(members, self.norm_type)
+            total = _combined(list(norms.values()), self.norm_type)
         else:
-            whole = total_norm(given, self.norm_type)
-        norms[self._name(run, optimizer)] = whole
+            total = total_norm(with_grad, self.norm_type)
+        norms[self._name(run, optimizer)] = total
         scale = run.loss_scale() if scaled else None
-        # Now, because the next update of the scale changes it in place.
+        # Divide now: the next update of the scale changes its tensor in place.
         return norms if scale is None else {name: norm / scale for name, norm in norms.items()}
 
     def _name(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> str:
@@ -140,28 +140,27 @@ class GradientNorm(Callback):
         number = next(i for i, one in enumerate(run.optimizers) if one is optimizer)
         return f"{self.log_name}/optimizer{number}"
 
-    def _layers(self, run: TrainingRun, given: Parameters) -> dict[str, Parameters]:
-        """The parameters by layer."""
-        if not self._names:
+    def _layers(self, run: TrainingRun, parameters: Parameters) -> dict[str, Parameters]:
+        if not self._layer_names:
             for index, model in enumerate(run.models):
                 number = [str(index)] if len(run.models) > 1 else []
                 for name, parameter in model.named_parameters():
                     parts = name.split(".")
                     kept = parts[:-1] if self.per_layer is True else parts[: self.per_layer]
-                    self._names[id(parameter)] = ".".join([*number, *kept] or parts)
+                    self._layer_names[id(parameter)] = ".".join([*number, *kept] or parts)
         layers: dict[str, Parameters] = {}
-        for parameter in given:
-            layers.setdefault(self._names.get(id(parameter), "other"), []).append(parameter)
+        for parameter in parameters:
+            layers.setdefault(self._layer_names.get(id(parameter), "other"), []).append(parameter)
         return layers
 
 
 def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients together, as a tensor on their device; 0 without any.
+    """Return the total norm of the gradients, as a tensor on their device; 0 without any.
 
-    Of gradients that are spread over processes it is that of the whole; all processes call it.
+    For sharded gradients it is the norm over all ranks, and all ranks must call it.
 
     Args:
-        parameters: those without a gradient do not count.
+        parameters: those without a gradient are ignored.
         norm_type: the ``p`` of the norm.
 
     Example:
@@ -172,28 +171,28 @@ def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> to
         >>> total_norm([weight])
         tensor(5.)
     """
-    kinds: dict[Any, list[torch.Tensor]] = {}
+    by_sharding: dict[Any, list[torch.Tensor]] = {}
     for gradient in (p.grad for p in parameters if p.grad is not None and p.grad.numel()):
         dense = gradient.coalesce().values() if gradient.is_sparse else gradient
-        spread = (getattr(dense, "device_mesh", None), getattr(dense, "placements", None))
-        kinds.setdefault(spread, []).append(dense.detach())
-    if not kinds:
+        sharding = (getattr(dense, "device_mesh", None), getattr(dense, "placements", None))
+        by_sharding.setdefault(sharding, []).append(dense.detach())
+    if not by_sharding:
         return torch.tensor(0.0)
-    return _joined([_whole_norm(same, norm_type) for same in kinds.values()], norm_type)
+    return _combined([_norm(same, norm_type) for same in by_sharding.values()], norm_type)
 
 
-def _whole_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of gradients that are spread alike."""
+def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of gradients with the same sharding."""
     norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-    gather: Any = getattr(norm, "full_tensor", None)  # of a DTensor
-    whole: torch.Tensor = norm if gather is None else gather()
-    return whole
+    full_tensor: Any = getattr(norm, "full_tensor", None)  # of a DTensor
+    total: torch.Tensor = norm if full_tensor is None else full_tensor()
+    return total
 
 
-def _joined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of all from the norms of parts."""
+def _combined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the total norm from the norms of parts."""
     if len(norms) == 1:
         return norms[0]
     parts = torch.stack([norm.to(norms[0].device).float() for norm in norms])
-    whole: torch.Tensor = torch.linalg.vector_norm(parts, norm_type)
-    return whole
+    total: torch.Tensor = torch.linalg.vector_norm(parts, norm_type)
+    return total

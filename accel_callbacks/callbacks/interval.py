@@ -1,4 +1,4 @@
-"""Intervals: one grammar for how often and how long, in steps, epochs, time or parts of a run."""
+"""Interval and Cadence: intervals in steps, epochs, time or parts of a run, and their schedule."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cadence", "Interval"]
 
-# What may stand behind a number: the unit it is counted in, and how many of those it is.
-_WORDS = {
+# The words that may follow a number: their unit, and how many of it one is.
+_UNITS = {
     **dict.fromkeys(("step", "steps"), ("steps", 1.0)),
     **dict.fromkeys(("epoch", "epochs", "ep"), ("epochs", 1.0)),
     "run": ("run", 1.0),
@@ -41,7 +41,7 @@ class Interval:
         unit: ``"steps"`` (of the optimizer), ``"epochs"``, ``"seconds"`` or ``"run"``.
 
     Raises:
-        ValueError: the amount makes no sense for the unit, or an unknown unit.
+        ValueError: the amount is invalid for the unit, or the unit is unknown.
 
     Example:
         >>> from accel_callbacks.callbacks.interval import Interval
@@ -66,37 +66,39 @@ class Interval:
 
     @classmethod
     def parse(cls, value: str | float | timedelta | Interval) -> Interval:
-        """Read an interval as people write it.
+        """Parse an interval.
 
         Args:
             value: text such as ``"100 steps"``, ``"2 epochs"``, ``"10 min"``, ``"30s"``,
-                ``"1h 30min"``, ``"01:30:00"`` (``"2:00:00:00"`` begins with days), ``"0.1 run"``,
+                ``"1h 30min"``, ``"01:30:00"`` (``"2:00:00:00"`` starts with days), ``"0.1 run"``,
                 or ``"step"`` and ``"epoch"`` for each one; a ``timedelta``; a number of seconds.
 
         Raises:
-            ValueError: the text says no interval, or one of nothing.
-            TypeError: it is none of these.
+            ValueError: the text is not an interval, or an empty one.
+            TypeError: the value has another type.
         """
         if isinstance(value, Interval):
             return value
         if isinstance(value, timedelta):
             return cls(value.total_seconds(), "seconds")
         if isinstance(value, str):
-            return _read(value)
+            return _parse_text(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{value!r} is no interval: use text {_FORMS}, a timedelta or seconds.")
+            raise TypeError(
+                f"{value!r} is not an interval: use text {_FORMS}, a timedelta or seconds."
+            )
         return cls(float(value), "seconds")
 
     @classmethod
     def seconds(cls, value: str | float | timedelta | Interval, what: str = "it") -> float:
-        """The same where only a time makes sense; returns seconds.
+        """Parse an interval that must be a time, and return it in seconds.
 
         Args:
             value: as :meth:`parse` takes it.
             what: the argument's name, for the error.
 
         Raises:
-            ValueError: it is counted in something else.
+            ValueError: the interval is not a time.
 
         Example:
             >>> from accel_callbacks.callbacks.interval import Interval
@@ -110,17 +112,17 @@ class Interval:
 
     def __str__(self) -> str:
         if self.unit == "seconds":
-            return _say_seconds(self.amount)
+            return _format_seconds(self.amount)
         name = self.unit if self.amount != 1 or self.unit == "run" else self.unit[:-1]
         return f"{self.amount:g} {name}"
 
 
 class Cadence:
-    """Tells when an interval is over, again and again.
+    """Check repeatedly whether an interval has passed.
 
-    Steps and epochs lie on a grid: every multiple of the number, the same in a resumed run and on
-    all processes. So do parts of a run. Time is counted from :meth:`start` or from what was done
-    last, on the clock of this process: let one process decide, or vote.
+    Steps and epochs are due at every multiple of the number, the same in a resumed run and on all
+    ranks. So are parts of a run. Time is counted from :meth:`start` or from the last time it was
+    due, by the clock of this process: let one rank decide, or vote.
 
     Args:
         interval: as :meth:`Interval.parse` takes it.
@@ -141,34 +143,35 @@ class Cadence:
 
     def __init__(self, interval: str | float | timedelta | Interval) -> None:
         self.interval = Interval.parse(interval)
-        self._done_at: float | None = None
+        self._last_due: float | None = None
 
     def start(self, run: TrainingRun) -> None:
-        """Count from here: a run begins, or what is due was done for another reason."""
-        self._done_at = self._position(run)
+        """Restart the interval here: a run starts, or its action was done for another reason."""
+        self._last_due = self._position(run)
 
     def is_due(self, run: TrainingRun) -> bool:
-        """Whether the interval is over; False for the first time where it was not started.
+        """Return whether the interval has passed; False in the first call if not started.
 
         Raises:
-            RuntimeError: it is a part of the run, and the loop is none of ``run.epochs``.
+            RuntimeError: the interval is a part of the run, and the loop is not over
+                ``run.epochs``.
         """
         amount, here = self.interval.amount, self._position(run)
         if here is None:
             raise RuntimeError(
-                f"how long the run is, of which {self.interval} is a part, is not known: loop over "
+                f"the length of the run, of which {self.interval} is a part, is unknown: loop over "
                 "`run.epochs(n)`, or give the interval in steps, epochs or time."
             )
         if self.interval.unit in ("steps", "epochs"):
-            return here > 0 and here % amount == 0 and here != self._done_at
-        if self._done_at is None:
-            self._done_at = here
+            return here > 0 and here % amount == 0 and here != self._last_due
+        if self._last_due is None:
+            self._last_due = here
         if self.interval.unit == "seconds":
-            return here - self._done_at >= amount
-        return _whole(here / amount) > _whole(self._done_at / amount)
+            return here - self._last_due >= amount
+        return _floor(here / amount) > _floor(self._last_due / amount)
 
     def take(self, run: TrainingRun) -> bool:
-        """Whether the interval is over; if so, the next one begins."""
+        """Return whether the interval has passed; if so, start the next one."""
         due = self.is_due(run)
         if due:
             self.start(run)
@@ -179,11 +182,11 @@ class Cadence:
             return run.global_step
         if self.interval.unit == "epochs":
             return run.epochs_done
-        return time.monotonic() if self.interval.unit == "seconds" else _part_done(run)
+        return time.monotonic() if self.interval.unit == "seconds" else _fraction_done(run)
 
 
-def _part_done(run: TrainingRun) -> float | None:
-    """How much of the run is done, from 0 to 1; None while nobody has said how long it is."""
+def _fraction_done(run: TrainingRun) -> float | None:
+    """Return the fraction of the run that is done, None while its length is unknown."""
     if not run.max_epochs:
         return None
     batches = run.num_training_batches
@@ -191,37 +194,35 @@ def _part_done(run: TrainingRun) -> float | None:
     return (run.epochs_done + min(inside, 1.0)) / run.max_epochs
 
 
-def _whole(ratio: float) -> int:
-    """Rounded down, but for what floating point takes off a whole number."""
+def _floor(ratio: float) -> int:
+    """Round down, but not below an integer that a rounding error has just missed."""
     return math.floor(ratio + 1e-9)
 
 
-def _read(text: str) -> Interval:
-    """The interval that a text says."""
+def _parse_text(text: str) -> Interval:
     plain = text.strip().lower()
     clock = _CLOCK.fullmatch(plain)
     if clock:
         days, hours, minutes, seconds = (float(part or 0) for part in clock.groups())
         return Interval(((days * 24 + hours) * 60 + minutes) * 60 + seconds, "seconds")
-    parts = _parts(plain, text)
+    parts = _numbers_and_units(plain, text)
     units = {unit for _, unit in parts}
     if len(units) > 1 or (len(parts) > 1 and units != {"seconds"}):
-        raise ValueError(f"{text!r} mixes what cannot be added: write one interval {_FORMS}.")
+        raise ValueError(f"{text!r} mixes units that do not add up: write one interval {_FORMS}.")
     return Interval(sum(amount for amount, _ in parts), parts[0][1])
 
 
-def _parts(plain: str, text: str) -> list[tuple[float, str]]:
-    """The numbers with their units."""
+def _numbers_and_units(plain: str, text: str) -> list[tuple[float, str]]:
     parts, at = [], 0
     while at < len(plain):
         found = _PART.match(plain, at)
         if found is None:
-            raise ValueError(f"{text!r} is no interval: write one {_FORMS}.")
+            raise ValueError(f"{text!r} is not an interval: write one {_FORMS}.")
         number, word = found.groups()
-        if word not in _WORDS:
-            hint = nearest(word, _WORDS)
-            raise ValueError(f"{text!r}: {word!r} is no unit; write it {_FORMS}.{hint}")
-        unit, factor = _WORDS[word]
+        if word not in _UNITS:
+            hint = nearest(word, _UNITS)
+            raise ValueError(f"{text!r}: {word!r} is not a unit; write it {_FORMS}.{hint}")
+        unit, factor = _UNITS[word]
         parts.append(((float(number) if number else 1.0) * factor, unit))
         at = found.end()
     if not parts:
@@ -229,5 +230,5 @@ def _parts(plain: str, text: str) -> list[tuple[float, str]]:
     return parts
 
 
-def _say_seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return str(timedelta(seconds=seconds)) if seconds >= 60 else f"{seconds:g} s"

@@ -1,4 +1,4 @@
-"""Log the learning rates, and momentum and weight decay if asked to."""
+"""LearningRateMonitor: log learning rates, and optionally momentum and weight decay."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["LearningRateMonitor"]
 
 
 class LearningRateMonitor(Callback):
-    """Logs each learning rate with ``accel.log``, at the step that it was used for.
+    """Log each learning rate with ``accel.log``, at the step that used it.
 
-    An optimizer of one group is called ``lr-AdamW``, groups of a larger one ``lr-AdamW/group1``,
-    ``lr-AdamW/group2``, or by what the group has under ``"name"``; a second optimizer of a class
-    ``lr-AdamW-1``. With the suffix ``-momentum`` come ``momentum`` or the first of ``betas``, with
-    ``-weight_decay`` the decay. Rates that are tensors are not waited for.
+    The name is ``lr-AdamW`` for an optimizer with one group, ``lr-AdamW/group1``,
+    ``lr-AdamW/group2`` (or the group's ``"name"``) for several groups, and ``lr-AdamW-1`` for the
+    second optimizer of a class. The suffix ``-momentum`` marks ``momentum`` or the first of
+    ``betas``, ``-weight_decay`` the decay. Rates that are tensors are logged without a device sync.
 
     Args:
         interval: ``"step"`` (the default), ``"epoch"``, or ``"50 steps"``, ``"2 epochs"``.
-        log_momentum: momentum too.
-        log_weight_decay: weight decay too.
+        log_momentum: log momentum too.
+        log_weight_decay: log weight decay too.
 
     Attributes:
-        last: the values that were logged last, by name.
+        last: the values logged last, by name.
 
     Raises:
-        ValueError: an interval that is not of steps or epochs.
+        ValueError: the interval is not in steps or epochs.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class LearningRateMonitor(Callback):
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Log the rates of this optimizer: those of this step, whatever the scheduler does next."""
+        """Log the rates of this optimizer, before the scheduler changes them."""
         if self._by_steps and self._cadence.is_due(run):
             self._log(run, [optimizer])
 
@@ -88,18 +88,18 @@ class LearningRateMonitor(Callback):
             run.accelerator.log(values)
 
     def _entries(self, name: str, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Names and values of one optimizer."""
+        """Yield the names and values of one optimizer."""
         for full, group in zip(_group_names(name, groups), groups, strict=True):
-            yield full, _value(group["lr"])
+            yield full, _copied(group["lr"])
             if self.log_momentum:
                 betas = group.get("betas")
-                yield f"{full}-momentum", _value(betas[0] if betas else group.get("momentum", 0.0))
+                yield f"{full}-momentum", _copied(betas[0] if betas else group.get("momentum", 0.0))
             if self.log_weight_decay:
-                yield f"{full}-weight_decay", _value(group.get("weight_decay", 0.0))
+                yield f"{full}-weight_decay", _copied(group.get("weight_decay", 0.0))
 
 
 def _names(optimizers: Sequence[Any]) -> list[str]:
-    """``lr-<class>`` for each, numbered from the second of a class on."""
+    """Return ``lr-<class>`` for each, numbered from the second of a class on."""
     seen: Counter[str] = Counter()
     names = []
     for optimizer in optimizers:
@@ -110,18 +110,18 @@ def _names(optimizers: Sequence[Any]) -> list[str]:
 
 
 def _group_names(name: str, groups: Sequence[dict[str, Any]]) -> list[str]:
-    """The optimizer's name, with that of the group where there are several."""
+    """Return the optimizer's name for each group, with that of the group if there are several."""
     if len(groups) == 1 and "name" not in groups[0]:
         return [name]
     parts = [str(group.get("name", f"group{n}")) for n, group in enumerate(groups, start=1)]
-    # Two groups of one name would be one curve.
-    twice = {part for part, count in Counter(parts).items() if count > 1}
+    # Groups with the same name would be logged as one curve.
+    repeated = {part for part, count in Counter(parts).items() if count > 1}
     return [
-        f"{name}/{part}{n}" if part in twice else f"{name}/{part}"
+        f"{name}/{part}{n}" if part in repeated else f"{name}/{part}"
         for n, part in enumerate(parts, start=1)
     ]
 
 
-def _value(value: Any) -> Any:
-    """A tensor is copied: it is read later, and may be changed in place before."""
+def _copied(value: Any) -> Any:
+    """Copy a tensor, which trackers read later and a scheduler may change in place before."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""ModelSummary."""
+"""ModelSummary and summarize: count parameters, memory, shapes and FLOPs of a model by layer."""
 
 from __future__ import annotations
 
@@ -34,307 +34,19 @@ __all__ = [
 Shapes = tuple[tuple[int, ...], ...]
 
 
-@dataclass
-class ExamplePass:
-    """What a module did in the pass.
-
-    Attributes:
-        inputs: shapes of the tensors that its first call was given.
-        outputs: shapes of the tensors that its first call returned.
-        flops: of all its calls.
-    """
-
-    inputs: Shapes = ()
-    outputs: Shapes = ()
-    flops: int = 0
-
-
-def run_example(
-    model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], example: Any
-) -> dict[str, ExamplePass]:
-    """Call a model once, and tell what each of some of its modules did.
-
-    Args:
-        model: called in eval mode and without gradients, and as before afterwards.
-        modules: those to watch, by name.
-        example: an input, a tuple of inputs, or a mapping of keyword arguments.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks.model_summary import run_example
-        >>> model = torch.nn.Linear(2, 3)
-        >>> run_example(model, {"": model}, torch.ones(1, 2))
-        {'': ExamplePass(inputs=((1, 2),), outputs=((1, 3),), flops=12)}
-    """
-    args: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(example, Mapping):
-        args, kwargs = (), {str(name): value for name, value in example.items()}
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    counter, passes = FlopCounter(), {name: ExamplePass() for name in modules}
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # a model may be compiled: not anew for the hooks
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(looking_at([model], device))
-        for name, module in modules.items():
-            _watch(stack, module, counter, passes[name])
-        with counter:
-            model(*args, **kwargs)
-    return passes
-
-
-def _watch(
-    stack: ExitStack, module: torch.nn.Module, counter: FlopCounter, seen: ExamplePass
-) -> None:
-    """Put two hooks on a module, which the stack takes away again."""
-    begun: list[int] = []
-
-    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        begun.append(counter.total)
-        seen.inputs = seen.inputs or _shapes_in((args, kwargs))
-
-    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-        seen.flops += counter.total - begun.pop()
-        seen.outputs = seen.outputs or _shapes_in(output)
-
-    for handle in (
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after),
-    ):
-        stack.callback(handle.remove)
-
-
-def _shapes_in(data: Any) -> Shapes:
-    return tuple(tuple(tensor.shape) for tensor in tensors_in(data))
-
-
-def as_table(columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Lines of left-aligned columns under their titles; none without rows.
-
-    Example:
-        >>> from accel_callbacks.callbacks.model_summary import as_table
-        >>> as_table({"name": ["a", "bcd"], "size": ["1", "2"]})
-        ['name  size', 'a     1', 'bcd   2']
-    """
-    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
-    if len(rows) == 1:
-        return []
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def count_text(count: float) -> str:
-    """A number with at most four digits and a letter for its thousands.
-
-    Example:
-        >>> from accel_callbacks.callbacks.model_summary import count_text
-        >>> count_text(999), count_text(124_439_808), count_text(1.5e12)
-        ('999', '124.4 M', '1.5 T')
-    """
-    return _scaled(count, 1000, ("", " K", " M", " G", " T", " P"))
-
-
-def size_text(size: float) -> str:
-    """Bytes in units of 1024.
-
-    Example:
-        >>> from accel_callbacks.callbacks.model_summary import size_text
-        >>> size_text(12), size_text(3 << 29)
-        ('12 B', '1.5 GiB')
-    """
-    return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
-
-
-def _scaled(value: float, base: int, units: Sequence[str]) -> str:
-    power = 0
-    while round(value, 1) >= base and power < len(units) - 1:
-        value /= base
-        power += 1
-    number = f"{value:.1f}".removesuffix(".0")
-    return number + units[power]
-
-
-@dataclass(frozen=True)
-class LayerSummary:
-    """One module of a model, with all that is inside of it.
-
-    Attributes:
-        name: path of the module, such as ``encoder.0``.
-        kind: name of its class.
-        parameters: numbers in its parameters, each parameter once.
-        trainable: those of them that gradients are computed for.
-        bytes: what they take in memory, of all processes where they are sharded.
-        dtypes: the types of its parameters.
-        tied_to: modules elsewhere, further up, that own some of these parameters.
-        lazy: a parameter has no shape yet, and is not in the numbers.
-        inputs: shapes of the first call's input tensors; empty without an example.
-        outputs: those of its output.
-        flops: of its forward pass, ``None`` without an example.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks import summarize
-        >>> layer = summarize(torch.nn.Sequential(torch.nn.Linear(2, 3))).layers[0]
-        >>> layer.name, layer.kind, layer.parameters
-        ('0', 'Linear', 9)
-    """
-
-    name: str
-    kind: str
-    parameters: int
-    trainable: int
-    bytes: int
-    dtypes: tuple[str, ...]
-    tied_to: tuple[str, ...] = ()
-    lazy: bool = False
-    inputs: tuple[tuple[int, ...], ...] = ()
-    outputs: tuple[tuple[int, ...], ...] = ()
-    flops: int | None = None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What :func:`summarize` found; ``str()`` is the table.
-
-    Attributes:
-        total: the whole model; its numbers count a parameter that several modules share once.
-        layers: its modules down to ``max_depth``, in the model's order.
-        buffer_bytes: what its buffers take in memory.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks import summarize
-        >>> summarize(torch.nn.Linear(2, 3)).total.trainable
-        9
-    """
-
-    total: LayerSummary
-    layers: tuple[LayerSummary, ...]
-    buffer_bytes: int
-
-    def __str__(self) -> str:
-        total = self.total
-        frozen = total.parameters - total.trainable
-        lines = [
-            f"{total.kind}: {count_text(total.parameters)} parameters"
-            f" ({count_text(total.trainable)} trainable, {count_text(frozen)} frozen), "
-            f"{size_text(total.bytes)}, buffers {size_text(self.buffer_bytes)}"
-        ]
-        if total.lazy:
-            lines[0] += ", and parameters that get their shape with the first batch"
-        if total.flops is not None:
-            lines.append(f"FLOPs of one forward pass with the example: {count_text(total.flops)}")
-        return "\n".join([*as_table(_columns(self.layers)), *lines])
-
-
-def summarize(model: torch.nn.Module, max_depth: int = 2, example: Any = None) -> Summary:
-    """Count what a model is made of; parameters may be tied, lazy, sharded or on ``meta``.
-
-    Args:
-        model: not changed, except that an example gives lazy parameters their shape.
-        max_depth: levels of modules in :attr:`Summary.layers`, 2 by default; -1 for all, 0 for
-            none.
-        example: an input for the model, a tuple of them, or a mapping of keyword arguments, on the
-            model's device: the model is called once with it, in eval mode and without gradients,
-            for shapes and FLOPs. Not called if ``None``.
-
-    Raises:
-        ValueError: ``max_depth`` is below -1.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks import summarize
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-        >>> print(summarize(model, example=torch.ones(2, 4)))
-        name  type    parameters  trainable  size   dtype    input   output  FLOPs
-        0     Linear  40          40         160 B  float32  [2, 4]  [2, 8]  128
-        1     Linear  9           9          36 B   float32  [2, 8]  [2, 1]  32
-        Sequential: 49 parameters (49 trainable, 0 frozen), 196 B, buffers 0 B
-        FLOPs of one forward pass with the example: 160
-    """
-    if max_depth < -1:
-        raise ValueError(f"max_depth={max_depth} must be -1 (all levels) or more.")
-    names = [name for name, _ in model.named_modules() if 0 <= max_depth < _depth(name)]
-    named = {name: one for name, one in model.named_modules() if name not in set(names)}
-    passed = {} if example is None else run_example(model, named, example)
-    owners: dict[int, str] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), name)
-    rows = {name: _row(name, one, owners, passed.get(name)) for name, one in named.items()}
-    total = rows.pop("")
-    buffers = {id(one): one for one in model.buffers() if not is_lazy(one)}.values()
-    return Summary(total, tuple(rows.values()), sum(_bytes(one) for one in buffers))
-
-
-def _row(
-    name: str, module: torch.nn.Module, owners: Mapping[int, str], passed: ExamplePass | None
-) -> LayerSummary:
-    every = list({id(one): one for one in module.parameters()}.values())
-    known = [one for one in every if not is_lazy(one)]
-    inside = f"{name}." if name else ""
-    elsewhere = {owners[id(one)] for one in every} - {name}
-    return LayerSummary(
-        name=name,
-        kind=type(module).__name__,
-        parameters=sum(one.numel() for one in known),
-        trainable=sum(one.numel() for one in known if one.requires_grad),
-        bytes=sum(_bytes(one) for one in known),
-        dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in every})),
-        tied_to=tuple(sorted(one for one in elsewhere if not one.startswith(inside))),
-        lazy=len(known) < len(every),
-        inputs=passed.inputs if passed else (),
-        outputs=passed.outputs if passed else (),
-        flops=passed.flops if passed else None,
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _depth(name: str) -> int:
-    return name.count(".") + 1 if name else 0
-
-
-def _columns(layers: Iterable[LayerSummary]) -> dict[str, list[str]]:
-    """The table, without the columns that are empty."""
-    rows = list(layers)
-    columns = {
-        "name": [row.name for row in rows],
-        "type": [row.kind for row in rows],
-        "parameters": [count_text(row.parameters) + ("?" if row.lazy else "") for row in rows],
-        "trainable": [count_text(row.trainable) for row in rows],
-        "size": [size_text(row.bytes) for row in rows],
-        "dtype": ["+".join(row.dtypes) for row in rows],
-        "input": [_shapes(row.inputs) for row in rows],
-        "output": [_shapes(row.outputs) for row in rows],
-        "FLOPs": ["" if row.flops is None else count_text(row.flops) for row in rows],
-        "tied to": [", ".join(row.tied_to) for row in rows],
-    }
-    return {title: cells for title, cells in columns.items() if any(cells)}
-
-
-def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
-    return " ".join(str(list(shape)) for shape in shapes)
-
-
 class ModelSummary(Callback):
-    """Prints the layers, parameters and types of the models when a run begins.
+    """Print the layers, parameters and dtypes of each prepared model when a run starts.
 
-    Printed once a run, on the main process, for each prepared model.
+    It prints once a run, on the main process.
 
     Args:
         max_depth: levels of modules to show, 2 by default; -1 for all, 0 for the totals only.
         example: an input for the first model, for shapes and FLOPs: see :func:`summarize`. All
-            processes call the model then.
-        file: where to print; standard error if ``None``.
+            ranks call the model then.
+        file: to print to; standard error if ``None``.
 
     Attributes:
-        summaries: what was found, one for each prepared model.
+        summaries: one for each prepared model.
 
     Raises:
         ValueError: ``max_depth`` is below -1.
@@ -363,7 +75,7 @@ class ModelSummary(Callback):
         self._file = file
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
-        """Look at the models, and print what was found."""
+        """Summarize the models, and print the tables."""
         self.summaries = []
         for index, one in enumerate(run.models):
             example = self.example if index == 0 else None
@@ -371,3 +83,296 @@ class ModelSummary(Callback):
         if run.is_global_zero:
             for summary in self.summaries:
                 print(summary, file=self._file or sys.stderr, flush=True)
+
+
+def summarize(model: torch.nn.Module, max_depth: int = 2, example: Any = None) -> Summary:
+    """Summarize a model's modules; parameters may be tied, lazy, sharded or on ``meta``.
+
+    Args:
+        model: not changed, except that an example initializes lazy parameters.
+        max_depth: levels of modules in :attr:`Summary.layers`, 2 by default; -1 for all, 0 for
+            none.
+        example: an input for the model, a tuple of them, or a mapping of keyword arguments, on the
+            model's device: the model is called once with it, in eval mode and without gradients,
+            for shapes and FLOPs. Not called if ``None``.
+
+    Raises:
+        ValueError: ``max_depth`` is below -1.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks import summarize
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> print(summarize(model, example=torch.ones(2, 4)))
+        name  type    parameters  trainable  size   dtype    input   output  FLOPs
+        0     Linear  40          40         160 B  float32  [2, 4]  [2, 8]  128
+        1     Linear  9           9          36 B   float32  [2, 8]  [2, 1]  32
+        Sequential: 49 parameters (49 trainable, 0 frozen), 196 B, buffers 0 B
+        FLOPs of one forward pass with the example: 160
+    """
+    if max_depth < -1:
+        raise ValueError(f"max_depth={max_depth} must be -1 (all levels) or more.")
+    named = {
+        name: module
+        for name, module in model.named_modules()
+        if max_depth == -1 or _depth(name) <= max_depth
+    }
+    passed = {} if example is None else run_example(model, named, example)
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), name)
+    rows = {
+        name: _summarize_layer(name, one, owners, passed.get(name)) for name, one in named.items()
+    }
+    total = rows.pop("")
+    buffers = {id(one): one for one in model.buffers() if not is_lazy(one)}.values()
+    return Summary(total, tuple(rows.values()), sum(_bytes(one) for one in buffers))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of :func:`summarize`; ``str()`` is the table.
+
+    Attributes:
+        total: the model; a parameter shared by several modules counts once.
+        layers: its modules down to ``max_depth``, in the model's order.
+        buffer_bytes: memory of its buffers.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks import summarize
+        >>> summarize(torch.nn.Linear(2, 3)).total.trainable
+        9
+    """
+
+    total: LayerSummary
+    layers: tuple[LayerSummary, ...]
+    buffer_bytes: int
+
+    def __str__(self) -> str:
+        total = self.total
+        frozen = total.parameters - total.trainable
+        lines = [
+            f"{total.kind}: {count_text(total.parameters)} parameters"
+            f" ({count_text(total.trainable)} trainable, {count_text(frozen)} frozen), "
+            f"{size_text(total.bytes)}, buffers {size_text(self.buffer_bytes)}"
+        ]
+        if total.lazy:
+            lines[0] += ", and lazy parameters, whose shapes depend on the first batch"
+        if total.flops is not None:
+            lines.append(f"FLOPs of one forward pass with the example: {count_text(total.flops)}")
+        return "\n".join([*as_table(_columns(self.layers)), *lines])
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One module of a model, including its submodules.
+
+    Attributes:
+        name: path of the module, such as ``encoder.0``.
+        kind: name of its class.
+        parameters: number of elements of its parameters; shared parameters count once.
+        trainable: those of them with ``requires_grad``.
+        bytes: memory of its parameters, over all ranks if they are sharded.
+        dtypes: of its parameters.
+        tied_to: other modules, earlier in the model, that own some of these parameters.
+        lazy: a parameter has no shape yet, and is not counted.
+        inputs: shapes of the input tensors of the first call; empty without an example.
+        outputs: shapes of its output tensors.
+        flops: of its forward pass, ``None`` without an example.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks import summarize
+        >>> layer = summarize(torch.nn.Sequential(torch.nn.Linear(2, 3))).layers[0]
+        >>> layer.name, layer.kind, layer.parameters
+        ('0', 'Linear', 9)
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    trainable: int
+    bytes: int
+    dtypes: tuple[str, ...]
+    tied_to: tuple[str, ...] = ()
+    lazy: bool = False
+    inputs: Shapes = ()
+    outputs: Shapes = ()
+    flops: int | None = None
+
+
+def _summarize_layer(
+    name: str, module: torch.nn.Module, owners: Mapping[int, str], passed: ExamplePass | None
+) -> LayerSummary:
+    every = list({id(one): one for one in module.parameters()}.values())
+    known = [one for one in every if not is_lazy(one)]
+    prefix = f"{name}." if name else ""
+    others = {owners[id(one)] for one in every} - {name}
+    return LayerSummary(
+        name=name,
+        kind=type(module).__name__,
+        parameters=sum(one.numel() for one in known),
+        trainable=sum(one.numel() for one in known if one.requires_grad),
+        bytes=sum(_bytes(one) for one in known),
+        dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in every})),
+        tied_to=tuple(sorted(one for one in others if not one.startswith(prefix))),
+        lazy=len(known) < len(every),
+        inputs=passed.inputs if passed else (),
+        outputs=passed.outputs if passed else (),
+        flops=passed.flops if passed else None,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
+
+
+@dataclass
+class ExamplePass:
+    """The shapes and FLOPs of a module in a forward pass.
+
+    Attributes:
+        inputs: shapes of the input tensors of its first call.
+        outputs: shapes of the output tensors of its first call.
+        flops: of all its calls.
+    """
+
+    inputs: Shapes = ()
+    outputs: Shapes = ()
+    flops: int = 0
+
+
+def run_example(
+    model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], example: Any
+) -> dict[str, ExamplePass]:
+    """Call a model once, and record the shapes and FLOPs of some of its modules.
+
+    Args:
+        model: called in eval mode and without gradients; modes are restored afterwards.
+        modules: those to record, by name.
+        example: an input, a tuple of inputs, or a mapping of keyword arguments.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks.model_summary import run_example
+        >>> model = torch.nn.Linear(2, 3)
+        >>> run_example(model, {"": model}, torch.ones(1, 2))
+        {'': ExamplePass(inputs=((1, 2),), outputs=((1, 3),), flops=12)}
+    """
+    args: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, Mapping):
+        args, kwargs = (), {str(name): value for name, value in example.items()}
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    counter, passes = FlopCounter(), {name: ExamplePass() for name in modules}
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # the hooks would recompile a compiled model
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(looking_at([model], device))
+        for name, module in modules.items():
+            _record(stack, module, counter, passes[name])
+        with counter:
+            model(*args, **kwargs)
+    return passes
+
+
+def _record(
+    stack: ExitStack, module: torch.nn.Module, counter: FlopCounter, record: ExamplePass
+) -> None:
+    """Register two hooks on a module, which the stack removes."""
+    totals_at_entry: list[int] = []  # a stack, because a module may call itself
+
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        totals_at_entry.append(counter.total)
+        record.inputs = record.inputs or _shapes_in((args, kwargs))
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        record.flops += counter.total - totals_at_entry.pop()
+        record.outputs = record.outputs or _shapes_in(output)
+
+    for handle in (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after),
+    ):
+        stack.callback(handle.remove)
+
+
+def _shapes_in(data: Any) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(data))
+
+
+def _columns(layers: Iterable[LayerSummary]) -> dict[str, list[str]]:
+    """Return the table's columns, without the empty ones."""
+    rows = list(layers)
+    columns = {
+        "name": [row.name for row in rows],
+        "type": [row.kind for row in rows],
+        "parameters": [count_text(row.parameters) + ("?" if row.lazy else "") for row in rows],
+        "trainable": [count_text(row.trainable) for row in rows],
+        "size": [size_text(row.bytes) for row in rows],
+        "dtype": ["+".join(row.dtypes) for row in rows],
+        "input": [_shapes_text(row.inputs) for row in rows],
+        "output": [_shapes_text(row.outputs) for row in rows],
+        "FLOPs": ["" if row.flops is None else count_text(row.flops) for row in rows],
+        "tied to": [", ".join(row.tied_to) for row in rows],
+    }
+    return {title: cells for title, cells in columns.items() if any(cells)}
+
+
+def _shapes_text(shapes: Shapes) -> str:
+    return " ".join(str(list(shape)) for shape in shapes)
+
+
+def as_table(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """Format columns left-aligned under their titles, as lines; none without rows.
+
+    Example:
+        >>> from accel_callbacks.callbacks.model_summary import as_table
+        >>> as_table({"name": ["a", "bcd"], "size": ["1", "2"]})
+        ['name  size', 'a     1', 'bcd   2']
+    """
+    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
+    if len(rows) == 1:
+        return []
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def count_text(count: float) -> str:
+    """Format a number with at most four digits and a letter for its thousands.
+
+    Example:
+        >>> from accel_callbacks.callbacks.model_summary import count_text
+        >>> count_text(999), count_text(124_439_808), count_text(1.5e12)
+        ('999', '124.4 M', '1.5 T')
+    """
+    return _scaled(count, 1000, ("", " K", " M", " G", " T", " P"))
+
+
+def size_text(size: float) -> str:
+    """Format bytes in units of 1024.
+
+    Example:
+        >>> from accel_callbacks.callbacks.model_summary import size_text
+        >>> size_text(12), size_text(3 << 29)
+        ('12 B', '1.5 GiB')
+    """
+    return _scaled(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while round(value, 1) >= base and power < len(units) - 1:
+        value /= base
+        power += 1
+    number = f"{value:.1f}".removesuffix(".0")
+    return number + units[power]

@@ -1,4 +1,4 @@
-"""A watched metric: reading it, and telling better from worse."""
+"""Monitor: read a logged metric, and compare its values."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Monitor:
         self.min_delta = min_delta
 
     def read(self, metrics: Mapping[str, Any]) -> float | None:
-        """The value as a float, ``None`` if it was not logged. Waits for the device."""
+        """Return the value as a float, ``None`` if it was not logged. Waits for the device."""
         value = metrics.get(self.name)
         return None if value is None else float(value)
 
     def is_better(self, value: float, *, than: float | None) -> bool:
-        """True if ``value`` improves on ``than``; not-a-number never does."""
+        """Return whether ``value`` improves on ``than``; NaN never does."""
         if math.isnan(value):
             return False
         if than is None or math.isnan(than):

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: stop, leave the step out, or go back."""
+"""NonFinite: raise, skip the step or roll back on losses and gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.finite import (
-    Finding,
-    GradientLook,
-    look_at,
-    may_overflow,
-    names_of,
+    FiniteCheck,
+    GradientNorms,
+    measure_gradients,
+    parameter_names,
     parameters_of,
+    scaler_handles_overflow,
 )
 from accel_callbacks.callbacks.freeze import Freeze
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.callbacks.rollback import roll_back, save_is_due
 from accel_callbacks.callbacks.weight_averaging import Averaging
 from accel_callbacks.errors import nearest
@@ -32,40 +32,39 @@ __all__ = ["NonFinite"]
 _CHECKS = ("loss", "gradients")
 _ACTIONS = ("raise", "skip", "rollback", "warn")
 _ADVICE = (
-    'Look at the batch, lower the learning rate, or clip; NonFinite(action="skip") leaves such '
-    'steps out, and action="rollback" goes back to the last checkpoint.'
+    'Inspect the batch, lower the learning rate, or clip; NonFinite(action="skip") skips such '
+    'steps, and action="rollback" goes back to the last checkpoint.'
 )
 
 
-class NonFinite(Callback):
-    """Watches for losses and gradients that are infinite or not a number.
+class NonFinite(ResumableState):
+    """Detect losses and gradients that are infinite or NaN.
 
-    All processes decide alike, also where only one has seen it. On the CPU that is before the step
-    is taken. On other devices the result is read one step later, so that nothing waits for it;
-    with ``"skip"`` the step has to wait.
+    All ranks decide the same, even if only one of them is affected. On the CPU they decide before
+    the step is taken. On other devices the result is read one step later, so that nothing waits
+    for it; only ``"skip"`` waits before the step.
 
-    With fp16, gradients that are not finite while the loss scale is above 1 are no fault: the
-    scaler leaves the step out and lowers the scale. From a scale of 1 on they count, and a loss
+    With fp16, gradients that are not finite while the loss scale is above 1 are an ordinary
+    overflow: the scaler skips the step and lowers the scale. At a scale of 1 they count, and a loss
     always does.
 
     Args:
-        check: what to look at, ``("loss", "gradients")`` or one of them.
-        action: what to do: ``"raise"`` a ``FloatingPointError`` (the default); ``"skip"`` this
-            optimizer step; ``"rollback"``: skip it, and go on from the weights of the newest
-            checkpoint with the next batches, so that those that led there are left behind;
-            or ``"warn"``.
+        check: ``("loss", "gradients")`` or one of them.
+        action: ``"raise"`` a ``FloatingPointError`` (the default); ``"skip"`` this optimizer step;
+            ``"rollback"``: skip it, and continue from the weights of the newest checkpoint with the
+            next batches, so that the batches that led there are not repeated; or ``"warn"``.
         patience: with ``"skip"`` and ``"warn"``, raise after more bad steps in a row than this;
             10 by default, never if ``None``. A good step of another optimizer ends the row.
-        every_n_steps: look at every so many optimizer steps, 1 by default.
+        every_n_steps: check every so many optimizer steps, 1 by default.
         max_rollbacks: raise instead of one more; 3 by default.
 
     Attributes:
-        bad_steps: how many there were.
-        in_a_row: how many of them until now without a good one between.
-        rollbacks: how often it went back.
+        bad_steps: number of bad steps.
+        in_a_row: number of them since the last good step.
+        rollbacks: number of rollbacks.
 
     Raises:
-        ValueError: an unknown check or action, or a number that is too small. When the run begins:
+        ValueError: an unknown check or action, or a number that is too small. When the run starts:
             ``"rollback"`` without a callback that saves.
 
     Example:
@@ -79,13 +78,13 @@ class NonFinite(Callback):
         >>> optimizer.step()
         Traceback (most recent call last):
         FloatingPointError: step 1: the loss is nan, and the gradients of 'weight' are not \
-finite. Look at the batch, lower the learning rate, or clip; NonFinite(action="skip") leaves such \
-steps out, and action="rollback" goes back to the last checkpoint.
+finite. Inspect the batch, lower the learning rate, or clip; NonFinite(action="skip") skips such \
+steps, and action="rollback" goes back to the last checkpoint.
     """
 
     collective = True
-    after = (Freeze,)  # which drops gradients that no step is taken with
-    before = (Averaging,)  # which may lend the models to an evaluation
+    after = (Freeze,)  # which drops the gradients of frozen parameters
+    before = (Averaging,)  # which may put the average into the models for an evaluation
 
     def __init__(
         self,
@@ -113,45 +112,44 @@ steps out, and action="rollback" goes back to the last checkpoint.
         self.every_n_steps = every_n_steps
         self.max_rollbacks = max_rollbacks
         self._run: TrainingRun | None = None
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self.bad_steps = self.in_a_row = self.rollbacks = 0
-        self._good_step = 0  # weights were finite up to here
-        self._avoided: list[str] = []  # checkpoints whose weights may not be
-        self._drop()
+        self._good_step = 0  # up to which the weights were finite
+        self._avoided: list[str] = []  # ids of checkpoints whose weights may not be finite
+        self._discard_all()
 
-    def _unsee(self) -> None:
-        """Forget what was seen of the step that is on its way."""
+    def _discard_step(self) -> None:
+        """Discard the values of the current step."""
         self._loss: torch.Tensor | None = None
-        self._loss_read = False  # by an optimizer; others of this step read it too
-        self._looks: dict[int, GradientLook] = {}
+        self._loss_read = False  # by one optimizer of the step; the others read it too
+        self._norms: dict[int, GradientNorms] = {}  # by id of the optimizer
         self._overflow: torch.Tensor | None = None
 
-    def _drop(self) -> None:
-        """Forget what was seen, and what was to follow from it."""
-        self._unsee()
-        self._waiting: Finding | None = None
-        self._go_back: str | None = None
+    def _discard_all(self) -> None:
+        """Discard the values of the current step, the unread check and a planned rollback."""
+        self._discard_step()
+        self._unread: FiniteCheck | None = None  # of the step before, on its way to the host
+        self._rollback_reason: str | None = None
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
+        """Reset the counts, unless ``load_state`` restored them, and discard pending checks."""
         if self.action == "rollback" and not run.checkpoint_callbacks:
             raise ValueError(
                 'NonFinite(action="rollback") needs checkpoints to go back to: give the '
                 "Accelerator a Checkpoint callback too."
             )
-        if run.begins_anew:
-            self._forget()
-        self._drop()
+        super().setup(run, model, stage)
+        self._discard_all()
         self._run = run
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
-        """What a run begins with is trusted."""
+        """Trust the weights with which the run starts."""
         self._good_step = run.global_step
 
-    # --- looking ------------------------------------------------------------------------------
+    # --- measuring ----------------------------------------------------------------------------
 
     def _is_due(self, run: TrainingRun, *optimizers: torch.optim.Optimizer) -> bool:
         return any(
@@ -160,7 +158,7 @@ steps out, and action="rollback" goes back to the last checkpoint.
         )
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
-        """Add the losses of a step up: the sum is not finite where one of them is not."""
+        """Add up the losses of a step: the sum is not finite if one of them is not."""
         if "loss" in self.check and self._is_due(run):
             value = loss.detach().float()
             value = value.sum() if value.dim() else value
@@ -169,45 +167,52 @@ steps out, and action="rollback" goes back to the last checkpoint.
             self._loss_read = False
 
     def on_after_backward(self, run: TrainingRun, model: Any) -> None:
-        """Look at the gradients before they are clipped, which would spoil them all."""
-        # Another trainer does not say: then they are checked before the step.
+        """Measure the gradients before clipping, which would spread one NaN to all of them."""
+        # Over a foreign trainer this is unknown; the gradients are measured before the step then.
         if run.gradients_complete and "gradients" in self.check and self._is_due(run):
-            self._overflow = may_overflow(run)
+            self._overflow = scaler_handles_overflow(run)
             for optimizer in run.optimizers:
-                self._looks[id(optimizer)] = look_at(parameters_of(optimizer))
+                self._norms[id(optimizer)] = measure_gradients(parameters_of(optimizer))
 
     def on_before_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Judge this step, or the one before where this one's result is still on its way."""
-        if self._go_back is not None:  # the gradients come from bad weights
-            run.skip_step(self._go_back)
-        if self._go_back is not None or not self._is_due(run, optimizer):
-            self._unsee()
+        """Act on this step, or on the one before if this one's result is not on the host yet."""
+        if self._rollback_reason is not None:  # the gradients come from bad weights
+            run.skip_step(self._rollback_reason)
+        if self._rollback_reason is not None or not self._is_due(run, optimizer):
+            self._discard_step()
             return
-        finding: Finding | None = self._find(run, optimizer)
-        if finding is not None and finding.waits and self.action != "skip":
-            finding, self._waiting = self._waiting, finding
-        if finding is not None:
-            self._judge(run, finding, before_step=True)
+        check: FiniteCheck | None = self._check_step(run, optimizer)
+        if check is not None and check.waits and self.action != "skip":
+            check, self._unread = self._unread, check
+        if check is not None:
+            self._act(run, check, before_step=True)
 
-    def _find(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> Finding:
-        look = self._looks.pop(id(optimizer), None)
-        if look is None and "gradients" in self.check:
-            look = look_at(parameters_of(optimizer))
-        self._loss_read, step = True, run.next_step(optimizer)
-        return Finding(step, self._loss, look, overflow=self._overflow, meets=run.in_lockstep)
+    def _check_step(self, run: TrainingRun, optimizer: torch.optim.Optimizer) -> FiniteCheck:
+        norms = self._norms.pop(id(optimizer), None)
+        if norms is None and "gradients" in self.check:
+            norms = measure_gradients(parameters_of(optimizer))
+        self._loss_read = True
+        return FiniteCheck(
+            run.next_step(optimizer),
+            self._loss,
+            norms,
+            overflow=self._overflow,
+            collective=run.in_lockstep,
+        )
 
-    # --- judging ------------------------------------------------------------------------------
+    # --- acting -------------------------------------------------------------------------------
 
-    def _judge(self, run: TrainingRun, finding: Finding, *, before_step: bool) -> None:
-        if not finding.is_bad():
+    def _act(self, run: TrainingRun, check: FiniteCheck, *, before_step: bool) -> None:
+        if not check.is_bad():
             self.in_a_row = 0
-            self._good_step = finding.step
+            self._good_step = check.step
             return
         self.bad_steps += 1
         self.in_a_row += 1
-        text = finding.tell(names_of(run))
+        text = check.describe(parameter_names(run))
+        # In join_uneven_inputs the other ranks do not know of it, so no rank can skip or roll back.
         alone = collectives.world_size() > 1 and not run.in_lockstep
         if self.action == "raise" or (alone and self.action != "warn"):
             raise FloatingPointError(f"{text}. {_ADVICE}")
@@ -222,80 +227,78 @@ steps out, and action="rollback" goes back to the last checkpoint.
             warnings.warn(text, stacklevel=2)
 
     def _plan_rollback(self, run: TrainingRun, text: str, before_step: bool) -> None:
-        """Leave this step out; at the end of it, go back."""
+        """Skip this step; the rollback follows at the end of it."""
         if self.rollbacks >= self.max_rollbacks:
             raise FloatingPointError(f"{text}, after {self.rollbacks} rollbacks. {_ADVICE}")
-        self._drop()
-        self._go_back = text
+        self._discard_all()
+        self._rollback_reason = text
         if before_step:
             run.skip_step(text)
 
-    def _settle(self, run: TrainingRun) -> None:
-        """Read what is still on its way."""
-        finding, self._waiting = self._waiting, None
-        if finding is not None:
-            self._judge(run, finding, before_step=False)
+    def _act_on_unread(self, run: TrainingRun) -> None:
+        """Read the check of the last step now, and act on it."""
+        check, self._unread = self._unread, None
+        if check is not None:
+            self._act(run, check, before_step=False)
 
-    def _return(self, run: TrainingRun) -> None:
-        """Collective, between two steps: go back, if that was decided."""
-        if self._go_back is None or run.in_window:
+    def _roll_back_if_planned(self, run: TrainingRun) -> None:
+        """Roll back, if planned. Collective; only between two steps."""
+        if self._rollback_reason is None or run.in_window:
             return
-        text = self._go_back
-        self._drop()
-        led = roll_back(
-            run.accelerator.training_state, newest_step=self._good_step, avoid=self._avoided
-        )
-        if led.path is None:
+        text, training = self._rollback_reason, run.accelerator.training_state
+        self._discard_all()
+        result = roll_back(training, newest_step=self._good_step, avoid=self._avoided)
+        if result.path is None:
             raise FloatingPointError(
-                f"{text}, and there is no checkpoint from before to go back to: save earlier, with "
+                f"{text}, and there is no earlier checkpoint to go back to: save more often, with "
                 "Checkpoint(every_n_steps=...)."
             )
         self.rollbacks += 1
-        self._avoided = led.avoided
+        self._avoided = result.avoided
         self._good_step = run.global_step
         count = f"rollback {self.rollbacks} of at most {self.max_rollbacks}"
-        notice(f"{text}: went back to the weights of {led.path} ({count})")
+        notice(f"{text}: went back to the weights of {result.path} ({count})")
 
-    # --- where a step is over -----------------------------------------------------------------
+    # --- the end of a step --------------------------------------------------------------------
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Go back, if that was decided; know about this step before it is saved."""
-        if self._waiting is not None and save_is_due(run):
-            self._settle(run)
-        self._return(run)
+        """Read the check of this step before a save, and roll back if planned."""
+        if self._unread is not None and save_is_due(run):
+            self._act_on_unread(run)
+        self._roll_back_if_planned(run)
 
     def on_before_zero_grad(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Where no prepared loader tells that a step is over; what is given up does not count."""
-        self._unsee()
-        if self._go_back is not None and not run.iterating:
-            self._return(run)
+        """Discard the step; roll back here if no prepared loader fires ``on_train_batch_end``."""
+        self._discard_step()
+        if self._rollback_reason is not None and not run.iterating:
+            self._roll_back_if_planned(run)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """Know about the last step, and go back if that is what follows."""
-        self._settle(run)
-        self._return(run)
+        """Read the check of the last step, and roll back if planned."""
+        self._act_on_unread(run)
+        self._roll_back_if_planned(run)
 
     on_validation_start = on_test_start = on_train_end = on_train_epoch_end
 
     def on_preempt(self, run: TrainingRun, model: Any, reason: str) -> None:
-        """Likewise."""
+        """Read the check of the last step, and roll back if planned."""
         self.on_train_epoch_end(run, model)
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Let go of what was seen."""
-        self._drop()
+        """Discard pending checks, and release the run."""
+        self._discard_all()
         self._run = None
 
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted. A save waits for the last step: it must not keep what is bad."""
+        """Return the counts, after the check of the last step, so that no bad state is saved."""
         if self._run is not None:
-            self._settle(self._run)
+            self._act_on_unread(self._run)
         return {
             "bad_steps": self.bad_steps,
             "in_a_row": self.in_a_row,

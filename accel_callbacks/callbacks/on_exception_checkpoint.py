@@ -1,4 +1,4 @@
-"""A last checkpoint where an error ends the run, as far as this process can do it alone."""
+"""Save a checkpoint when an error ends a run of one process."""
 
 from __future__ import annotations
 
@@ -16,49 +16,51 @@ if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import CheckpointFolder, SaveJob
 
-__all__ = ["is_after_error", "save_after_error"]
+__all__ = ["is_exception_checkpoint", "save_on_exception"]
 
 _PREFIX = "exception-step-"
 
 
-def is_after_error(name: str) -> bool:
-    """Whether a checkpoint's name says that an error ended the run there.
+def is_exception_checkpoint(name: str) -> bool:
+    """Return whether a checkpoint's name is that of one saved on an exception.
 
     Example:
-        >>> from accel_callbacks.callbacks.on_exception_checkpoint import is_after_error
-        >>> is_after_error("exception-step-00000012"), is_after_error("step-00000012")
-        (True, False)
+        >>> from accel_callbacks.callbacks.on_exception_checkpoint import is_exception_checkpoint
+        >>> is_exception_checkpoint("exception-step-00000012")
+        True
+        >>> is_exception_checkpoint("step-00000012")
+        False
     """
     return name.startswith(_PREFIX)
 
 
-def save_after_error(
+def save_on_exception(
     run: TrainingRun,
     folder: CheckpointFolder,
     error: BaseException,
     max_shard_size: int | str,
     storage_options: Mapping[str, Any] | None,
 ) -> None:
-    """Save into ``exception-step-<step>`` and say where; no error of its own hides the first.
+    """Save into ``exception-step-<step>`` and print its path; a failure to save is a warning.
 
     Args:
-        run: that ends.
+        run: the run that ends.
         folder: of the run's checkpoints.
-        error: what ends it.
+        error: what ends the run.
         max_shard_size: largest tensor file.
         storage_options: for the filesystem behind the folder.
     """
     if collectives.world_size() > 1:
         if run.is_global_zero:
-            _say("no checkpoint of the error: that takes all processes, and some may be gone")
+            _notify("no checkpoint of the error: saving takes all ranks, and some may be gone")
         return
-    if _broke_a_step(error):
-        _say("no checkpoint of the error: it came in the middle of an optimizer step")
+    if _interrupted_a_step(error):
+        _notify("no checkpoint of the error: it was raised in the middle of an optimizer step")
         return
-    target = _Beside(folder, storage_options)
+    target = _ExceptionFolder(folder, storage_options)
     try:
-        _await_the_save_before(run)
-        with _within_the_epoch(run):
+        _wait_for_pending_save(run)
+        with _inside_epoch(run):
             path = run.accelerator.checkpointer.write(
                 cast("CheckpointFolder", target),
                 metadata={"exception": f"{type(error).__name__}: {error}"[:1000]},
@@ -68,23 +70,26 @@ def save_after_error(
         text = f"{type(problem).__name__}: {problem}"
         warnings.warn(f"the state at the error could not be saved: {text}", stacklevel=3)
     else:
-        _say(f"saved the state at the error; resume={path!r} goes on from there")
+        _notify(f"saved the state at the error; resume={path!r} continues from there")
 
 
-class _Beside:
-    """A folder whose next checkpoint is older than all others: only if asked for is it resumed."""
+class _ExceptionFolder:
+    """Save with the lowest generation, so that the checkpoint is not the newest of the folder.
+
+    ``resume=True`` then prefers any other checkpoint.
+    """
 
     def __init__(self, folder: CheckpointFolder, storage_options: Mapping[str, Any] | None) -> None:
         self._folder = folder
         self._options = storage_options
 
     def path(self, step: int) -> str:
-        """The URL of the checkpoint."""
+        """Return the URL of the checkpoint."""
         head, name = self._folder.path(step).rsplit("step-", 1)
         return f"{head}{_PREFIX}{name}"
 
     def prepare_save(self, step: int, state: Mapping[str, Any], **options: Any) -> SaveJob:
-        """``CheckpointFolder.prepare_save``, with the lowest generation."""
+        """Call ``checkpoint_io.prepare_save`` with the lowest generation."""
         from checkpoint_io import prepare_save
 
         return prepare_save(
@@ -96,19 +101,20 @@ class _Beside:
         )
 
 
-def _await_the_save_before(run: TrainingRun) -> None:
-    """One that was under way; if it fails, there is all the more reason to save now."""
+def _wait_for_pending_save(run: TrainingRun) -> None:
+    """Wait for a save in progress; if it fails, warn, because this save is needed even more."""
     import checkpoint_io
 
     try:
         run.accelerator.loop.saves.wait()
     except checkpoint_io.CheckpointError as problem:
-        warnings.warn(f"the save before has failed: {problem}", stacklevel=4)
+        warnings.warn(f"the previous save failed: {problem}", stacklevel=4)
 
 
 @contextmanager
-def _within_the_epoch(run: TrainingRun) -> Iterator[None]:
-    """What unwinds has ended the pass over the data as ``break`` does; what is saved is inside."""
+def _inside_epoch(run: TrainingRun) -> Iterator[None]:
+    """Reopen the pass over the data, so that a resume continues inside the epoch."""
+    # The exception has closed the loader's generator, which ended the pass as `break` does.
     loop = run.accelerator.loop
     loader = loop.train_loader
     trained = loop.worked and run.batch_idx + 1 >= run.num_training_batches
@@ -125,8 +131,8 @@ def _within_the_epoch(run: TrainingRun) -> Iterator[None]:
         loader.finished, loader.done = before
 
 
-def _broke_a_step(error: BaseException) -> bool:
-    """Whether it left an optimizer in the middle of a step: some weights are new, some old."""
+def _interrupted_a_step(error: BaseException) -> bool:
+    """Return whether it was raised inside ``optimizer.step``, with only some weights updated."""
     from accel_callbacks.optimizer import AcceleratedOptimizer
 
     trace = error.__traceback__
@@ -139,5 +145,5 @@ def _broke_a_step(error: BaseException) -> bool:
     return False
 
 
-def _say(text: str) -> None:
+def _notify(text: str) -> None:
     print(f"[accel] {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Preemption: signals, SLURM requeue."""
+"""Preemption: save and stop on a signal, and requeue the SLURM job."""
 
 from __future__ import annotations
 
@@ -23,197 +23,41 @@ from accel_callbacks.errors import nearest
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["Preemption", "SignalCatcher", "read_signals", "requeue_slurm"]
+__all__ = ["Preemption", "SignalCatcher", "parse_signals", "requeue_slurm"]
 
-_LONGEST = 60.0  # seconds that scontrol may take; the job may be killed any moment
-_STUCK = 2.0  # seconds that a main thread may need to get to its signal
-_DEADLY = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP")  # that parents send to end their children
-
-
-def requeue_slurm() -> str:
-    """``scontrol requeue`` this job; returns its number, or an empty string outside of SLURM.
-
-    Raises:
-        RuntimeError: scontrol is missing, refuses, or does not answer.
-
-    Example:
-        >>> import os
-        >>> from accel_callbacks.callbacks.preemption import requeue_slurm
-        >>> "SLURM_JOB_ID" in os.environ or requeue_slurm() == ""
-        True
-    """
-    job = _job_id()
-    if not job:
-        return ""
-    command = ["scontrol", "requeue", job]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeError(f"{' '.join(command)}: {error}") from error
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip() or "no message"
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {said}")
-    return job
-
-
-def _job_id() -> str:
-    """The number of the job; of an array, of its task."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
-
-
-def read_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
-    """Signals by name or number; names that only other systems have are left out.
-
-    Raises:
-        ValueError: no system has such a signal, or it cannot be caught.
-
-    Example:
-        >>> from accel_callbacks.callbacks.preemption import read_signals
-        >>> [one.name for one in read_signals(["SIGTERM"])]
-        ['SIGTERM']
-    """
-    found = []
-    for name in names:
-        if not isinstance(name, str):
-            found.append(signal.Signals(name))
-            continue
-        if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"{name} cannot be caught: ask the cluster for SIGTERM or SIGUSR1.")
-        one = getattr(signal, name, None)
-        if isinstance(one, signal.Signals):
-            found.append(one)
-        elif name not in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"):  # those Windows lacks
-            known = [each.name for each in signal.Signals]
-            raise ValueError(f"{name!r} is no signal.{nearest(name, known)}")
-    return tuple(found)
-
-
-class SignalCatcher:
-    """Catches the first of each signal; a later one has the effect that it had before.
-
-    Args:
-        signals: those to catch.
-        patience: seconds after the first signal; then the process ends by it after all.
-
-    Attributes:
-        caught: the signal that came first, or ``None``.
-        echo: seconds in which the same signal is taken for the first one once more. Clusters send
-            theirs to a launcher and to its processes, and the launcher passes it on.
-
-    Example:
-        >>> import signal
-        >>> from accel_callbacks.callbacks.preemption import SignalCatcher, read_signals
-        >>> catcher = SignalCatcher(read_signals(["SIGTERM"]))
-        >>> catcher.install()
-        True
-        >>> signal.raise_signal(signal.SIGTERM)
-        >>> catcher.caught.name
-        'SIGTERM'
-        >>> catcher.restore()
-    """
-
-    echo = 5.0
-
-    def __init__(self, signals: Iterable[signal.Signals], patience: float | None = None) -> None:
-        self._signals = tuple(signals)
-        self._patience = patience
-        self._before: dict[int, Any] = {}
-        self._came: dict[int, float] = {}
-        self._process = 0
-        self._given_up = False
-        self._deadline: threading.Timer | None = None
-        self.caught: signal.Signals | None = None
-
-    def install(self) -> bool:
-        """Catch from here on; False outside of the main thread, which alone can."""
-        self.restore()
-        if threading.current_thread() is not threading.main_thread():
-            warnings.warn(
-                "signals are caught in the main thread only: they will end this process at once.",
-                stacklevel=3,
-            )
-            return False
-        self._process = os.getpid()
-        for one in self._signals:
-            # What was set outside of Python is reported as None, and cannot be set again.
-            self._before[one] = signal.signal(one, self._handle) or signal.SIG_DFL
-        return True
-
-    def restore(self) -> None:
-        """Catch no more: each signal has the effect that it had before."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        self._came.clear()
-        for number in list(self._before):
-            self._restore_one(number)
-
-    def _restore_one(self, number: int) -> None:
-        before = self._before.pop(number, signal.SIG_DFL)
-        if signal.getsignal(number) == self._handle:  # else somebody has taken it over since
-            signal.signal(number, before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Only note it: this may interrupt anything."""
-        now = time.monotonic()
-        if os.getpid() != self._process:
-            # A forked child, say a worker of a loader: it works until its parent ends it.
-            if signal.Signals(number).name in _DEADLY:
-                self._end_by(number)
-        elif number not in self._came:
-            self._came[number] = now
-            self.caught = self.caught or signal.Signals(number)
-            if self._patience is not None and self._deadline is None:
-                self._deadline = threading.Timer(self._patience, self._give_up, (number,))
-                self._deadline.daemon = True
-                self._deadline.start()
-        elif now - self._came[number] >= self.echo:
-            self._end_by(number)
-
-    def _end_by(self, number: int) -> None:
-        """The signal has the effect that it had before."""
-        self._given_up = True
-        self._restore_one(number)
-        os.kill(os.getpid(), number)
-
-    def _give_up(self, number: int) -> None:
-        """On a thread: the patience is over."""
-        self._came[number] = -math.inf
-        os.kill(self._process, number)
-        time.sleep(_STUCK)
-        if not self._given_up:  # the main thread does not come back to Python: no handler will run
-            os._exit(128 + number)
+_SCONTROL_TIMEOUT = 60.0  # seconds; the job may be killed at any moment
+_HANDLER_TIMEOUT = 2.0  # seconds in which the main thread must run a signal's handler
+_TERMINATING = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP")  # that parents send to end children
 
 
 class Preemption(Callback):
-    """Turns a signal into a checkpoint and a tidy end, on all processes at the same step.
+    """Save a checkpoint and end the run on a signal, on all ranks at the same step.
 
-    The first SIGTERM or SIGUSR1 that any process of the run gets is put to the vote at the end of
-    the step. Then ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits
-    until it is durable; the run stops, its end hooks and trackers finish, and leaving ``accel.run``
-    (or ``end_training``) raises ``SystemExit(exit_code)``. Started again, the script resumes.
+    The ranks vote at the end of a step on the first SIGTERM or SIGUSR1 that any of them received.
+    Then ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits until the
+    save is durable; the run stops, its end hooks and trackers finish, and leaving ``accel.run`` (or
+    ``end_training``) raises ``SystemExit(exit_code)``. Started again, the script resumes.
 
-    Signals are caught from the beginning to the end of a run, in the main thread, and mean
-    afterwards what they meant before. So does a second one of the same kind that comes five seconds
-    later or more; sooner, it is the same one, passed on by a launcher. A signal that comes after
-    the last step of a run holds for the next run.
+    Signals are caught from the start to the end of a run, in the main thread; afterwards they have
+    their original effect. So has a repeated signal after five seconds or more; an earlier one is
+    taken for the same signal, forwarded by a launcher. A signal after the last step of a run
+    applies to the next run.
 
     Args:
         signals: by name or number; ``("SIGTERM", "SIGUSR1")`` by default.
-        exit_code: of the process; 75 by default, which means "try again later". ``None``: the
-            script goes on after the run.
+        exit_code: of the process; 75 by default, which means "try again later". With ``None`` the
+            script continues after the run.
         requeue: ``"slurm"`` to have the main process call ``scontrol requeue`` once all is saved
-            (nothing outside of a SLURM job), a function of the run, or ``None`` (the default).
-        grace_period: how long after the signal the run may take to its end, as an interval such as
-            ``"90 s"``; then the signal ends the process as if it were not caught. ``None`` (the
+            (a no-op outside of a SLURM job), a function of the run, or ``None`` (the default).
+        grace_period: maximum time from the signal to the end of the run, as an interval such as
+            ``"90 s"``; after it the signal ends the process as if it were not caught. ``None`` (the
             default) waits for the step, however long it takes.
 
     Attributes:
-        received: name of the signal that this process got, or ``None``.
+        received: name of the signal that this process received, or ``None``.
 
     Raises:
-        ValueError: an unknown signal, exit code or ``requeue``, or a period that is no time.
+        ValueError: an unknown signal, exit code or ``requeue``, or a period that is not a time.
 
     Example:
         >>> import signal, torch
@@ -229,7 +73,7 @@ class Preemption(Callback):
     """
 
     can_vote = True
-    runs_last = True  # so that what is requeued is saved already
+    runs_last = True  # the job is requeued after the save
     after = (Checkpoint,)
 
     def __init__(
@@ -247,11 +91,11 @@ class Preemption(Callback):
         patience = None if grace_period is None else Interval.seconds(grace_period, "grace_period")
         self.exit_code = exit_code
         self.requeue = requeue
-        self._catcher = SignalCatcher(read_signals(listed), patience)
+        self._catcher = SignalCatcher(parse_signals(listed), patience)
 
     @property
     def received(self) -> str | None:
-        """The name of the signal that this process got."""
+        """The name of the signal that this process received, or ``None``."""
         return None if self._catcher.caught is None else self._catcher.caught.name
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
@@ -259,45 +103,202 @@ class Preemption(Callback):
         self._catcher.install()
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
-        """A signal may have come while a checkpoint was restored, or after the run before."""
+        """Request a preemption for a signal received during a restore, or after the last run."""
         if self._catcher.caught is not None:
             run.preempt(self._catcher.caught.name)
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ask all processes to give way at this step, if a signal came."""
+        """Request a preemption of all ranks at this step, if a signal was received."""
         if self._catcher.caught is not None:
             run.preempt(self._catcher.caught.name)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """The same for a signal that came in the validation."""
+        """Request it for a signal received during the validation."""
         if self._catcher.caught is not None and not run.preempted:
             run.preempt(self._catcher.caught.name)
 
     def on_preempt(self, run: TrainingRun, model: Any, reason: str) -> None:
-        """All is saved: settle the exit code, and requeue the job on the main process."""
+        """Set the exit code, and requeue the job on the main process; all is saved by now."""
         self._catcher.caught = None
         run.exit_code = self.exit_code
         if self.requeue is not None and run.is_global_zero:
             self._requeue(run)
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """The signals mean again what they meant before."""
+        """Restore the original signal handlers."""
         self._catcher.restore()
         if self._catcher.caught is not None:
-            _say(f"{self.received} came too late to stop this run; the next one gives way")
+            _notify(f"{self.received} came too late to stop this run; it will preempt the next one")
 
     def _requeue(self, run: TrainingRun) -> None:
         try:
             if callable(self.requeue):
                 self.requeue(run)
             elif job := requeue_slurm():
-                _say(f"job {job} is in the queue again")
-        except Exception as error:  # all is saved, and the exit code still says so
+                _notify(f"job {job} is requeued")
+        except Exception as error:  # all is saved, and the exit code still asks for a restart
             problem = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the job could not be put into the queue again: {problem}", stacklevel=2)
+            warnings.warn(f"the job could not be requeued: {problem}", stacklevel=2)
 
 
-def _say(text: str) -> None:
+def _notify(text: str) -> None:
     print(f"[accel] {text}", file=sys.stderr, flush=True)
+
+
+class SignalCatcher:
+    """Catch the first of each signal; a repeated one has its original effect.
+
+    Args:
+        signals: those to catch.
+        patience: seconds after the first signal, after which the signal ends the process.
+
+    Attributes:
+        caught: the first signal that was received, or ``None``.
+        echo: seconds in which a repeated signal is ignored. Clusters send theirs to a launcher and
+            to its processes, and the launcher forwards it.
+
+    Example:
+        >>> import signal
+        >>> from accel_callbacks.callbacks.preemption import SignalCatcher, parse_signals
+        >>> catcher = SignalCatcher(parse_signals(["SIGTERM"]))
+        >>> catcher.install()
+        True
+        >>> signal.raise_signal(signal.SIGTERM)
+        >>> catcher.caught.name
+        'SIGTERM'
+        >>> catcher.restore()
+    """
+
+    echo = 5.0
+
+    def __init__(self, signals: Iterable[signal.Signals], patience: float | None = None) -> None:
+        self._signals = tuple(signals)
+        self._patience = patience
+        self._original: dict[int, Any] = {}  # handlers
+        self._received_at: dict[int, float] = {}
+        self._pid = 0
+        self._delivered = False
+        self._deadline: threading.Timer | None = None
+        self.caught: signal.Signals | None = None
+
+    def install(self) -> bool:
+        """Install the handlers; returns False outside of the main thread, where Python cannot."""
+        self.restore()
+        if threading.current_thread() is not threading.main_thread():
+            warnings.warn(
+                "signals are only caught in the main thread: they will end this process at once.",
+                stacklevel=3,
+            )
+            return False
+        self._pid = os.getpid()
+        for one in self._signals:
+            # A handler set outside of Python is reported as None, and cannot be set again.
+            self._original[one] = signal.signal(one, self._handle) or signal.SIG_DFL
+        return True
+
+    def restore(self) -> None:
+        """Restore the original handlers."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._received_at.clear()
+        for number in list(self._original):
+            self._restore_one(number)
+
+    def _restore_one(self, number: int) -> None:
+        original = self._original.pop(number, signal.SIG_DFL)
+        if signal.getsignal(number) == self._handle:  # not if replaced since
+            signal.signal(number, original)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Record the signal, and nothing else: the handler may interrupt anything."""
+        now = time.monotonic()
+        if os.getpid() != self._pid:
+            # A forked child, such as a loader's worker, runs until its parent ends it.
+            if signal.Signals(number).name in _TERMINATING:
+                self._deliver(number)
+        elif number not in self._received_at:
+            self._received_at[number] = now
+            self.caught = self.caught or signal.Signals(number)
+            if self._patience is not None and self._deadline is None:
+                self._deadline = threading.Timer(self._patience, self._force, (number,))
+                self._deadline.daemon = True
+                self._deadline.start()
+        elif now - self._received_at[number] >= self.echo:
+            self._deliver(number)
+
+    def _deliver(self, number: int) -> None:
+        """Raise the signal again with its original handler."""
+        self._delivered = True
+        self._restore_one(number)
+        os.kill(os.getpid(), number)
+
+    def _force(self, number: int) -> None:
+        """End the process by the signal; runs on a thread when the patience is exceeded."""
+        self._received_at[number] = -math.inf
+        os.kill(self._pid, number)
+        time.sleep(_HANDLER_TIMEOUT)
+        # The main thread does not return to the interpreter, so Python runs no signal handler.
+        if not self._delivered:
+            os._exit(128 + number)
+
+
+def parse_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
+    """Return signals by name or number, without those that only other systems have.
+
+    Raises:
+        ValueError: no system has such a signal, or it cannot be caught.
+
+    Example:
+        >>> from accel_callbacks.callbacks.preemption import parse_signals
+        >>> [one.name for one in parse_signals(["SIGTERM"])]
+        ['SIGTERM']
+    """
+    found = []
+    for name in names:
+        if not isinstance(name, str):
+            found.append(signal.Signals(name))
+            continue
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"{name} cannot be caught: ask the cluster for SIGTERM or SIGUSR1.")
+        one = getattr(signal, name, None)
+        if isinstance(one, signal.Signals):
+            found.append(one)
+        elif name not in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"):  # which Windows lacks
+            known = [each.name for each in signal.Signals]
+            raise ValueError(f"{name!r} is not a signal.{nearest(name, known)}")
+    return tuple(found)
+
+
+def requeue_slurm() -> str:
+    """Call ``scontrol requeue`` on this job; returns its id, or an empty string outside of SLURM.
+
+    Raises:
+        RuntimeError: scontrol is missing, fails or times out.
+
+    Example:
+        >>> import os
+        >>> from accel_callbacks.callbacks.preemption import requeue_slurm
+        >>> "SLURM_JOB_ID" in os.environ or requeue_slurm() == ""
+        True
+    """
+    job = _job_id()
+    if not job:
+        return ""
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"{' '.join(command)}: {error}") from error
+    if done.returncode != 0:
+        message = (done.stderr or done.stdout).strip() or "no message"
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {message}")
+    return job
+
+
+def _job_id() -> str:
+    """Return the id of the job, or of the task of a job array."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")

@@ -1,4 +1,4 @@
-"""Record a few steps of training with torch's profiler."""
+"""Profiler: record a few training steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ __all__ = ["Profiler"]
 
 
 class Profiler(Callback):
-    """Writes a trace of some training steps, on each process its own.
+    """Write a trace of some training steps, one for each rank.
 
-    After ``skip_first`` steps come ``repeat`` rounds of ``wait`` steps that cost nothing,
-    ``warmup`` steps that are recorded and dropped, and ``active`` steps that are written to
+    After ``skip_first`` steps come ``repeat`` cycles of ``wait`` steps without cost, ``warmup``
+    steps that are recorded and discarded, and ``active`` steps that are written to
     ``rank<rank>.<global step>.pt.trace.json``: a Chrome trace (for Perfetto), in the layout that
-    TensorBoard's profiler plugin reads. A recording that the end of training, or an error, cuts
-    short is written too. It needs a prepared loader, and only one profiler can record at a time.
+    TensorBoard's profiler plugin reads. A recording cut short by the end of training or by an error
+    is written too. It needs a prepared loader, and only one profiler can record at a time.
 
     Args:
         dir: folder or fsspec URL; ``<project_dir>/profile`` if ``None``.
-        wait: steps to leave out, 5 by default.
-        warmup: steps to record for nothing, 2 by default.
+        wait: steps to skip, 5 by default.
+        warmup: steps to record and discard, 2 by default.
         active: steps to record, 3 by default.
-        repeat: rounds, 1 by default; 0 for as many as there are.
-        skip_first: steps to leave out before the first round, 0 by default.
+        repeat: cycles, 1 by default; 0 for cycles until training ends.
+        skip_first: steps to skip before the first cycle, 0 by default.
         unit: what counts as a step: ``"step"`` of the optimizer (default), or each ``"batch"``.
         activities: as in :class:`ProfileKwargs`; all that this machine has if ``None``.
-        record_shapes: keep the shapes of the inputs of operations.
-        profile_memory: keep what is allocated and freed.
-        with_stack: keep file and line of operations.
+        record_shapes: record the input shapes of operations.
+        profile_memory: record allocations.
+        with_stack: record file and line of operations.
         with_flops: estimate FLOPs of matrix products and convolutions.
         on_trace_ready: called with torch's profiler after a trace is written.
         storage_options: for the filesystem behind a URL.
 
     Attributes:
-        traces: the files that this process has written in this run.
+        traces: the files that this rank has written in this run.
 
     Raises:
-        ValueError: an unknown unit or activity, or a number that makes no sense.
+        ValueError: an unknown unit or activity, or an invalid number.
 
     Warns:
         UserWarning: training ended before anything was recorded.
@@ -113,7 +113,7 @@ class Profiler(Callback):
             with_flops=with_flops,
         )
         self.steps_to_run = skip_first + repeat * (wait + warmup + active) if repeat else None
-        self._then = on_trace_ready
+        self._on_trace_ready = on_trace_ready
         self.storage_options = dict(storage_options or {})
         self.traces: list[str] = []
         self._profiler: torch.profiler.profile | None = None
@@ -121,12 +121,12 @@ class Profiler(Callback):
         self._recorded = False
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew: a profile is that of a process, and no resume goes on with it."""
+        """Reset the traces: a profile belongs to one process, and a resume does not continue it."""
         self._stop()
         self.traces, self._recorded = [], False
 
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
-        """Begin with the schedule."""
+        """Start the schedule."""
         profiler = self.options.build()
         profiler.on_trace_ready = lambda profiler: self._write(run, profiler)
         profiler.start()
@@ -135,7 +135,7 @@ class Profiler(Callback):
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Go on in the schedule; after its last round the profiler is gone."""
+        """Advance the schedule, and stop the profiler after its last cycle."""
         profiler = self._profiler
         if profiler is None or (self.unit == "step" and run.global_step == self._step):
             return
@@ -145,7 +145,7 @@ class Profiler(Callback):
             self._stop()
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
-        """Write what is being recorded."""
+        """Write the recording in progress; warn if nothing was recorded."""
         steps = 0 if self._profiler is None else self._profiler.step_num
         self._stop()
         if not self._recorded:
@@ -156,11 +156,11 @@ class Profiler(Callback):
             )
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
-        """Write what is being recorded: it shows what came before the error."""
+        """Write the recording in progress, which shows what preceded the error."""
         self._stop()
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Leave no profiler behind."""
+        """Stop the profiler."""
         self._stop()
 
     def _stop(self) -> None:
@@ -169,11 +169,10 @@ class Profiler(Callback):
             profiler.stop()
 
     def _write(self, run: TrainingRun, profiler: torch.profiler.profile) -> None:
-        """A recording is complete: the file, then the user's function."""
+        """Write a completed recording, and call the user's function."""
         self._recorded = True
         folder = self.dir or path_in(run.default_root_dir, "profile")
-        rank = run.global_rank
-        name = f"rank{rank}.{run.global_step:08d}.pt.trace.json"
+        name = f"rank{run.global_rank}.{run.global_step:08d}.pt.trace.json"
         path = local_path(folder)
         target = f"{folder.rstrip('/')}/{name}" if path is None else os.path.join(path, name)
         try:
@@ -182,16 +181,17 @@ class Profiler(Callback):
             else:
                 os.makedirs(path, exist_ok=True)
                 profiler.export_chrome_trace(target)
-        except Exception as error:  # each store has errors of its own; no trace is worth a training
-            text = f"the trace {target} is not written, and training goes on"
+        # Each storage backend raises its own errors; a failed trace must not end the training.
+        except Exception as error:
+            text = f"the trace {target} was not written, and training continues"
             warnings.warn(f"{text}: {type(error).__name__}: {error}", stacklevel=2)
             return
         self.traces.append(target)
-        if self._then is not None:
-            self._then(profiler)
+        if self._on_trace_ready is not None:
+            self._on_trace_ready(profiler)
 
     def _upload(self, profiler: torch.profiler.profile, url: str) -> None:
-        """torch writes to local disks only."""
+        """Write to a local file first, the only kind that torch writes, and copy it."""
         import fsspec
 
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""ProgressBar."""
+"""ProgressBar: show progress and logged values on a terminal or as lines of text."""
 
 from __future__ import annotations
 
@@ -15,204 +15,33 @@ from accel_callbacks.callbacks.base import Callback
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
 
-__all__ = ["Bar", "Counter", "LineScreen", "Pass", "ProgressBar", "Screen", "TqdmScreen", "as_text"]
+__all__ = [
+    "Bar",
+    "BarSpec",
+    "BatchCounter",
+    "Display",
+    "LineDisplay",
+    "ProgressBar",
+    "TqdmDisplay",
+    "as_text",
+]
 
-# For terminals that do not say: columns and rows.
-_USUAL_SIZE = (80, 24)
-_STALL = 0.1  # the part of the time spent waiting for data that is worth a word
-_SOON = 1.0  # seconds before which that part says nothing
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What a bar is about.
-
-    Args:
-        title: such as ``"epoch 1/3"``.
-        total: batches, ``None`` if unknown.
-        first: batches that were done before, by a run that this one resumes.
-        inner: it is within another one.
-    """
-
-    title: str
-    total: int | None
-    first: int = 0
-    inner: bool = False
-
-    def of(self, done: int) -> str:
-        """``"3/10"``, or ``"3"``."""
-        return f"{done}" if self.total is None else f"{done}/{self.total}"
-
-
-class Bar(Protocol):
-    """One pass over a loader on a screen."""
-
-    def show(self, done: int, values: str) -> None:
-        """Draw the batches done so far, and the last logged values."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
-class Screen(Protocol):
-    """What bars are drawn on."""
-
-    seconds: float  # between two drawings
-    shows_end: bool  # draw an inner bar once more when it is over
-
-    def begin(self, about: Pass) -> Bar:
-        """A bar for a pass that begins."""
-
-
-class Counter:
-    """Counts the batches of one pass, and draws when it is time to.
-
-    Args:
-        screen: where.
-        about: which pass.
-
-    Example:
-        >>> import sys
-        >>> from accel_callbacks.callbacks.progress_bar import Counter, LineScreen, Pass
-        >>> counter = Counter(LineScreen(sys.stdout, 0.0), Pass("epoch 1", 3))
-        >>> counter.count(1, lambda: "loss=0.5")
-        epoch 1: 1/3 batches, ... loss=0.5
-    """
-
-    def __init__(self, screen: Screen, about: Pass) -> None:
-        self._screen, self._about = screen, about
-        self._bar = screen.begin(about)
-        self._done = about.first
-        self._shown_at = time.monotonic()
-
-    def count(self, done: int, values: Callable[[], str]) -> None:
-        """So many are done; ``values`` is called if it is drawn."""
-        self._done = done
-        now = time.monotonic()
-        if now - self._shown_at >= self._screen.seconds:
-            self._shown_at = now
-            self._bar.show(done, values())
-
-    def finish(self, values: Callable[[], str]) -> None:
-        """The pass is over: draw its end."""
-        if self._screen.shows_end or not self._about.inner:
-            self._bar.show(self._done, values())
-        self.close()
-
-    def close(self) -> None:
-        """It is broken off, or drawn to its end."""
-        self._bar.close()
-
-
-class LineScreen:
-    """Plain lines, where there is no terminal.
-
-    Args:
-        file: where to print them.
-        seconds: between two lines.
-    """
-
-    shows_end = False
-
-    def __init__(self, file: TextIO, seconds: float) -> None:
-        self.seconds = seconds
-        self._file = file
-
-    def begin(self, about: Pass) -> Bar:
-        """Lines for one pass."""
-        return _Lines(self._file, about)
-
-
-class _Lines:
-    def __init__(self, file: TextIO, about: Pass) -> None:
-        self._file, self._about = file, about
-        self._began = time.monotonic()
-
-    def show(self, done: int, values: str) -> None:
-        speed = (done - self._about.first) / max(time.monotonic() - self._began, 1e-9)
-        line = f"{self._about.title}: {self._about.of(done)} batches, {speed:.1f}/s {values}"
-        print(line.rstrip(), file=self._file, flush=True)
-
-    def close(self) -> None:
-        """Lines need no end."""
-
-
-class TqdmScreen:
-    """Bars of tqdm.
-
-    Args:
-        file: a terminal.
-        seconds: between two drawings.
-    """
-
-    shows_end = True
-
-    def __init__(self, file: TextIO, seconds: float) -> None:
-        self.seconds = seconds
-        self._file = file
-
-    def begin(self, about: Pass) -> Bar:
-        """A bar, below the other one if it is an inner one."""
-        return _TqdmBar(self._file, about)
-
-
-class _TqdmBar:
-    def __init__(self, file: TextIO, about: Pass) -> None:
-        from tqdm import tqdm
-
-        knows_size = _knows_size(file)
-        columns, rows = (None, None) if knows_size else _USUAL_SIZE
-        self._bar = tqdm(
-            desc=about.title,
-            total=about.total,
-            initial=about.first,
-            file=file,
-            dynamic_ncols=knows_size,
-            ncols=columns,
-            nrows=rows,
-            mininterval=0,
-            position=1 if about.inner else None,
-            leave=not about.inner,
-        )
-
-    def show(self, done: int, values: str) -> None:
-        self._bar.set_postfix_str(values, refresh=False)
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def _knows_size(terminal: TextIO) -> bool:
-    """Whether a terminal says how large it is; in some containers it reports 0 by 0."""
-    try:
-        return all(os.get_terminal_size(terminal.fileno()))
-    except (AttributeError, OSError, ValueError):  # not a file of the operating system
-        return False
-
-
-def as_text(metrics: Mapping[str, Any]) -> str:
-    """Values as text; this waits for the device, so it is only done when something is drawn."""
-    parts = []
-    for name, value in metrics.items():
-        try:
-            parts.append(f"{name}={float(value):.4g}")
-        except (TypeError, ValueError):
-            parts.append(f"{name}={value}")
-    return " ".join(parts)
+_DEFAULT_SIZE = (80, 24)  # columns and rows of terminals that do not report theirs
+_STALL_FRACTION = 0.1  # of the time spent waiting for data, above which the bar shows it
+_MIN_SECONDS = 1.0  # before which that fraction is not significant
 
 
 class ProgressBar(Callback):
-    """Shows epoch, batches, speed and the last logged values, on the main process only.
+    """Show epoch, batches, speed and the last logged values, on the main process only.
 
-    On a terminal it is a tqdm bar, with a second one below it in an evaluation; elsewhere (a file,
-    a CI log) one line every ``seconds_between_lines`` and one at the end of each epoch. Where
-    training waits for its data for more than a tenth of the time, it says so.
+    On a terminal it is a tqdm bar, with a second one below it during an evaluation; elsewhere (a
+    file, a CI log) it prints one line every ``seconds_between_lines`` and one at the end of each
+    epoch. If training waits for its data for more than a tenth of the time, the bar shows that.
 
     Args:
         refresh_every: seconds between updates of the bar, 0.2 by default.
         seconds_between_lines: seconds between lines where there is no terminal, 10 by default.
-        file: where to write; standard error if ``None``.
+        file: to write to; standard error if ``None``.
 
     Example:
         >>> import sys, torch
@@ -234,40 +63,40 @@ class ProgressBar(Callback):
         self.refresh_every = refresh_every
         self.seconds_between_lines = seconds_between_lines
         self._file = file
-        self._bar: Counter | None = None
-        self._inner: Counter | None = None
-        self._loader = 0
-        self._began = self._waited = 0.0
+        self._bar: BatchCounter | None = None
+        self._inner: BatchCounter | None = None
+        self._inner_loader = 0
+        self._started = self._waited = 0.0
 
     # --- training -----------------------------------------------------------------------------
 
     def on_train_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Open the display with the first batch of an epoch, resumed ones included."""
+        """Start the bar with the first batch of an epoch, or of the rest of a resumed one."""
         if self._bar is None and run.is_global_zero:
-            self._began, self._waited = time.monotonic(), run.data_wait_s
-            about = Pass(_epoch(run), _known(run.num_training_batches), first=batch_idx)
-            self._bar = Counter(self._screen(), about)
+            self._started, self._waited = time.monotonic(), run.data_wait_s
+            spec = BarSpec(_epoch(run), _known(run.num_training_batches), first=batch_idx)
+            self._bar = BatchCounter(self._new_display(), spec)
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; draw, if it is time to."""
+        """Count the batch."""
         if self._bar is not None:
             self._bar.count(batch_idx + 1, lambda: self._values(run))
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """Show the epoch's last state, with what its validation logged."""
+        """Show the end of the epoch, with the values logged by its validation."""
         if self._bar is not None:
             self._bar.finish(lambda: self._values(run))
             self._bar = None
 
     def _values(self, run: TrainingRun) -> str:
         values = as_text(run.callback_metrics)
-        spent = time.monotonic() - self._began
+        spent = time.monotonic() - self._started
         waited = min(1.0, (run.data_wait_s - self._waited) / max(spent, 1e-9))
-        stalled = spent > _SOON and waited > _STALL
+        stalled = spent > _MIN_SECONDS and waited > _STALL_FRACTION
         return f"{values} (waits for data {waited:.0%})".lstrip() if stalled else values
 
     # --- evaluations --------------------------------------------------------------------------
@@ -275,8 +104,8 @@ class ProgressBar(Callback):
     def on_validation_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Open a display for each loader of the validation."""
-        self._begin_inner(run, "validation", run.num_val_batches, batch_idx, dataloader_idx)
+        """Start a bar for each loader of the validation."""
+        self._start_inner(run, "validation", run.num_val_batches, batch_idx, dataloader_idx)
 
     def on_validation_batch_end(
         self,
@@ -287,18 +116,18 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count the batch; draw, if it is time to."""
+        """Count the batch."""
         self._count_inner(batch_idx)
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
-        """Close it."""
-        self._end_inner()
+        """Finish the bar of the evaluation."""
+        self._finish_inner()
 
     def on_test_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Open a display for each loader of the test."""
-        self._begin_inner(run, "test", run.num_test_batches, batch_idx, dataloader_idx)
+        """Start a bar for each loader of the test."""
+        self._start_inner(run, "test", run.num_test_batches, batch_idx, dataloader_idx)
 
     def on_test_batch_end(
         self,
@@ -309,30 +138,32 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count the batch; draw, if it is time to."""
+        """Count the batch."""
         self._count_inner(batch_idx)
 
     def on_test_end(self, run: TrainingRun, model: Any) -> None:
-        """Close it."""
-        self._end_inner()
+        """Finish the bar of the evaluation."""
+        self._finish_inner()
 
-    def _begin_inner(
+    def _start_inner(
         self, run: TrainingRun, stage: str, totals: Any, batch_idx: int, loader: int
     ) -> None:
-        if not run.is_global_zero or (self._inner is not None and self._loader == loader):
+        if not run.is_global_zero or (self._inner is not None and self._inner_loader == loader):
             return
-        self._end_inner()
-        self._loader = loader
+        self._finish_inner()
+        self._inner_loader = loader
         total = _known(totals[loader]) if loader < len(totals) else None
         inner = self._bar is not None
         title = f"{_epoch(run)}, {stage}" if inner else stage
-        self._inner = Counter(self._screen(), Pass(title, total, first=batch_idx, inner=inner))
+        self._inner = BatchCounter(
+            self._new_display(), BarSpec(title, total, first=batch_idx, inner=inner)
+        )
 
     def _count_inner(self, batch_idx: int) -> None:
         if self._inner is not None:
             self._inner.count(batch_idx + 1, str)
 
-    def _end_inner(self) -> None:
+    def _finish_inner(self) -> None:
         if self._inner is not None:
             self._inner.finish(str)
             self._inner = None
@@ -340,11 +171,11 @@ class ProgressBar(Callback):
     # --- the end ------------------------------------------------------------------------------
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._close()
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._close()
 
     def _close(self) -> None:
@@ -353,15 +184,14 @@ class ProgressBar(Callback):
                 counter.close()
         self._bar = self._inner = None
 
-    def _screen(self) -> Screen:
+    def _new_display(self) -> Display:
         file = self._file or sys.stderr
         if file.isatty():
-            return self._terminal(file)
-        return LineScreen(file, self.seconds_between_lines)
+            return self._terminal_display(file)
+        return LineDisplay(file, self.seconds_between_lines)
 
-    def _terminal(self, file: TextIO) -> Screen:
-        """What draws on a terminal."""
-        return TqdmScreen(file, self.refresh_every)
+    def _terminal_display(self, file: TextIO) -> Display:
+        return TqdmDisplay(file, self.refresh_every)
 
 
 def _epoch(run: TrainingRun) -> str:
@@ -371,3 +201,182 @@ def _epoch(run: TrainingRun) -> str:
 
 def _known(batches: int | float) -> int | None:
     return None if math.isinf(batches) else int(batches)
+
+
+def as_text(metrics: Mapping[str, Any]) -> str:
+    """Format values as text; waits for the device, so call it only when a bar is drawn."""
+    parts = []
+    for name, value in metrics.items():
+        try:
+            parts.append(f"{name}={float(value):.4g}")
+        except (TypeError, ValueError):
+            parts.append(f"{name}={value}")
+    return " ".join(parts)
+
+
+class BatchCounter:
+    """Count the batches of one pass, and update its bar at the display's interval.
+
+    Args:
+        display: draws the bar.
+        spec: of the bar.
+
+    Example:
+        >>> import sys
+        >>> from accel_callbacks.callbacks.progress_bar import BatchCounter, LineDisplay, BarSpec
+        >>> counter = BatchCounter(LineDisplay(sys.stdout, 0.0), BarSpec("epoch 1", 3))
+        >>> counter.count(1, lambda: "loss=0.5")
+        epoch 1: 1/3 batches, ... loss=0.5
+    """
+
+    def __init__(self, display: Display, spec: BarSpec) -> None:
+        self._display, self._spec = display, spec
+        self._bar = display.start(spec)
+        self._done = spec.first
+        self._shown_at = time.monotonic()
+
+    def count(self, done: int, values: Callable[[], str]) -> None:
+        """Set the number of batches done; ``values`` is only called if the bar is drawn."""
+        self._done = done
+        now = time.monotonic()
+        if now - self._shown_at >= self._display.seconds:
+            self._shown_at = now
+            self._bar.show(done, values())
+
+    def finish(self, values: Callable[[], str]) -> None:
+        """Draw the end of the pass, and close the bar."""
+        if self._display.shows_end or not self._spec.inner:
+            self._bar.show(self._done, values())
+        self.close()
+
+    def close(self) -> None:
+        """Close the bar."""
+        self._bar.close()
+
+
+@dataclass(frozen=True)
+class BarSpec:
+    """The title and the range of a bar.
+
+    Args:
+        title: such as ``"epoch 1/3"``.
+        total: batches, ``None`` if unknown.
+        first: batches done by the run that this one resumes.
+        inner: inside another bar.
+    """
+
+    title: str
+    total: int | None
+    first: int = 0
+    inner: bool = False
+
+    def count_text(self, done: int) -> str:
+        """Return ``"3/10"``, or ``"3"`` if the total is unknown."""
+        return f"{done}" if self.total is None else f"{done}/{self.total}"
+
+
+class Bar(Protocol):
+    """The bar of one pass over a loader."""
+
+    def show(self, done: int, values: str) -> None:
+        """Draw the batches done so far, and the last logged values."""
+
+    def close(self) -> None:
+        """Restore the terminal."""
+
+
+class Display(Protocol):
+    """Draw bars."""
+
+    seconds: float  # between two updates
+    shows_end: bool  # draw an inner bar once more when it ends
+
+    def start(self, spec: BarSpec) -> Bar:
+        """Start the bar of a pass."""
+
+
+class LineDisplay:
+    """Print plain lines where there is no terminal.
+
+    Args:
+        file: to print to.
+        seconds: between two lines.
+    """
+
+    shows_end = False
+
+    def __init__(self, file: TextIO, seconds: float) -> None:
+        self.seconds = seconds
+        self._file = file
+
+    def start(self, spec: BarSpec) -> Bar:
+        """Start the lines of a pass."""
+        return _Lines(self._file, spec)
+
+
+class _Lines:
+    def __init__(self, file: TextIO, spec: BarSpec) -> None:
+        self._file, self._spec = file, spec
+        self._started = time.monotonic()
+
+    def show(self, done: int, values: str) -> None:
+        speed = (done - self._spec.first) / max(time.monotonic() - self._started, 1e-9)
+        line = f"{self._spec.title}: {self._spec.count_text(done)} batches, {speed:.1f}/s {values}"
+        print(line.rstrip(), file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: lines need no end."""
+
+
+class TqdmDisplay:
+    """Draw bars with tqdm.
+
+    Args:
+        file: a terminal.
+        seconds: between two updates.
+    """
+
+    shows_end = True
+
+    def __init__(self, file: TextIO, seconds: float) -> None:
+        self.seconds = seconds
+        self._file = file
+
+    def start(self, spec: BarSpec) -> Bar:
+        """Start a bar, below the outer one if it is an inner one."""
+        return _TqdmBar(self._file, spec)
+
+
+class _TqdmBar:
+    def __init__(self, file: TextIO, spec: BarSpec) -> None:
+        from tqdm import tqdm
+
+        has_size = _has_size(file)
+        columns, rows = (None, None) if has_size else _DEFAULT_SIZE
+        self._bar = tqdm(
+            desc=spec.title,
+            total=spec.total,
+            initial=spec.first,
+            file=file,
+            dynamic_ncols=has_size,
+            ncols=columns,
+            nrows=rows,
+            mininterval=0,
+            position=1 if spec.inner else None,
+            leave=not spec.inner,
+        )
+
+    def show(self, done: int, values: str) -> None:
+        self._bar.set_postfix_str(values, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _has_size(terminal: TextIO) -> bool:
+    """Return whether a terminal reports its size; in some containers it reports 0 by 0."""
+    try:
+        return all(os.get_terminal_size(terminal.fileno()))
+    except (AttributeError, OSError, ValueError):  # not a file of the operating system
+        return False

@@ -1,10 +1,10 @@
-"""The progress bar drawn by rich."""
+"""RichProgressBar: the progress bar drawn by rich."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TextIO
 
-from accel_callbacks.callbacks.progress_bar import Bar, Pass, ProgressBar, Screen
+from accel_callbacks.callbacks.progress_bar import Bar, BarSpec, Display, ProgressBar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -15,13 +15,13 @@ __all__ = ["RichProgressBar"]
 class RichProgressBar(ProgressBar):
     """:class:`ProgressBar`, drawn by rich on a terminal: ``pip install rich``.
 
-    It shows the same, and plain lines where there is no terminal. What is printed meanwhile appears
+    The content is the same, with plain lines where there is no terminal. Printed output appears
     above the bar.
 
     Args:
         refresh_every: seconds between updates of the bar, 0.2 by default.
         seconds_between_lines: seconds between lines where there is no terminal, 10 by default.
-        file: where to write; standard error if ``None``.
+        file: to write to; standard error if ``None``.
 
     Raises:
         ImportError: rich is not installed.
@@ -47,17 +47,17 @@ class RichProgressBar(ProgressBar):
             import rich.progress  # noqa: F401
         except ImportError as error:
             raise ImportError(
-                "RichProgressBar needs rich: pip install rich, or take ProgressBar."
+                "RichProgressBar needs rich: pip install rich, or use ProgressBar."
             ) from error
         super().__init__(refresh_every, seconds_between_lines, file)
-        self._shared: list[Progress] = []  # what the outer bar is drawn with, for the inner one
+        self._shared: list[Progress] = []  # display of the outer bar, which inner bars join
 
-    def _terminal(self, file: TextIO) -> Screen:
-        return _RichScreen(file, self.refresh_every, self._shared)
+    def _terminal_display(self, file: TextIO) -> Display:
+        return _RichDisplay(file, self.refresh_every, self._shared)
 
 
-class _RichScreen:
-    """Bars of rich; an inner one joins the drawing of the outer one."""
+class _RichDisplay:
+    """Draw bars with rich; an inner bar joins the display of the outer one."""
 
     shows_end = True
 
@@ -65,38 +65,38 @@ class _RichScreen:
         self.seconds = seconds
         self._file, self._shared = file, shared
 
-    def begin(self, about: Pass) -> Bar:
-        """A bar, below the other one if it is an inner one."""
-        if about.inner and self._shared:
-            return _RichBar(self._shared[-1], about, [])
-        self._shared.append(_drawing(self._file))
+    def start(self, spec: BarSpec) -> Bar:
+        """Start a bar, below the outer one if it is an inner one."""
+        if spec.inner and self._shared:
+            return _RichBar(self._shared[-1], spec, [])
+        self._shared.append(_new_progress(self._file))
         self._shared[-1].start()
-        return _RichBar(self._shared[-1], about, self._shared)
+        return _RichBar(self._shared[-1], spec, self._shared)
 
 
 class _RichBar:
-    def __init__(self, drawing: Progress, about: Pass, owned: list[Progress]) -> None:
-        self._drawing, self._about, self._owned = drawing, about, owned
-        options: dict[str, Any] = {"count": about.of(about.first), "values": ""}
-        self._task = drawing.add_task(
-            about.title, total=about.total, completed=about.first, **options
+    def __init__(self, progress: Progress, spec: BarSpec, owned: list[Progress]) -> None:
+        self._progress, self._spec, self._owned = progress, spec, owned
+        options: dict[str, Any] = {"count": spec.count_text(spec.first), "values": ""}
+        self._task = progress.add_task(
+            spec.title, total=spec.total, completed=spec.first, **options
         )
-        drawing.refresh()
+        progress.refresh()
 
     def show(self, done: int, values: str) -> None:
-        count = self._about.of(done)
-        self._drawing.update(self._task, completed=done, count=count, values=values)
-        self._drawing.refresh()
+        count = self._spec.count_text(done)
+        self._progress.update(self._task, completed=done, count=count, values=values)
+        self._progress.refresh()
 
     def close(self) -> None:
         if self._owned:
-            self._owned.remove(self._drawing)
-            self._drawing.stop()
+            self._owned.remove(self._progress)
+            self._progress.stop()
         else:
-            self._drawing.remove_task(self._task)
+            self._progress.remove_task(self._task)
 
 
-def _drawing(file: TextIO) -> Progress:
+def _new_progress(file: TextIO) -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -114,5 +114,5 @@ def _drawing(file: TextIO) -> Progress:
         TimeRemainingColumn(),
         TextColumn("{task.fields[values]}", markup=False),
         console=Console(file=file),
-        auto_refresh=False,  # drawn when batches are counted, without a thread
+        auto_refresh=False,  # refreshed as batches are counted, without a thread
     )

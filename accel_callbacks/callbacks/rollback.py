@@ -1,4 +1,4 @@
-"""Going back to a checkpoint in the middle of a run: the weights, and not the place in the data."""
+"""Roll back weights and optimizer states to a checkpoint, but not the position in the data."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _WHERE = "a rollback"
 
 
 class RolledBack(NamedTuple):
-    """Where a rollback led to.
+    """The result of a rollback.
 
     Args:
-        path: the checkpoint; ``None`` if there was none to go back to.
-        avoided: the ids of the checkpoints that were passed over.
+        path: the restored checkpoint, ``None`` if there was none.
+        avoided: ids of the checkpoints that were skipped.
     """
 
     path: str | None
@@ -37,22 +37,21 @@ class RolledBack(NamedTuple):
 def roll_back(
     training: TrainingState, *, newest_step: int, avoid: Collection[str] = ()
 ) -> RolledBack:
-    """Collective, between two steps: put weights back to what a saver's checkpoint holds.
+    """Restore the weights from the newest checkpoint of a callback that saves.
 
-    Models, the states of optimizers, the loss scaler, registered objects, and callbacks whose
-    ``rolls_back`` is True are restored. The run, its loaders and schedulers, and the options of the
-    optimizers' groups (learning rates) stay where they are.
+    Collective; call it between two steps. Models, optimizer states, the loss scaler, registered
+    objects, and callbacks whose ``rolls_back`` is True are restored. The run, its loaders and
+    schedulers, and the options of the parameter groups (learning rates) are kept.
 
     Args:
-        training: the state to restore.
-        newest_step: checkpoints of later steps are passed over.
-        avoid: ids of others that are.
+        accel: the Accelerator of the run.
+        newest_step: skip checkpoints of later steps.
+        avoid: ids of further checkpoints to skip.
 
     Raises:
         ResumeError: the checkpoint does not fit.
-        checkpoint_io.CheckpointError: all that there are are damaged, or the save that was under
-            way has failed.
-        RemoteError: another process failed.
+        checkpoint_io.CheckpointError: all checkpoints are damaged, or a save in progress failed.
+        RemoteError: another rank failed.
 
     Example:
         >>> import torch
@@ -71,44 +70,44 @@ def roll_back(
     avoided: list[str] = []
     for saver in training.loop.savers:
         root, storage_options = saver.resume_root(training.loop.run)
-        seen = _survey(root, storage_options, newest_step, avoid)
-        avoided += seen.ids
-        if seen.good:
-            path = _restore(training, root, storage_options, seen.paths)
+        candidates = _find_candidates(root, storage_options, newest_step, avoid)
+        avoided += candidates.skipped_ids
+        if candidates.usable:
+            path = _restore(training, root, storage_options, candidates.skipped_paths)
             if path is not None:
                 return RolledBack(path, avoided)
     return RolledBack(None, avoided)
 
 
 def save_is_due(run: TrainingRun) -> bool:
-    """Whether a Checkpoint is about to save this step; later wishes to save are not foreseen."""
-    savers = getattr(run, "checkpoint_callbacks", ())  # which another trainer does not have
+    """Return whether a Checkpoint's schedule saves this step; ``run.save_now`` is not foreseen."""
+    savers = getattr(run, "checkpoint_callbacks", ())  # a foreign trainer has none
     schedules = (getattr(saver, "schedule", None) for saver in savers)
     return any(one.step_is_due(run.global_step) for one in schedules if one is not None)
 
 
-class _Survey(NamedTuple):
-    good: int  # checkpoints that may be taken
-    paths: list[str]  # of the others
-    ids: list[str]
+class _Candidates(NamedTuple):
+    usable: int
+    skipped_paths: list[str]
+    skipped_ids: list[str]
 
 
-def _survey(
+def _find_candidates(
     root: str, storage_options: Mapping[str, Any] | None, newest_step: int, avoid: Collection[str]
-) -> _Survey:
-    """Collective: which checkpoints of a folder may be taken, as the main process sees it."""
-    seen = _Survey(0, [], [])
+) -> _Candidates:
+    """Find the checkpoints that may be restored, on the main process. Collective."""
+    found = _Candidates(0, [], [])
     with shared_failure(_WHERE):
         if collectives.rank() == 0:
             infos = open_folder(root, storage_options).list()
-            bad = [
+            skipped = [
                 info
                 for info in infos
                 if info.manifest.id in avoid or info.manifest.metadata.get("step", 0) > newest_step
             ]
-            ids = [info.manifest.id for info in bad]
-            seen = _Survey(len(infos) - len(bad), [info.path for info in bad], ids)
-    return collectives.broadcast_object(seen)
+            paths, ids = [info.path for info in skipped], [info.manifest.id for info in skipped]
+            found = _Candidates(len(infos) - len(skipped), paths, ids)
+    return collectives.broadcast_object(found)
 
 
 def _restore(
@@ -120,12 +119,13 @@ def _restore(
     sections = ["models", "precision"]
     sections += ["optimizers"] if training.optimizers else []
     sections += ["registered"] if training.registered.names else []
-    kept = [{**group} for group in _groups(training)]
+    kept = [{**group} for group in _param_groups(training)]
     options = LoadOptions(Selection(sections), storage_options=storage_options)
     path = restore_newest(training, root, options, skip)
     if path is None:
         return None
-    for group, before in zip(_groups(training), kept, strict=True):  # which are new ones now
+    # Loading has replaced the group dicts; give the new ones the learning rates of before.
+    for group, before in zip(_param_groups(training), kept, strict=True):
         group.update({name: value for name, value in before.items() if name != "params"})
     try:
         _restore_callbacks(training, open_one(path, storage_options))
@@ -134,12 +134,12 @@ def _restore(
     return path
 
 
-def _groups(training: TrainingState) -> list[dict[str, Any]]:
+def _param_groups(training: TrainingState) -> list[dict[str, Any]]:
     return [group for one in training.optimizers for group in one.param_groups]
 
 
 def _restore_callbacks(training: TrainingState, reader: CheckpointReader) -> None:
-    """The states that are made of weights."""
+    """Restore the callbacks whose states are derived from weights."""
     saved = reader.state["callbacks"]
     chosen = {
         entry.key: entry.callback

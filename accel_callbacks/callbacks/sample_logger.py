@@ -1,12 +1,12 @@
-"""Pictures, texts and tables of a few samples, now and then, for the trackers."""
+"""SampleLogger: log images, texts and tables of a few samples to the trackers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Interval
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.modeling.undisturbed import looking_at
 
 if TYPE_CHECKING:
@@ -18,28 +18,29 @@ _STAGES = ("train", "validation", "test")
 _TABLE = {"columns", "rows"}
 
 
-class SampleLogger(Callback):
-    """Shows what a model makes of some samples: pictures, texts or tables.
+class SampleLogger(ResumableState):
+    """Log a model's outputs for a few samples as images, texts or tables.
 
-    ``function(run, model, batch, outputs)`` gives what to show by name: a picture (or a batch or
-    list of them) as ``accel.log_images`` takes it, a text or a list of texts, or a table as
+    ``function(run, model, batch, outputs)`` returns the values to log by name: an image (or a batch
+    or list of them) as ``accel.log_images`` takes it, a text or a list of texts, or a table as
     ``{"columns": [...], "rows": [...]}``. It may call the model: modules are in eval mode,
-    gradients are off, autocast is on as in training, and modes and random generators are as before
-    afterwards. It is called on all processes, of which the main one logs.
+    gradients are off, autocast is on as in training, and modes and random generators are restored
+    afterwards. It is called on all ranks; the main process logs.
 
     Args:
-        function: called as above; ``outputs`` is what the hook of the batch's end gets.
+        function: called as above; ``outputs`` is that of the ``on_*_batch_end`` hook.
         stage: ``"validation"`` (default) or ``"test"``, with the first batch of an evaluation, or
             ``"train"``.
-        every: least distance in steps or epochs, such as ``"500 steps"`` or ``"2 epochs"``; each
+        every: minimum interval in steps or epochs, such as ``"500 steps"`` or ``"2 epochs"``; each
             evaluation if ``None``, or in training the first batch of each epoch.
         n: samples to log of each name, 8 by default.
         prefix: of the names, followed by a slash; ``"samples"`` by default.
-        channels: ``"first"`` or ``"last"``, where pictures do not have their channels first in
-            tensors and last in arrays.
+        channels: ``"first"`` or ``"last"``, if images do not have their channels first in tensors
+            and last in arrays.
 
     Raises:
-        ValueError: an unknown stage, an interval that is none of steps or epochs, ``n`` below 1.
+        ValueError: the stage is unknown, the interval is not in steps or epochs, or ``n`` is
+            below 1.
 
     Example:
         >>> import tempfile, torch
@@ -74,7 +75,7 @@ class SampleLogger(Callback):
         self.interval = None if every is None else Interval.parse(every)
         if self.interval is not None and self.interval.unit not in ("steps", "epochs"):
             raise ValueError(
-                f"every={every!r} must be steps or epochs, which all processes count alike."
+                f"every={every!r} must be steps or epochs, which all ranks count the same."
             )
         if self.interval is None and stage == "train":
             self.interval = Interval(1, "epochs")
@@ -83,6 +84,10 @@ class SampleLogger(Callback):
         self.n = n
         self.prefix = prefix
         self.channels = channels
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self._last: int | None = None
 
     @property
@@ -90,16 +95,11 @@ class SampleLogger(Callback):
         """``SampleLogger`` with the stage and the prefix."""
         return f"SampleLogger:{self.stage}:{self.prefix}"
 
-    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
-        if run.begins_anew:
-            self._last = None
-
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log, if this is the stage and it is time to."""
-        self._look("train", run, model, batch, outputs)
+        """Log, if this is the stage and the interval has passed."""
+        self._log_if_due("train", run, model, batch, outputs)
 
     def on_validation_batch_end(
         self,
@@ -110,9 +110,9 @@ class SampleLogger(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log the first batch, if this is the stage and it is time to."""
+        """Log the first batch, if this is the stage and the interval has passed."""
         if batch_idx == 0 and dataloader_idx == 0:
-            self._look("validation", run, model, batch, outputs)
+            self._log_if_due("validation", run, model, batch, outputs)
 
     def on_test_batch_end(
         self,
@@ -123,11 +123,13 @@ class SampleLogger(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log the first batch, if this is the stage and it is time to."""
+        """Log the first batch, if this is the stage and the interval has passed."""
         if batch_idx == 0 and dataloader_idx == 0:
-            self._look("test", run, model, batch, outputs)
+            self._log_if_due("test", run, model, batch, outputs)
 
-    def _look(self, stage: str, run: TrainingRun, model: Any, batch: Any, outputs: Any) -> None:
+    def _log_if_due(
+        self, stage: str, run: TrainingRun, model: Any, batch: Any, outputs: Any
+    ) -> None:
         if stage == self.stage and self._is_due(run):
             self._log(run, model, batch, outputs)
 
@@ -136,7 +138,7 @@ class SampleLogger(Callback):
             return True
         steps = self.interval.unit == "steps"
         here = run.global_step if steps else run.current_epoch
-        # In training every step is met, so steps are counted from 0; the rest begins at once.
+        # Training passes every step, so there steps count from 0; all else logs at once first.
         last = 0 if self._last is None and steps and self.stage == "train" else self._last
         if last is not None and here - last < self.interval.amount:
             return False
@@ -166,7 +168,7 @@ class SampleLogger(Callback):
             accel.log_images(images, channels=self.channels)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it logged last."""
+        """Return the step or epoch of the last log."""
         return {"last": self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -184,7 +186,7 @@ def _table(name: str, value: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
 
 
 def _first(images: Any, n: int) -> Any:
-    """At most n of a list or batch of pictures; one picture as it is."""
+    """Return at most n of a list or batch of images, and a single image unchanged."""
     if isinstance(images, (list, tuple)) or getattr(images, "ndim", 0) == 4:
         return images[:n]
     return images

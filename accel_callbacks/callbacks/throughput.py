@@ -1,4 +1,4 @@
-"""Throughput, MFU."""
+"""Throughput: log training speed, TFLOP/s, MFU and totals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_callbacks import collectives
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.flops import FlopCounter, matmul_precision, peak_flops_of
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.utils.operations import find_batch_size
 
 if TYPE_CHECKING:
@@ -19,124 +18,40 @@ if TYPE_CHECKING:
 
 __all__ = ["Mark", "Throughput", "TrainingClock", "first_dimension", "speed_between"]
 
-# Steps of a process that are left out: they compile, allocate, and count FLOPs.
-_WARMUP = 2
+_WARMUP = 2  # steps of a process that are not measured: they compile, allocate and count FLOPs
 
 
-class Mark(NamedTuple):
-    """What a process has done up to a step; counts may be tensors on the device.
+class Throughput(ResumableState):
+    """Log the speed of training over the last steps, and the totals of the run.
 
-    Attributes:
-        seconds: of training.
-        waited: seconds of it that went into waiting for the loader.
-    """
-
-    seconds: float = 0.0
-    waited: float = 0.0
-    steps: Any = 0
-    batches: Any = 0
-    samples: Any = 0
-    tokens: Any = 0
-    flops: Any = 0.0
-
-
-def speed_between(first: Mark, last: Mark) -> Mark:
-    """Each count per second of training, and ``waited`` as a part of the time.
-
-    Example:
-        >>> from accel_callbacks.callbacks.throughput import Mark, speed_between
-        >>> speed_between(Mark(seconds=1.0, steps=2), Mark(seconds=3.0, steps=8)).steps
-        3.0
-    """
-    seconds = max(last.seconds - first.seconds, 1e-9)
-    speeds = [(after - before) / seconds for before, after in zip(first, last, strict=True)]
-    return Mark(*speeds)._replace(seconds=seconds)
-
-
-def first_dimension(batch: Any) -> int | None:
-    """The samples of a batch; of usual ones without looking at all that is in it.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks.throughput import first_dimension
-        >>> first_dimension({"x": torch.ones(4, 2)}), first_dimension(["a text"])
-        (4, None)
-    """
-    item = batch
-    while isinstance(item, (list, tuple, dict)) and item:
-        item = item[0] if isinstance(item, (list, tuple)) else next(iter(item.values()))
-    usual = isinstance(item, torch.Tensor) and item.dim() > 0
-    return int(item.shape[0]) if usual else find_batch_size(batch)
-
-
-class TrainingClock:
-    """Counts seconds of training; it stands still while something else is done.
-
-    Example:
-        >>> from accel_callbacks.callbacks.throughput import TrainingClock
-        >>> clock = TrainingClock()
-        >>> clock.go(waited=0.0)
-        >>> clock.stop(waited=0.0)
-        >>> clock.read() == clock.read()
-        True
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None
-        self._waited: float | None = None
-
-    def go(self, waited: float) -> None:
-        """Training goes on; ``waited`` is what it has waited for its data so far, in seconds."""
-        if self._since is None:
-            # Between a save and the next batch, only the wait for that batch is training.
-            self._seconds += 0.0 if self._waited is None else waited - self._waited
-            self._since = time.perf_counter()
-
-    def stop(self, waited: float, at: float | None = None) -> None:
-        """Something else begins, or has begun ``at`` an earlier ``time.perf_counter()``."""
-        if self._since is None:
-            return
-        early = 0.0 if at is None else max(time.perf_counter() - max(at, self._since), 0.0)
-        self._seconds, self._since, self._waited = self.read() - early, None, waited
-
-    def read(self) -> float:
-        """Seconds so far."""
-        running = 0.0 if self._since is None else time.perf_counter() - self._since
-        return self._seconds + running
-
-
-class Throughput(Callback):
-    """Logs the speed of training over the last steps, and the totals of the run.
-
-    The clock stands still during evaluations and while a checkpoint is begun, and the first two
-    steps of a process are left out. The device is not synchronised in training: wall-clock time
-    over a window is right on average. Figures of all processes are those of this one times their
-    number, which holds where loaders are even; samples that fill up a last batch count. It needs a
-    prepared loader, and one batch is a sample of all where FLOPs are measured.
+    The clock is stopped during evaluations and while a save starts, and the first two steps of a
+    process are not measured. Training does not synchronize with the device: wall-clock time over a
+    window is right on average. Values over all ranks are those of this rank times their number,
+    which holds for even loaders; samples that pad a last batch count. It needs a prepared loader.
+    Measured FLOPs are those of one batch, and taken for all.
 
     Names, each after ``throughput/``: ``steps_per_s``; ``batches_per_s``, ``samples_per_s`` and
-    ``tokens_per_s`` of all processes, and the same after ``device/`` of this one;
-    ``data_wait_fraction``, the part of the time that it waited for the loader; ``tflops``
-    (10^12 FLOP/s) and ``mfu`` (that part of the peak) of this device; ``total_samples``,
-    ``total_tokens`` of all processes, ``total_seconds`` of training.
+    ``tokens_per_s`` over all ranks, and the same after ``device/`` for this one;
+    ``data_wait_fraction``, the fraction of the time spent waiting for the loader; ``tflops``
+    (10^12 FLOP/s) and ``mfu`` (its fraction of the peak) of this device; ``total_samples`` and
+    ``total_tokens`` over all ranks; ``total_seconds`` of training.
 
     Args:
         window: optimizer steps to average over, 100 by default.
-        samples: called with a batch, gives its number of samples; the first dimension of its first
-            tensor if ``None``.
-        tokens: the same for tokens, a number or a tensor, which stays on its device; not counted if
-            ``None``.
-        flops_per_step: FLOPs of this process in one optimizer step; measured if ``None``.
-        measure_flops: count the FLOPs of the first batch, on by default: matrix products,
-            convolutions and attention of PyTorch's, forward and backward. Not counted are other
-            operations, kernels of one's own and the optimizer.
-        peak_flops: of one device, in FLOP/s; from a table of known devices if ``None``, and where
-            a device is not in it, there is no ``mfu``.
+        samples: called with a batch, returns its number of samples; the first dimension of its
+            first tensor if ``None``.
+        tokens: the same for tokens, as a number or as a tensor, which stays on its device; not
+            counted if ``None``.
+        flops_per_step: FLOPs of this rank in one optimizer step; measured if ``None``.
+        measure_flops: count the FLOPs of the first batch, on by default: PyTorch's matrix products,
+            convolutions and attention, forward and backward. Other operations, custom kernels and
+            the optimizer are not counted.
+        peak_flops: of one device, in FLOP/s; from a table of known devices if ``None``. For a
+            device that is not in it, ``mfu`` is not logged.
         log_every_n_steps: optimizer steps between logs, 50 by default; the end is logged too.
 
     Attributes:
-        rates: what was logged last.
+        rates: the values logged last.
 
     Raises:
         ValueError: ``window`` or ``log_every_n_steps`` is below 1.
@@ -176,6 +91,7 @@ class Throughput(Callback):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         self.window = window
+        self._data_world = 1  # ranks that read different data
         self.samples = samples or first_dimension
         self.tokens = tokens
         self.flops_per_step = flops_per_step
@@ -183,11 +99,15 @@ class Throughput(Callback):
         self.peak_flops = peak_flops
         self.log_every_n_steps = log_every_n_steps
         self._counter: FlopCounter | None = None
-        self._total = Mark()  # of all processes
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a process begins with; the totals of the run are kept apart."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
+        self._total = Mark()  # of all ranks, up to the start of this process
+        self._start_measuring()
+
+    def _start_measuring(self) -> None:
+        """Reset the clock, the counts and the window of this process, but not the totals."""
         self.rates: dict[str, Any] = {}
         self._clock = TrainingClock()
         self._steps = self._batches = 0
@@ -195,22 +115,22 @@ class Throughput(Callback):
         self._tokens: Any = 0
         self._flops: Any = 0.0
         self._marks: deque[Mark] = deque(maxlen=self.window + 1)
-        self._measured: float | None = None  # FLOPs of a sample; of a batch without samples
-        self._counted = 0  # in the batch that is being measured
+        self._measured: float | None = None  # FLOPs of a sample, or of a batch without samples
+        self._counted = 0  # FLOPs of the current batch
         self._has_samples = True
-        self._step: int | None = None  # up to which it has counted
+        self._step: int | None = None  # of the last mark
         self._logged_step = 0
         self._peak: float | None = None
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew; the totals too, unless ``load_state`` has told where the run stands."""
+        """Restart the measurement; reset the totals, unless ``load_state`` restored them."""
         self._stop_counting()
-        # An evaluation after the end of a run sets up too, and leaves the totals of that run.
-        self._total = Mark() if run.begins_anew else Mark(**self.state_dict())
-        self._forget()
+        self._data_world = run.data_world
+        self.load_state_dict(self.state_dict())  # an evaluation after the run keeps its totals
+        super().setup(run, model, stage)
 
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
-        """Learn what the device could do."""
+        """Look up the peak of the device."""
         self._peak = self.peak_flops
         if self._peak is None and run.accelerator.device.type in ("cuda", "xpu"):
             device = run.accelerator.device
@@ -223,11 +143,11 @@ class Throughput(Callback):
     def on_train_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Training goes on; the FLOPs of the first batch are counted."""
-        self._clock.go(run.data_wait_s)
+        """Start the clock, and count the FLOPs of the first batch."""
+        self._clock.start(run.data_wait_s)
         if self._step is None:
             self._step = self._logged_step = run.global_step
-        self._stop_counting()  # of a batch that was only looked at
+        self._stop_counting()  # of a batch that had no end
         self._counted = 0
         if self._counts_flops and self._measured is None and self._steps < _WARMUP:
             self._counter = FlopCounter()
@@ -238,24 +158,25 @@ class Throughput(Callback):
         return self.measure_flops and self.flops_per_step is None
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
-        """Training goes on, after an evaluation or a save in the middle of the body."""
-        self._clock.go(run.data_wait_s)
+        """Start the clock again after an evaluation or a save in the middle of the loop body."""
+        self._clock.start(run.data_wait_s)
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
-        """The clock stands still."""
-        self._pause(run)
+        """Stop the clock."""
+        self._stop_clock(run)
 
     def on_test_start(self, run: TrainingRun, model: Any) -> None:
-        """The clock stands still."""
-        self._pause(run)
+        """Stop the clock."""
+        self._stop_clock(run)
 
     def on_save_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
-        """The clock stands still, from where the save began."""
-        self._pause(run, getattr(run, "save_began", None))
+        """Stop the clock at the time when the save began."""
+        self._stop_clock(run, getattr(run, "save_began", None))
 
-    def _pause(self, run: TrainingRun, at: float | None = None) -> None:
+    def _stop_clock(self, run: TrainingRun, at: float | None = None) -> None:
         if run.accelerator.device.type != "cpu":
-            torch.accelerator.synchronize()  # else what follows waits for the steps before it
+            # Else queued training steps would run, and be waited for, while the clock is stopped.
+            torch.accelerator.synchronize()
         self._clock.stop(run.data_wait_s, at)
         self._stop_counting()
 
@@ -264,22 +185,22 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; at the end of a step set a mark, and log if it is time to."""
+        """Count the batch; mark the end of a step, and log every ``log_every_n_steps``."""
         samples = self.samples(batch)
         self._has_samples = samples is not None
-        self._take_flops(samples)
+        self._read_flops(samples)
         self._batches += 1
         self._flops = self._flops + (self._measured or 0.0) * (1 if samples is None else samples)
         self._samples = self._samples + (samples or 0)
         if self.tokens is not None:
-            self._tokens = self._tokens + self.tokens(batch)  # not in place: marks hold it
+            self._tokens = self._tokens + self.tokens(batch)  # not in place: marks share the tensor
         if run.global_step != self._step:
             self._mark(run)
         if run.global_step // self.log_every_n_steps != self._logged_step // self.log_every_n_steps:
             self._log(run)
 
-    def _take_flops(self, samples: Any) -> None:
-        """The FLOPs that were counted in this batch, as those of a sample."""
+    def _read_flops(self, samples: Any) -> None:
+        """Convert the FLOPs counted in this batch to those of a sample."""
         self._stop_counting()
         if self._counted:
             self._measured = self._counted / (1 if samples is None else samples)
@@ -309,73 +230,156 @@ class Throughput(Callback):
         )
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
-        """Log what was done since the last log."""
+        """Log the steps since the last log."""
         if run.global_step != self._logged_step:
             self._log(run)
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
-        """Count no more."""
+        """Stop counting FLOPs."""
         self._stop_counting()
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Count no more."""
+        """Stop counting FLOPs."""
         self._stop_counting()
 
-    # --- the figures --------------------------------------------------------------------------
+    # --- the logged values --------------------------------------------------------------------
 
     def _log(self, run: TrainingRun) -> None:
         self._logged_step = run.global_step
-        processes = run.world_size
-        self.rates = {
-            f"throughput/{name}": value
-            for name, value in {**self._speeds(processes), **self._totals(processes)}.items()
-        }
+        values = {**self._speeds(), **self._totals()}
+        self.rates = {f"throughput/{name}": value for name, value in values.items()}
         run.accelerator.log(self.rates)
 
-    def _speeds(self, processes: int) -> dict[str, Any]:
-        """Over the window; nothing while it is empty."""
+    def _speeds(self) -> dict[str, Any]:
+        """Return the speeds over the window; nothing while it is empty."""
         if len(self._marks) < 2:
             return {}
-        passed = speed_between(self._marks[0], self._marks[-1])
-        local: dict[str, Any] = {"batches_per_s": passed.batches}
+        speed = speed_between(self._marks[0], self._marks[-1])
+        local: dict[str, Any] = {"batches_per_s": speed.batches}
         if self._has_samples:
-            local["samples_per_s"] = passed.samples
+            local["samples_per_s"] = speed.samples
         if self.tokens is not None:
-            local["tokens_per_s"] = passed.tokens
+            local["tokens_per_s"] = speed.tokens
         speeds: dict[str, Any] = {
-            "steps_per_s": passed.steps,
-            **{name: value * processes for name, value in local.items()},
+            "steps_per_s": speed.steps,
+            **{name: value * self._data_world for name, value in local.items()},
             **{f"device/{name}": value for name, value in local.items()},
-            "data_wait_fraction": passed.waited,
+            "data_wait_fraction": speed.waited,
         }
         if self.flops_per_step is not None or self._measured is not None:
-            speeds["tflops"] = passed.flops / 1e12
+            speeds["tflops"] = speed.flops / 1e12
             if self._peak is not None:
-                speeds["mfu"] = passed.flops / self._peak
+                speeds["mfu"] = speed.flops / self._peak
         return speeds
 
-    def _totals(self, processes: int) -> dict[str, Any]:
-        """Of the run, those before a resume included."""
+    def _totals(self) -> dict[str, Any]:
+        """Return the totals of the run, including those before a resume."""
         before = self._total
         totals: dict[str, Any] = {"total_seconds": before.seconds + self._clock.read()}
         if self._has_samples:
-            totals["total_samples"] = before.samples + self._samples * processes
+            totals["total_samples"] = before.samples + self._samples * self._data_world
         if self.tokens is not None:
-            totals["total_tokens"] = before.tokens + self._tokens * processes
+            totals["total_tokens"] = before.tokens + self._tokens * self._data_world
         return totals
 
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals of the run, over all processes."""
-        processes = collectives.world_size()
+        """Return the totals of the run, over all ranks."""
         return {
             "seconds": self._total.seconds + self._clock.read(),
-            "samples": self._total.samples + self._samples * processes,
-            "tokens": self._total.tokens + self._tokens * processes,
+            "samples": self._total.samples + self._samples * self._data_world,
+            "tokens": self._total.tokens + self._tokens * self._data_world,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the totals; the window begins anew."""
-        self._forget()
+        """Restore the totals, and restart the measurement."""
+        self._start_measuring()
         self._total = Mark(**state_dict)
+
+
+class TrainingClock:
+    """Measure the seconds of training, without evaluations and saves.
+
+    Example:
+        >>> from accel_callbacks.callbacks.throughput import TrainingClock
+        >>> clock = TrainingClock()
+        >>> clock.start(waited=0.0)
+        >>> clock.stop(waited=0.0)
+        >>> clock.read() == clock.read()
+        True
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+        self._waited: float | None = None  # at the last stop
+
+    def start(self, waited: float) -> None:
+        """Start or continue.
+
+        Args:
+            waited: total seconds that training has waited for its data so far.
+        """
+        if self._since is None:
+            # Between a save and the next batch, only the wait for that batch is training time.
+            self._seconds += 0.0 if self._waited is None else waited - self._waited
+            self._since = time.perf_counter()
+
+    def stop(self, waited: float, at: float | None = None) -> None:
+        """Stop now, or ``at`` an earlier ``time.perf_counter()``."""
+        if self._since is None:
+            return
+        late = 0.0 if at is None else max(time.perf_counter() - max(at, self._since), 0.0)
+        self._seconds, self._since, self._waited = self.read() - late, None, waited
+
+    def read(self) -> float:
+        """Return the seconds so far."""
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self._seconds + running
+
+
+class Mark(NamedTuple):
+    """The work of a process up to a step; counts may be tensors on the device.
+
+    Attributes:
+        seconds: of training.
+        waited: seconds of these spent waiting for the loader.
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    steps: Any = 0
+    batches: Any = 0
+    samples: Any = 0
+    tokens: Any = 0
+    flops: Any = 0.0
+
+
+def speed_between(first: Mark, last: Mark) -> Mark:
+    """Return each count per second of training, and ``waited`` as a fraction of the time.
+
+    Example:
+        >>> from accel_callbacks.callbacks.throughput import Mark, speed_between
+        >>> speed_between(Mark(seconds=1.0, steps=2), Mark(seconds=3.0, steps=8)).steps
+        3.0
+    """
+    seconds = max(last.seconds - first.seconds, 1e-9)
+    speeds = [(after - before) / seconds for before, after in zip(first, last, strict=True)]
+    return Mark(*speeds)._replace(seconds=seconds)
+
+
+def first_dimension(batch: Any) -> int | None:
+    """Return the number of samples of a batch, None if it has no tensors.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.callbacks.throughput import first_dimension
+        >>> first_dimension({"x": torch.ones(4, 2)}), first_dimension(["a text"])
+        (4, None)
+    """
+    first = batch  # usually a tensor; else search the whole batch, which is slower
+    while isinstance(first, (list, tuple, dict)) and first:
+        first = first[0] if isinstance(first, (list, tuple)) else next(iter(first.values()))
+    has_samples = isinstance(first, torch.Tensor) and first.dim() > 0
+    return int(first.shape[0]) if has_samples else find_batch_size(batch)

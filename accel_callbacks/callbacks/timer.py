@@ -1,4 +1,4 @@
-"""Measure how long a run trains, and stop it when its time is over."""
+"""Timer: measure the time of a run, and stop it after a maximum duration."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Interval
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
@@ -18,23 +18,23 @@ __all__ = ["Timer"]
 _STAGES = ("train", "validation", "test")
 
 
-class Timer(Callback):
-    """Stops the run after so much time; what a run has used before a resume counts too.
+class Timer(ResumableState):
+    """Stop the run after a duration; the time before a resume counts too.
 
-    With several processes the stop is put to the vote: all stop at the same step, where the first
-    of their clocks is over. The time of training has that of the evaluations in it.
+    With several processes the ranks vote on the stop: all stop at the same step, as soon as the
+    time is up on one of them. The training time includes that of the evaluations.
 
     Args:
         duration: how long to train: ``"8 h"``, ``"01:30:00"``, ``"1:00:00:00"`` (days first), a
             ``timedelta`` or seconds. ``None`` (the default) only measures.
-        interval: ``"step"`` (the default) stops at the end of a step, ``"epoch"`` of an epoch that
-            ``run.epochs`` counts (in a plain loop of several processes, use ``"step"``).
+        interval: ``"step"`` (the default) stops at the end of a step, ``"epoch"`` at the end of an
+            epoch of ``run.epochs`` (in a plain loop with several processes, use ``"step"``).
 
     Attributes:
         duration: in seconds, or ``None``.
 
     Raises:
-        ValueError: the duration is no time, or an unknown interval.
+        ValueError: the duration is not a time, or the interval is unknown.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ class Timer(Callback):
         ...         for batch in data:
         ...             pass
         >>> run.epochs_done, run.stop_reason
-        (1, 'the time is over: trained for 0.001 s')
+        (1, 'the time is up: trained for 0.001 s')
         >>> timer.time_remaining()
         0.0
     """
@@ -61,121 +61,116 @@ class Timer(Callback):
         self.duration = None if duration is None else Interval.seconds(duration, "duration")
         self.interval = interval
         self.can_vote = duration is not None and interval == "step"
-        self._forget()
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
-        self._before = dict.fromkeys(_STAGES, 0.0)  # seconds that are over
-        self._since: dict[str, float] = {}  # stages that run now
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
+        self._elapsed = dict.fromkeys(_STAGES, 0.0)  # seconds up to the last stop of each clock
+        self._since: dict[str, float] = {}  # of running clocks, by time.monotonic()
         self._started: dict[str, float] = {}
 
     @property
     def state_key(self) -> str:
-        """``Timer:<interval>``, so that one of each can be there."""
+        """``Timer:<interval>``, so that one of each can be used."""
         return f"Timer:{self.interval}"
 
-    # --- reading it ---------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in a stage so far, those before a resume included.
+        """Return the seconds spent in a stage so far, including those before a resume.
 
         Args:
             stage: ``"train"``, ``"validation"`` or ``"test"``.
 
         Raises:
-            ValueError: another stage.
+            ValueError: the stage is unknown.
         """
-        since = self._since.get(_known(stage))
-        return self._before[_known(stage)] + (0.0 if since is None else time.monotonic() - since)
+        since = self._since.get(_checked(stage))
+        return self._elapsed[_checked(stage)] + (0.0 if since is None else time.monotonic() - since)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds left of ``duration``, at least 0; ``None`` without one."""
+        """Return the seconds left of ``duration``, at least 0; ``None`` without one."""
         if self.duration is None:
             return None
         return max(0.0, self.duration - self.time_elapsed(stage))
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When a stage began in this process, in seconds since the epoch; ``None`` before."""
-        return self._started.get(_known(stage))
+        """Return when a stage started in this process, by ``time.time()``, or ``None``."""
+        return self._started.get(_checked(stage))
 
     # --- measuring ----------------------------------------------------------------------------
 
-    def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
-        if run.begins_anew:
-            self._forget()
-
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
-        """A resumed run may have no time left."""
-        self._stop_if_over(run)
+        """Stop a resumed run that has no time left."""
+        self._stop_if_time_is_up(run)
 
     def on_train_start(self, run: TrainingRun, model: Any) -> None:
-        """The clock of training goes."""
-        self._begin("train")
+        """Start the clock of training."""
+        self._start("train")
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
-        """It stands."""
-        self._end("train")
+        """Stop the clock of training."""
+        self._stop("train")
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
-        """The clock of evaluations goes."""
-        self._begin("validation")
+        """Start the clock of evaluations."""
+        self._start("validation")
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
-        """It stands."""
-        self._end("validation")
+        """Stop the clock of evaluations."""
+        self._stop("validation")
 
     def on_test_start(self, run: TrainingRun, model: Any) -> None:
-        """The clock of tests goes."""
-        self._begin("test")
+        """Start the clock of tests."""
+        self._start("test")
 
     def on_test_end(self, run: TrainingRun, model: Any) -> None:
-        """It stands."""
-        self._end("test")
+        """Stop the clock of tests."""
+        self._stop("test")
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop at this step, if the time is over."""
+        """Stop at this step, if the time is up."""
         if self.can_vote:
-            self._stop_if_over(run)
+            self._stop_if_time_is_up(run)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """Stop after this epoch, if the time is over."""
-        self._stop_if_over(run)
+        """Stop after this epoch, if the time is up."""
+        self._stop_if_time_is_up(run)
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """All clocks stand, after an error too."""
+        """Stop all clocks, after an error too."""
         for name in list(self._since):
-            self._end(name)
+            self._stop(name)
 
-    def _begin(self, stage: str) -> None:
+    def _start(self, stage: str) -> None:
         self._started[stage] = time.time()
         self._since[stage] = time.monotonic()
 
-    def _end(self, stage: str) -> None:
-        self._before[stage] = self.time_elapsed(stage)
+    def _stop(self, stage: str) -> None:
+        self._elapsed[stage] = self.time_elapsed(stage)
         self._since.pop(stage, None)
 
-    def _stop_if_over(self, run: TrainingRun) -> None:
+    def _stop_if_time_is_up(self, run: TrainingRun) -> None:
         if self.duration is not None and self.time_elapsed() >= self.duration:
             spent = Interval(self.duration, "seconds")
-            run.stop(f"the time is over: trained for {spent}")
+            run.stop(f"the time is up: trained for {spent}")
 
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds by stage."""
+        """Return the seconds by stage."""
         return {"elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore; ``duration`` stays what the constructor was given, so more of it goes on."""
-        self._before.update(state_dict["elapsed"])
+        """Restore the seconds, but not ``duration``: a longer one continues the run."""
+        self._elapsed.update(state_dict["elapsed"])
         for stage in self._since:
             self._since[stage] = time.monotonic()
 
 
-def _known(stage: str) -> str:
+def _checked(stage: str) -> str:
     stage = "validation" if stage == "validate" else stage  # as Lightning calls it
     if stage not in _STAGES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""EMA, WeightAveraging."""
+"""EMA and WeightAveraging: average the weights during training, and evaluate with the average."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from accel_callbacks.callbacks.averaged_weights import Averages, Rule
-from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.modeling.compile import original
 
 if TYPE_CHECKING:
@@ -22,23 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["EMA", "Averaging", "WeightAveraging"]
 
 
-class Averaging(Callback, ABC):
-    """An average of the weights beside the models that have something to train.
+class Averaging(ResumableState, ABC):
+    """Base class of callbacks that keep an average of the weights of the trained models.
 
-    A subclass says when they are taken in, and how.
+    A subclass decides when and how it is updated.
 
     Args:
         use_buffers: ``True``, or ``"copy"`` to leave buffers out of the average.
-        device: where the average is kept.
-        evaluate_with_average: put it into the models for evaluations.
-        name: tells several of one class apart.
+        device: of the average.
+        evaluate_with_average: put the average into the models for evaluations.
+        name: distinguishes several of one class.
 
     Attributes:
-        updates: how often the weights were taken in.
+        updates: number of updates.
     """
 
-    #: Its state is made of weights, so a rollback takes it back together with them.
-    rolls_back = True
+    rolls_back = True  # the state is derived from weights, so a rollback restores it with them
     saves_alike = True
 
     def __init__(
@@ -56,14 +55,14 @@ class Averaging(Callback, ABC):
         self.evaluate_with_average = evaluate_with_average
         self.name = name
         self._averages: Averages | None = None
-        self._loaded: Mapping[str, Any] | None = None  # for a setup that is still to come
-        self._lent = False  # to an evaluation
-        self._forget()
+        self._loaded: Mapping[str, Any] | None = None  # until setup knows the models
+        self._swapped_in = False  # the models hold the average, for an evaluation
+        self.reset_state()
 
-    def _forget(self) -> None:
-        """What a new run begins with."""
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
         self.updates = 0
-        self._step = -1  # of the newest update
+        self._step = -1  # of the last update
         self._loaded = None
         if self._averages is not None:
             self._averages.restore()
@@ -71,13 +70,13 @@ class Averaging(Callback, ABC):
 
     @property
     def state_key(self) -> str:
-        """The name of the class, with ``name`` where one was given."""
+        """The name of the class, or ``<class>:<name>`` if a name was given."""
         kind = type(self).__qualname__
         return kind if self.name is None else f"{kind}:{self.name}"
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Begin anew, unless ``load_state`` has told where the run stands."""
-        self._give_back()
+        """Reset the average, unless ``load_state`` restored it, and find the trained models."""
+        self._swap_out()
         known = [] if self._averages is None else self._averages.models  # may be frozen by now
         models = [
             one
@@ -85,105 +84,104 @@ class Averaging(Callback, ABC):
             if any(one is other for other in known)
             or any(p.requires_grad for p in one.parameters())
         ]
-        # An evaluation after the end of a run sets up too, and wants the average of that run.
-        if run.begins_anew:
-            self._forget()
-        elif self._averages is not None and self._averages.models != models:
-            self._loaded = self._loaded or self.state_dict()
+        super().setup(run, model, stage)
         if self._averages is None or self._averages.models != models:
+            if self._averages is not None:
+                self._loaded = self._loaded or self.state_dict()
             with_buffers = self.use_buffers is True
             self._averages = Averages(models, use_buffers=with_buffers, device=self.device)
         if self._loaded is not None:
             self.load_state_dict(dict(self._loaded))
 
-    # --- taking the weights in ----------------------------------------------------------------
+    # --- updates ------------------------------------------------------------------------------
 
     @abstractmethod
-    def _rule(self, before: int) -> Rule:
-        """How the average moves when the weights were taken in so often before."""
+    def _rule(self, updates: int) -> Rule:
+        """Return the rule of the next update, after this number of updates."""
 
     def _update(self, run: TrainingRun, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Take the weights in; of several optimizers that step in turn, each one's own."""
-        if self._averages is None:  # a step that no run is around
+        """Update the average; after the step of one of several optimizers, of its weights only."""
+        if self._averages is None:  # a step outside of a run, where setup is not fired
             self.setup(run, None, "fit")
         assert self._averages is not None
         first = run.global_step != self._step
-        if optimizer is None and not first:  # nothing was trained since
+        if optimizer is None and not first:  # already updated after this step
             return
         if first:
             self._step = run.global_step
             self.updates += 1
-        self._averages.update(self._rule(self.updates - 1), _share(run, optimizer, first))
+        self._averages.update(self._rule(self.updates - 1), _updated_by(run, optimizer, first))
 
     # --- evaluation ---------------------------------------------------------------------------
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
         """Put the average into the models."""
-        self._lend(run)
+        self._swap_in(run)
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
-        """Put the weights back."""
-        self._take_back(run)
+        """Restore the weights."""
+        self._swap_out_after_evaluation(run)
 
     def on_test_start(self, run: TrainingRun, model: Any) -> None:
         """Put the average into the models."""
-        self._lend(run)
+        self._swap_in(run)
 
     def on_test_end(self, run: TrainingRun, model: Any) -> None:
-        """Put the weights back."""
-        self._take_back(run)
+        """Restore the weights."""
+        self._swap_out_after_evaluation(run)
 
-    def _lend(self, run: TrainingRun) -> None:
+    def _swap_in(self, run: TrainingRun) -> None:
         averages = self._averages
-        if not self.evaluate_with_average or averages is None or not averages.begun:
+        if not self.evaluate_with_average or averages is None or not averages.available:
             return
-        # Of several, one: they would be taken back in the order in which they were lent.
+        # Only one of several: they would be restored in the order in which they were swapped in,
+        # and the second would keep the first one's average as the weights.
         others = (one for one in getattr(run, "callbacks", ()) if one is not self)
-        if not any(isinstance(one, Averaging) and one._lent for one in others):
-            self._lent = self._lent or not averages.applied
+        if not any(isinstance(one, Averaging) and one._swapped_in for one in others):
+            self._swapped_in = self._swapped_in or not averages.applied
             averages.apply()
 
-    def _take_back(self, run: TrainingRun) -> None:
-        """Unless this is the end of an evaluation inside of another."""
+    def _swap_out_after_evaluation(self, run: TrainingRun) -> None:
+        """Restore the weights, unless this evaluation is nested in another one."""
         if not run.open_evaluations:
-            self._give_back()
+            self._swap_out()
 
-    def _give_back(self) -> None:
-        if self._lent and self._averages is not None:
+    def _swap_out(self) -> None:
+        if self._swapped_in and self._averages is not None:
             self._averages.restore()
-        self._lent = False
+        self._swapped_in = False
 
-    # An evaluation that an error ended has no end hook: what comes next puts the weights back.
+    # An evaluation that raised fires no end hook: the next training hook restores the weights.
 
     def on_train_epoch_start(self, run: TrainingRun, model: Any) -> None:
-        """Put back what an evaluation that broke off has left."""
-        self._take_back(run)
+        """Restore the weights after an evaluation that raised."""
+        self._swap_out_after_evaluation(run)
 
     def on_train_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Likewise."""
-        self._take_back(run)
+        """Restore the weights after an evaluation that raised."""
+        self._swap_out_after_evaluation(run)
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
-        """Likewise, where no prepared loader told that training goes on."""
-        if self._lent and not run.open_evaluations:
-            self._give_back()
+        """Restore the weights after an evaluation that raised, if no prepared loader is used."""
+        if self._swapped_in and not run.open_evaluations:
+            self._swap_out()
             warnings.warn(
-                "an evaluation broke off with an error, and the forward pass after it has still "
-                "used the averaged weights: call zero_grad() and compute this batch again.",
+                "an evaluation raised an error, and the forward pass after it still used the "
+                "averaged weights: call zero_grad() and compute this batch again.",
                 stacklevel=2,
             )
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
-        """Put the weights back, if the error came out of an evaluation."""
-        self._give_back()
+        """Restore the weights, if an evaluation raised."""
+        self._swap_out()
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """The models keep their own weights; ``copy_to`` and ``applied`` still work."""
-        self._give_back()
+        """Restore the weights; ``copy_to`` and ``applied`` still work afterwards."""
+        self._swap_out()
 
-    # --- using it -----------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -192,7 +190,7 @@ class Averaging(Callback, ABC):
         Raises:
             RuntimeError: there is no average yet.
         """
-        averages = self._begun()
+        averages = self._require_average()
         outermost = not averages.applied
         averages.apply()
         try:
@@ -202,39 +200,39 @@ class Averaging(Callback, ABC):
                 averages.restore()
 
     def copy_to(self, model: torch.nn.Module, *, number: int = 0) -> None:
-        """Write the average into a model for good: the trained one, or one of the same build.
+        """Copy the average into a model: the trained one, or one of the same architecture.
 
         Args:
             model: prepared or not.
-            number: of several averaged models, which one's average.
+            number: index of the averaged model, if there are several.
 
         Raises:
             RuntimeError: there is no average yet.
-            ValueError: the model is built in another way.
+            ValueError: the model has another architecture.
         """
-        averages = self._begun()
-        self._give_back()
+        averages = self._require_average()
+        self._swap_out()
         if not 0 <= number < len(averages.models):
             raise ValueError(f"number={number}: {len(averages.models)} models are averaged.")
-        averages.write_to(_bare(model), str(number))
+        averages.copy_to(_unwrapped(model), str(number))
 
-    def _begun(self) -> Averages:
-        if self._averages is None or not self._averages.begun:
+    def _require_average(self) -> Averages:
+        if self._averages is None or not self._averages.available:
             raise RuntimeError(
-                f"{self.state_key} has no average yet: it begins with the first step that is taken "
-                "in, or with a checkpoint that was saved after it."
+                f"{self.state_key} has no average yet: it starts with the first averaged step, or "
+                "with a checkpoint saved after it."
             )
         return self._averages
 
     # --- state --------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, run: TrainingRun, model: Any, checkpoint: dict[str, Any]) -> None:
-        """While the models hold the average, their own weights are saved all the same."""
+        """Save the weights of the models even while they hold the average."""
         if self._averages is not None and self._averages.applied:
-            _save_displaced(self._averages, run.models, checkpoint["models"])
+            _insert_displaced(self._averages, run.models, checkpoint["models"])
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, and when it was updated."""
+        """Return the average, the number of updates and the step of the last one."""
         if self._averages is None:
             return dict(self._loaded or {})
         return {
@@ -244,74 +242,77 @@ class Averaging(Callback, ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore in place; kept for ``setup`` where that is still to come."""
+        """Restore in place, or in ``setup`` if the models are not known yet."""
         self.updates, self._step = state_dict["updates"], state_dict["step"]
-        self._lent = False
+        self._swapped_in = False
         self._loaded = state_dict if self._averages is None else None
         if self._averages is not None:
             self._averages.load(state_dict["average"])
 
 
-def _share(
+def _updated_by(
     run: TrainingRun, optimizer: torch.optim.Optimizer | None, first: bool
 ) -> Callable[[torch.Tensor], bool] | None:
-    """Which weights an optimizer's step has changed; the first of a step also has nobody's."""
+    """Return a filter for the weights of one optimizer; None for all weights.
+
+    The first optimizer of a step also gets those that no optimizer has, such as buffers.
+    """
     others = [one for one in run.optimizers if one is not optimizer]
     if optimizer is None or not others:
         return None
-    own = _parameters([optimizer])
+    own = _parameter_ids([optimizer])
     if not first:
         return lambda weight: id(weight) in own
-    theirs = _parameters(others) - own
-    return lambda weight: id(weight) not in theirs
+    of_others = _parameter_ids(others) - own
+    return lambda weight: id(weight) not in of_others
 
 
-def _parameters(optimizers: list[torch.optim.Optimizer]) -> set[int]:
+def _parameter_ids(optimizers: list[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
 
 
-def _save_displaced(
+def _insert_displaced(
     averages: Averages, models: list[torch.nn.Module], saved: dict[str, Any]
 ) -> None:
-    """Put the weights that wait beside their models into what is about to be saved of these."""
+    """Replace the averages in the state dicts of models by the weights that they displaced."""
     for number, model in enumerate(averages.models):
         weights = saved.get(str(next(i for i, one in enumerate(models) if one is model)))
         if weights is not None:
-            displaced = averages.weights_of(str(number)).items()
-            weights.update({name: held for name, held in displaced if name in weights})
+            displaced = averages.displaced_weights(str(number)).items()
+            weights.update({name: tensor for name, tensor in displaced if name in weights})
 
 
-def _bare(model: torch.nn.Module) -> torch.nn.Module:
-    """The model as the user built it."""
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model as the user built it."""
     inner = original(model)
-    return _bare(inner.module) if isinstance(inner, DistributedDataParallel) else inner
+    return _unwrapped(inner.module) if isinstance(inner, DistributedDataParallel) else inner
 
 
 class EMA(Averaging):
-    """Keeps an exponential moving average of the weights, and evaluates with it.
+    """Keep an exponential moving average of the weights, and evaluate with it.
 
-    After a step the average becomes ``decay * average + (1 - decay) * weights``; it begins as a
-    copy of the weights. It is held beside the prepared models that have something to train, costs
-    as much memory as their weights, and is saved with every checkpoint. During an evaluation the
-    models hold the average and the weights wait beside them; what is saved then are still the
-    weights, with the average as the state of this callback.
+    After a step the average becomes ``decay * average + (1 - decay) * weights``; it starts as a
+    copy of the weights. It covers the prepared models with trainable parameters, takes as much
+    memory as their weights, and is saved with every checkpoint. During an evaluation the models
+    hold the average; a checkpoint saved then still contains the weights, and the average as the
+    state of this callback.
 
     Args:
-        decay: how much of the average stays in an update, 0.999 by default.
+        decay: fraction of the average kept by an update, 0.999 by default.
         every_n_steps: update after every so many optimizer steps, 1 by default.
-        start_step: the first step whose weights are taken in.
+        start_step: the first step whose weights are averaged.
         use_buffers: ``True`` averages floating-point buffers too, such as the statistics of
             BatchNorm; with ``"copy"`` the average has the buffers of the model.
-        device: where the average is kept; beside the weights if ``None``. ``"cpu"`` saves memory
-            of the device, and costs a copy of the weights in each update.
+        device: of the average; that of the weights if ``None``. ``"cpu"`` saves device memory, and
+            costs a copy of the weights in each update.
         evaluate_with_average: use it in ``accel.evaluate``, on by default. Of several callbacks,
             the first that has an average is used; see :meth:`applied` for the others.
-        warmup: let the decay begin lower, as ``(1 + updates) / (10 + updates)``, so that early
-            weights do not linger.
-        name: tells several EMAs of one run apart, in ``state_key``.
+        warmup: start with a lower decay, ``(1 + updates) / (10 + updates)``, so that early weights
+            have less influence.
+        name: distinguishes several EMAs of one run, in ``state_key``.
 
     Attributes:
-        updates: how often the weights were taken in.
+        updates: number of updates.
 
     Raises:
         ValueError: ``decay`` is not in [0, 1], an interval is below 1, ``start_step`` is negative,
@@ -367,37 +368,38 @@ class EMA(Averaging):
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Take the weights in, if it is time."""
+        """Update the average every ``every_n_steps`` steps."""
         if _is_due(run.global_step, self.start_step, self.every_n_steps):
             self._update(run, optimizer)
 
-    def _rule(self, before: int) -> Rule:
-        decay = min(self.decay, (1 + before) / (10 + before)) if self.warmup else self.decay
-        follow = get_ema_multi_avg_fn(decay if before else 0.0)  # type: ignore[no-untyped-call]
-        return lambda averaged, current: follow(averaged, current, None)
+    def _rule(self, updates: int) -> Rule:
+        decay = min(self.decay, (1 + updates) / (10 + updates)) if self.warmup else self.decay
+        ema_update = get_ema_multi_avg_fn(decay if updates else 0.0)  # type: ignore[no-untyped-call]
+        return lambda averaged, current: ema_update(averaged, current, None)
 
 
 class WeightAveraging(Averaging):
-    """Keeps the mean of the weights of several places of a run, and evaluates with it.
+    """Keep the mean of the weights at several points of a run, and evaluate with it.
 
     This is stochastic weight averaging (SWA): from some epoch on, usually with a learning rate
-    that stays high, each epoch's last weights count alike. In all else it is as :class:`EMA`.
+    that stays high, the weights at the end of each epoch are averaged equally. All else is as in
+    :class:`EMA`.
 
     Args:
-        every_n_steps: take the weights in after every so many optimizer steps.
-        every_n_epochs: take them in with the last batch of every so many epochs, before its
-            validation; 1 if no interval is given.
-        start_step: the first step whose weights are taken in.
-        start_epoch: the first epoch whose weights are taken in, from 0.
+        every_n_steps: update after every so many optimizer steps.
+        every_n_epochs: update with the last batch of every so many epochs, before the validation;
+            1 if no interval is given.
+        start_step: the first step whose weights are averaged.
+        start_epoch: the first epoch whose weights are averaged, from 0.
         use_buffers: ``True`` averages floating-point buffers too; with ``"copy"`` the average has
-            the buffers of the model. Neither are the exact statistics of a BatchNorm under the
+            the buffers of the model. Neither gives the exact statistics of a BatchNorm under the
             averaged weights: ``torch.optim.swa_utils.update_bn`` computes those.
-        device: where the average is kept; beside the weights if ``None``.
+        device: of the average; that of the weights if ``None``.
         evaluate_with_average: use it in ``accel.evaluate``, on by default.
-        name: tells several of one run apart, in ``state_key``.
+        name: distinguishes several of one run, in ``state_key``.
 
     Attributes:
-        updates: how often the weights were taken in.
+        updates: number of updates.
 
     Raises:
         ValueError: both intervals are given, one is below 1, a start is negative, or
@@ -434,7 +436,7 @@ class WeightAveraging(Averaging):
         *,
         name: str | None = None,
     ) -> None:
-        self._epoch = -1  # of the newest update
+        self._epoch = -1  # the last one that was handled
         super().__init__(
             use_buffers=use_buffers,
             device=device,
@@ -452,14 +454,15 @@ class WeightAveraging(Averaging):
         self.start_step = start_step
         self.start_epoch = start_epoch
 
-    def _forget(self) -> None:
-        super()._forget()
+    def reset_state(self) -> None:
+        """Set the state with which a new run starts."""
+        super().reset_state()
         self._epoch = -1
 
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Take the weights in, if a step interval is over."""
+        """Update the average, if a step interval ends here."""
         late = run.current_epoch >= self.start_epoch
         every = self.every_n_steps
         if every is not None and late and _is_due(run.global_step, self.start_step, every):
@@ -468,13 +471,13 @@ class WeightAveraging(Averaging):
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the weights in with the last batch of an epoch, before its validation."""
+        """Update the average with the last batch of an epoch, before its validation."""
         if self.every_n_epochs is not None and run.is_last_batch:
             self._end_epoch(run)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
-        """The same for an epoch that the loop ended before its last batch."""
-        if self.every_n_epochs is not None and not run.epoch_open:  # else a stop cut it short
+        """Update the average after an epoch that the loop left before its last batch."""
+        if self.every_n_epochs is not None and not run.epoch_open:  # it is open if a stop cut it
             self._end_epoch(run)
 
     def _end_epoch(self, run: TrainingRun) -> None:
@@ -484,17 +487,17 @@ class WeightAveraging(Averaging):
                 self._update(run)
             self._epoch = epoch
 
-    def _rule(self, before: int) -> Rule:
-        follow = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
-        return lambda averaged, current: follow(averaged, current, before)
+    def _rule(self, updates: int) -> Rule:
+        swa_update = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        return lambda averaged, current: swa_update(averaged, current, updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, and when it was updated."""
+        """Return the average, the number of updates, and the position of the last one."""
         state = super().state_dict()
         return {**state, "epoch": self._epoch} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore in place; kept for ``setup`` where that is still to come."""
+        """Restore in place, or in ``setup`` if the models are not known yet."""
         super().load_state_dict(state_dict)
         self._epoch = state_dict["epoch"]
 
@@ -504,7 +507,7 @@ def _is_due(step: int, start: int, every: int) -> bool:
 
 
 def _check_numbers(**numbers: int | None) -> None:
-    """Intervals are at least 1, starts at least 0."""
+    """Raise unless intervals are at least 1 and starts at least 0."""
     for name, value in numbers.items():
         least = 0 if name.startswith("start") else 1
         if value is not None and value < least:

@@ -281,6 +281,11 @@ class ForeignHost(ABC):
         return Topology(self.device, rank=rank, world_size=world)
 
     @property
+    def data_world(self) -> int:
+        """Number of ranks that read different data: all of them, as far as is known here."""
+        return collectives.world_size()
+
+    @property
     def process_index(self) -> int:
         """The rank."""
         return collectives.rank()

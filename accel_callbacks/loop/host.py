@@ -141,6 +141,10 @@ class Host(Protocol):
     def topology(self) -> Topology:
         """The place of this rank among the others."""
 
+    @property
+    def data_world(self) -> int:
+        """Number of ranks that read different data."""
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on one rank of each machine."""
 

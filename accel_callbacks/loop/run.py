@@ -274,6 +274,11 @@ class TrainerAttributes:
         return self._host.topology.world_size
 
     @property
+    def data_world(self) -> int:
+        """Number of ranks that read different data."""
+        return self._host.data_world
+
+    @property
     def global_rank(self) -> int:
         """Index of this process among all."""
         return self._host.topology.rank

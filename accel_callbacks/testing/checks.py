@@ -1,4 +1,4 @@
-"""The contract that every callback has to keep, as checks."""
+"""check_callback: check that a callback keeps the contract of callbacks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.errors import nearest
 from accel_callbacks.testing import fault_checks, run_checks, state_checks
-from accel_callbacks.testing.run_checks import Subject, quietly
-from accel_callbacks.testing.training import own_randomness
+from accel_callbacks.testing.run_checks import Subject, captured_output
+from accel_callbacks.testing.training import seeded_rng
 
 __all__ = ["Check", "callback_checks", "check_callback"]
 
@@ -25,14 +25,14 @@ _CHECKS: dict[str, Callable[[Subject], None]] = {
 
 @dataclass(frozen=True)
 class Check:
-    """One check of one callback; call it.
+    """One check of one callback; call it without arguments.
 
     Args:
         name: such as ``"resume"``.
-        run: what it does.
+        run: the function to call.
 
     Raises:
-        AssertionError: when it is called, and the callback does not keep the contract.
+        AssertionError: when called, if the callback violates the contract.
 
     Example:
         >>> from accel_callbacks.callbacks import LearningRateMonitor
@@ -47,7 +47,7 @@ class Check:
     run: Callable[[], None] = field(repr=False)
 
     def __call__(self) -> None:
-        """Do it."""
+        """Run the check."""
         self.run()
 
     def __str__(self) -> str:
@@ -61,18 +61,18 @@ def callback_checks(
     allow_sync: Sequence[str] = (),
     **training: Any,
 ) -> list[Check]:
-    """The checks of a callback one by one, to parametrise a test with.
+    """Return the checks of a callback one by one, to parametrize a test.
 
     Args:
-        factory: makes a new callback: its class, or a function. Where it cannot do without
-            others, a list of it and them.
-        skip: names of checks to leave out.
-        allow_sync: hooks that may wait for the device, besides those in its ``syncs``.
-        **training: options of :class:`TinyTraining`, such as ``model`` and ``data``, where the
+        factory: makes a new callback: its class, or a function. If the callback depends on others,
+            the function returns a list of it and these.
+        skip: names of checks to skip.
+        allow_sync: hooks that may wait for the device, in addition to its ``syncs``.
+        **training: options of :class:`TinyTraining`, such as ``model`` and ``data``, if the
             callback needs certain ones.
 
     Raises:
-        ValueError: ``skip`` names no check, or ``allow_sync`` no hook.
+        ValueError: ``skip`` names an unknown check, or ``allow_sync`` an unknown hook.
 
     Example:
         >>> from accel_callbacks.callbacks import Timer
@@ -86,7 +86,9 @@ error_before, error_after, error_in_loop'
             raise ValueError(f"skip: {name!r} is no check.{nearest(name, _CHECKS)}")
     subject = Subject(factory, allow_sync, training)
     return [
-        Check(name, _alone(check, subject)) for name, check in _CHECKS.items() if name not in skip
+        Check(name, _isolated(check, subject))
+        for name, check in _CHECKS.items()
+        if name not in skip
     ]
 
 
@@ -100,7 +102,7 @@ def check_callback(
     """Run all checks on a callback; the arguments are those of :func:`callback_checks`.
 
     Raises:
-        AssertionError: it does not keep the contract. It says in a sentence what to change.
+        AssertionError: the callback violates the contract. The message says what to change.
         ValueError: as for :func:`callback_checks`.
 
     Example:
@@ -116,23 +118,23 @@ def check_callback(
         ...         return {"steps": self.steps}
         >>> check_callback(Steps)
         Traceback (most recent call last):
-        AssertionError: Steps does not begin anew in a second run. After the first and after the \
-second: steps: 6 and 12. Reset it in `setup`, unless run.resumed_from is set.
+        AssertionError: Steps does not reset its state in a second run. After the first and after \
+the second: steps: 6 and 12. Reset it in `setup`, unless run.resumed_from is set.
     """
     for check in callback_checks(factory, skip=skip, allow_sync=allow_sync, **training):
         check()
 
 
-def _alone(check: Callable[[Subject], None], subject: Subject) -> Callable[[], None]:
-    """The check without what it prints, and without what it settles for the process."""
+def _isolated(check: Callable[[Subject], None], subject: Subject) -> Callable[[], None]:
+    """Wrap a check so that it prints nothing and restores the state of the process."""
 
     def run() -> None:
-        began = is_initialized()
+        was_initialized = is_initialized()
         try:
-            with quietly(), own_randomness(torch.device("cpu")):
+            with captured_output(), seeded_rng(torch.device("cpu")):
                 check(subject)
         finally:
-            if not began:
+            if not was_initialized:
                 destroy_topology()
 
     return run

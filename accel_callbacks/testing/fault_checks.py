@@ -1,4 +1,4 @@
-"""Errors leave nothing behind."""
+"""Checks that a callback cleans up after errors."""
 
 from __future__ import annotations
 
@@ -20,28 +20,157 @@ from accel_callbacks.testing.run_checks import (
     Injected,
     Raises,
     Subject,
-    Witness,
-    kept_in_memory,
+    WeightRecorder,
+    captured_output,
+    memory_folder,
     name_of,
-    quietly,
 )
 from accel_callbacks.testing.state_checks import reference_of
 from accel_callbacks.testing.training import TinyTraining
 
 __all__ = ["CHECKS", "Surroundings"]
 
-_PATIENCE = 2.0  # seconds that a thread which is told to end may take
-_SHORT = {"epochs": 1, "batches": 2, "test": True}
-_SAVES = ("on_save_checkpoint", "on_checkpoint_saved", "on_load_checkpoint")
+_THREAD_TIMEOUT = 2.0  # seconds in which a stopped thread must end
+_SHORT = {"epochs": 1, "batches": 2, "test": True}  # options of the trainings
+_CHECKPOINT_HOOKS = ("on_save_checkpoint", "on_checkpoint_saved", "on_load_checkpoint")
 _STAGES = ("train", "validation", "test")
 _ERROR_LINE = re.compile(r"^(?!Traceback)[A-Za-z_][\w.]*(?:Error|Exception|Exit)\b.*", re.M)
 
 
-class Surroundings:
-    """Threads, signal handlers, modes and hooks as they are now.
+def neighbour_raises(subject: Subject, *, before: bool) -> None:
+    """Check the callback after errors of another one, called before or after it, in each hook."""
+    faulty = _FaultyTraining(subject, before=before)
+    with memory_folder() as root:
+        for hook in HOOKS:
+            where = f"a neighbour {'before' if before else 'after'} it raised in {hook}"
+            faulty.check(where, partial(_play_to_hook, faulty, hook, root))
+            assert faulty.raiser.raised or faulty.training.run.should_stop, f"{hook} never came"
+    faulty.check_afterwards()
+
+
+def loop_raises(subject: Subject) -> None:
+    """Check the callback after errors in the loop body, in training, validation and test."""
+    faulty = _FaultyTraining(subject, before=False)
+    for stage in _STAGES:
+        for kind in (Injected, KeyboardInterrupt):
+            where = f"the loop raised {kind.__name__} in its {stage} part"
+            faulty.check(where, partial(_play_to_stage, faulty, stage, kind))
+    faulty.check_afterwards()
+
+
+class _FaultyTraining:
+    """A training that is ended by one error after another.
 
     Args:
-        model: whose modes and hooks are looked at too.
+        subject: makes the checked callback.
+        before: whether the neighbour that raises is called before the callback, or after it.
+    """
+
+    def __init__(self, subject: Subject, *, before: bool) -> None:
+        self.reference = reference_of(subject, **_SHORT)
+        self.made = subject.make()
+        callback = self.made[0]
+        self.raiser = Raises(callback, "Raises")
+        self.weights = WeightRecorder(callback)
+        self.stage = ""
+        self.kind: type[BaseException] = Injected
+        first, last = ([self.raiser], []) if before else ([], [self.raiser])
+        late = WeightRecorder(callback, self.weights)
+        self.callback, self.training = subject.training(
+            made=self.made, before=[self.weights, *first], after=[late, *last], **_SHORT
+        )
+        inner = self.training._loss
+
+        def loss(model: Any, batch: Any) -> Any:
+            if self.training.accel.loop.phase == self.stage:
+                raise self.kind(f"an error in {self.stage}")
+            return inner(model, batch)
+
+        self.training._loss = loss
+
+    def check(self, where: str, play: Callable[[], None]) -> None:
+        """Play a run that an error ends, and check that the callback has cleaned up."""
+        model = self.training.accel.unwrap_model(self.training.model)
+        self.training.begin_again()
+        with captured_output() as printed:
+            before = Surroundings(model)
+            found = self._play(play)
+            found += before.changes() + _printed_errors(printed)
+        found += [f"weight {name} is not the trained one" for name in self.weights.changed(model)]
+        if found:
+            raise AssertionError(
+                f"{name_of(self.callback)} does not clean up: after {where}, {'; '.join(found)}. "
+                "Restore everything in `teardown`, which is always called."
+            )
+
+    def _play(self, play: Callable[[], None]) -> list[str]:
+        """Play, and describe an unexpected error."""
+        try:
+            play()
+        except (Injected, KeyboardInterrupt):
+            return []
+        except SystemExit:
+            if self.training.run.preempted:
+                return []
+            raise
+        except Exception as error:
+            return [f"it hid the error behind {type(error).__name__}: {error}"]
+        return []
+
+    def check_afterwards(self) -> None:
+        """Check that a run after all the errors ends like the first run of a new callback."""
+        self.raiser.arm("")
+        self.stage = ""
+        self.training.each_batch = None
+        self.training.begin_again().play()
+        found = self.reference.compare(self.callback)
+        if found:
+            raise AssertionError(
+                f"{name_of(self.callback)} does not reset its state after runs that ended with an "
+                f"error. After the first run of a new one, and after this one: {found}."
+            )
+
+
+def _play_to_hook(faulty: _FaultyTraining, hook: str, root: str) -> None:
+    """Play a training that fires this hook, in which the neighbour raises."""
+    training = faulty.training
+    faulty.raiser.arm("")
+    training.each_batch = partial(_provoke, hook=hook, path=f"{root}/{hook}")
+    if hook == "on_load_checkpoint":
+        training.play()
+    faulty.raiser.arm(hook)
+    training.play(resume=f"{root}/{hook}" if hook == "on_load_checkpoint" else False)
+
+
+def _provoke(training: TinyTraining, *, hook: str, path: str) -> None:
+    """Cause a rare hook to fire, in the loop body."""
+    if training.run.global_step != 1:
+        return
+    if hook in _CHECKPOINT_HOOKS:
+        training.accel.save_state(path)
+    elif hook == "on_preempt":
+        training.run.preempt("a check")
+    elif hook == "on_exception":
+        raise Injected("an error in the loop")
+
+
+def _play_to_stage(faulty: _FaultyTraining, stage: str, kind: type[BaseException]) -> None:
+    """Play until the loss of a stage is computed, which raises."""
+    faulty.stage, faulty.kind = stage, kind
+    faulty.training.play()
+
+
+def _printed_errors(printed: io.StringIO) -> list[str]:
+    """Describe errors of hooks during another error, which are printed and not raised."""
+    lines = _ERROR_LINE.findall(printed.getvalue())
+    return [f"its own hook failed too: {line}" for line in lines if "Injected" not in line]
+
+
+class Surroundings:
+    """A snapshot of threads, processes, signal handlers, modes and hooks.
+
+    Args:
+        model: whose modes and hooks are included.
 
     Example:
         >>> import torch
@@ -57,22 +186,22 @@ class Surroundings:
         self._model = model
         self._threads = set(threading.enumerate())
         self._children = {child.pid for child in multiprocessing.active_children()}
-        self._facts = {name: look(model) for name, (look, _) in _LOOKS.items()}
+        self._values = {name: read(model) for name, (read, _) in _ASPECTS.items()}
 
     def changes(self) -> list[str]:
-        """What is not as it was, as sentences."""
-        told = []
-        for name, (look, tell) in _LOOKS.items():
-            before, now = self._facts[name], look(self._model)
+        """Describe the differences between now and the snapshot, as clauses."""
+        found = []
+        for name, (read, describe) in _ASPECTS.items():
+            before, now = self._values[name], read(self._model)
             if now != before:
-                told.append(tell(before, now))
-        told += [f"the thread {thread.name!r} is still running" for thread in self._new_threads()]
+                found.append(describe(before, now))
+        found += [f"the thread {thread.name!r} is still running" for thread in self._new_threads()]
         children = {child.pid for child in multiprocessing.active_children()}
-        return told + [f"the process {pid} is still running" for pid in children - self._children]
+        return found + [f"the process {pid} is still running" for pid in children - self._children]
 
     def _new_threads(self) -> list[threading.Thread]:
-        """Threads that have come since, and do not end by themselves soon."""
-        end = time.monotonic() + _PATIENCE
+        """Return the threads started since the snapshot that do not end in time."""
+        end = time.monotonic() + _THREAD_TIMEOUT
         new = [one for one in threading.enumerate() if one not in self._threads]
         for thread in new:
             thread.join(max(0.0, end - time.monotonic()))
@@ -83,7 +212,7 @@ def _modes(model: torch.nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
 
 
-def _tell_modes(before: dict[str, bool], now: dict[str, bool]) -> str:
+def _describe_modes(before: dict[str, bool], now: dict[str, bool]) -> str:
     name = next(name for name in before if before[name] != now.get(name))
     kinds = {True: "training mode", False: "eval mode"}
     which = f"the module {name!r}" if name else "the model"
@@ -91,7 +220,7 @@ def _tell_modes(before: dict[str, bool], now: dict[str, bool]) -> str:
 
 
 def _model_hooks(model: torch.nn.Module) -> list[int]:
-    """Ids of all hooks on modules and parameters."""
+    """Return the ids of all hooks on modules and parameters."""
     kinds = [name for name in vars(model) if name.endswith("_hooks")]
     on_modules = [
         id(hook)
@@ -109,13 +238,13 @@ def _handlers(model: torch.nn.Module) -> dict[str, Any]:
     return {one.name: signal.getsignal(one) for one in signal.Signals}
 
 
-def _tell_handlers(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _describe_handlers(before: dict[str, Any], now: dict[str, Any]) -> str:
     names = ", ".join(name for name in before if before[name] != now[name])
     return f"the handler of {names} is another one"
 
 
 def _torch_modes(model: torch.nn.Module) -> dict[str, Any]:
-    """What is switched on in torch."""
+    """Return the global modes of torch."""
     core: Any = torch._C
     return {
         "gradients": torch.is_grad_enabled(),
@@ -130,157 +259,33 @@ def _torch_modes(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _tell_changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    changed = [f"{n}: {now[n]} instead of {before[n]}" for n in before if before[n] != now[n]]
-    return ", ".join(changed)
-
-
 def _streams(model: torch.nn.Module) -> dict[str, Any]:
     names = ("stdout", "stderr", "excepthook")
     return {f"sys.{name}": getattr(sys, name) for name in names}
 
 
-_Look = Callable[[torch.nn.Module], Any]
-_Tell = Callable[[Any, Any], str]
-_LOOKS: dict[str, tuple[_Look, _Tell]] = {
-    "modes": (_modes, _tell_modes),
+def _describe_values(before: dict[str, Any], now: dict[str, Any]) -> str:
+    changed = [f"{n}: {now[n]} instead of {before[n]}" for n in before if before[n] != now[n]]
+    return ", ".join(changed)
+
+
+_Read = Callable[[torch.nn.Module], Any]
+
+
+_Describe = Callable[[Any, Any], str]
+
+
+_ASPECTS: dict[str, tuple[_Read, _Describe]] = {
+    "modes": (_modes, _describe_modes),
     "hooks": (_model_hooks, lambda b, n: f"the model has {len(n)} hooks instead of {len(b)}"),
-    "handlers": (_handlers, _tell_handlers),
-    "torch": (_torch_modes, _tell_changed),
-    "streams": (_streams, _tell_changed),
+    "handlers": (_handlers, _describe_handlers),
+    "torch": (_torch_modes, _describe_values),
+    "streams": (_streams, _describe_values),
 }
 
 
-def fails_beside(subject: Subject, *, before: bool) -> None:
-    """A neighbour raises in each hook, called before the callback or after it."""
-    trouble = _Trouble(subject, before=before)
-    with kept_in_memory() as root:
-        for hook in HOOKS:
-            where = f"a neighbour {'before' if before else 'after'} it raised in {hook}"
-            trouble.meet(where, partial(_play_to, trouble, hook, root))
-            assert trouble.raiser.raised or trouble.training.run.should_stop, f"{hook} never came"
-    trouble.check_afterwards()
-
-
-def fails_in_the_loop(subject: Subject) -> None:
-    """The body of the loop raises, in training, in a validation and in a test."""
-    trouble = _Trouble(subject, before=False)
-    for stage in _STAGES:
-        for kind in (Injected, KeyboardInterrupt):
-            where = f"the loop raised {kind.__name__} in its {stage} part"
-            trouble.meet(where, partial(_play_until, trouble, stage, kind))
-    trouble.check_afterwards()
-
-
-class _Trouble:
-    """One training that meets error after error.
-
-    Args:
-        subject: whose callback is in it.
-        before: the neighbour that raises is called before the callback, not after it.
-    """
-
-    def __init__(self, subject: Subject, *, before: bool) -> None:
-        self.reference = reference_of(subject, **_SHORT)
-        self.made = subject.make()
-        callback = self.made[0]
-        self.raiser = Raises(callback, "Raises")
-        self.witness = Witness(callback)
-        self.stage = ""
-        self.kind: type[BaseException] = Injected
-        first, last = ([self.raiser], []) if before else ([], [self.raiser])
-        late = Witness(callback, self.witness)
-        self.callback, self.training = subject.training(
-            made=self.made, before=[self.witness, *first], after=[late, *last], **_SHORT
-        )
-        inner = self.training._loss
-
-        def loss(model: Any, batch: Any) -> Any:
-            if self.training.accel.loop.phase == self.stage:
-                raise self.kind(f"an error in {self.stage}")
-            return inner(model, batch)
-
-        self.training._loss = loss
-
-    def meet(self, where: str, play: Callable[[], None]) -> None:
-        """Let an error end a run, and look what it has left."""
-        model = self.training.accel.unwrap_model(self.training.model)
-        self.training.begin_again()
-        with quietly() as printed:
-            before = Surroundings(model)
-            told = self._played(play)
-            told += before.changes() + _printed_errors(printed)
-        told += [f"weight {name} is not what was trained" for name in self.witness.changed(model)]
-        if told:
-            raise AssertionError(
-                f"{name_of(self.callback)} does not tidy up: after {where}, {'; '.join(told)}. "
-                "Put things back in `teardown`, which always comes."
-            )
-
-    def _played(self, play: Callable[[], None]) -> list[str]:
-        try:
-            play()
-        except (Injected, KeyboardInterrupt):
-            return []
-        except SystemExit:
-            if self.training.run.preempted:
-                return []
-            raise
-        except Exception as error:
-            return [f"it hid the error behind {type(error).__name__}: {error}"]
-        return []
-
-    def check_afterwards(self) -> None:
-        """After all of them, a run is as if nothing had been."""
-        self.raiser.arm("")
-        self.stage = ""
-        self.training.each_batch = None
-        self.training.begin_again().play()
-        told = self.reference.compare(self.callback)
-        if told:
-            raise AssertionError(
-                f"{name_of(self.callback)} does not begin anew after runs that ended with an "
-                f"error. In the first run of a new one, and in this one: {told}."
-            )
-
-
-def _play_to(trouble: _Trouble, hook: str, root: str) -> None:
-    """Play a training in which this hook comes, and the neighbour raises in it."""
-    training = trouble.training
-    trouble.raiser.arm("")
-    training.each_batch = partial(_provoke, hook=hook, path=f"{root}/{hook}")
-    if hook == "on_load_checkpoint":
-        training.play()
-    trouble.raiser.arm(hook)
-    training.play(resume=f"{root}/{hook}" if hook == "on_load_checkpoint" else False)
-
-
-def _provoke(training: TinyTraining, *, hook: str, path: str) -> None:
-    """Do in the loop what makes a rare hook come."""
-    if training.run.global_step != 1:
-        return
-    if hook in _SAVES:
-        training.accel.save_state(path)
-    elif hook == "on_preempt":
-        training.run.preempt("a check")
-    elif hook == "on_exception":
-        raise Injected("an error in the loop")
-
-
-def _play_until(trouble: _Trouble, stage: str, kind: type[BaseException]) -> None:
-    """Play until the loss of a stage is asked for."""
-    trouble.stage, trouble.kind = stage, kind
-    trouble.training.play()
-
-
-def _printed_errors(printed: io.StringIO) -> list[str]:
-    """Errors of hooks that came while another one unwound: those are shown, not raised."""
-    lines = _ERROR_LINE.findall(printed.getvalue())
-    return [f"its own hook failed too: {line}" for line in lines if "Injected" not in line]
-
-
 CHECKS: dict[str, Callable[[Subject], None]] = {
-    "error_before": partial(fails_beside, before=True),
-    "error_after": partial(fails_beside, before=False),
-    "error_in_loop": fails_in_the_loop,
+    "error_before": partial(neighbour_raises, before=True),
+    "error_after": partial(neighbour_raises, before=False),
+    "error_in_loop": loop_raises,
 }

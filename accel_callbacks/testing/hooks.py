@@ -1,4 +1,4 @@
-"""Fire one hook; simulate which would fire."""
+"""fire and simulate: call one hook of a callback, or list the hooks of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.testing.training import TinyTraining
 
-__all__ = ["arguments_of", "fire", "simulate", "stand_ins"]
+__all__ = ["arguments_of", "default_arguments", "fire", "simulate"]
 
+# Prefixes of hooks, for their indentation.
 _INSIDE_EPOCH = ("train_batch", "validation", "log", "test")
 _INSIDE_BATCH = ("before_", "after_")
 
@@ -25,20 +26,20 @@ _INSIDE_BATCH = ("before_", "after_")
 def fire(
     callback: Any, hook: str, *, run: TrainingRun | None = None, **arguments: Any
 ) -> TrainingRun:
-    """Call one hook of a callback; what is not given is a sensible stand-in.
+    """Call one hook of a callback, with defaults for the arguments that are not given.
 
-    Stand-ins are those of a small training that has not begun: its model and optimizer, a batch
-    of two pairs of numbers, a loss of 0.5. ``setup`` is not called by itself.
+    The defaults are those of a small training before its start: its model and optimizer, a batch
+    of two pairs of numbers, a loss of 0.5. ``setup`` is not called automatically.
 
     Args:
         callback: any object with the hook.
-        hook: its name; the ``on_`` may be left out.
-        run: what an earlier ``fire`` returned, to go on with it; set its attributes (say
-            ``run.global_step = 7``) to stand where you like. A new one if ``None``.
+        hook: its name, with or without the ``on_``.
+        run: the result of an earlier ``fire``, to continue with it; set its attributes (such as
+            ``run.global_step = 7``) for a certain position. A new one if ``None``.
         **arguments: of the hook, by name.
 
     Returns:
-        The run, to look at: ``run.should_stop``, ``run.callback_metrics``, ...
+        The run, to inspect: ``run.should_stop``, ``run.callback_metrics``, ...
 
     Raises:
         ValueError: there is no such hook, or the callback does not have it.
@@ -66,7 +67,7 @@ def fire(
     if run is None:
         run = TinyTraining().run
     values = [
-        arguments[one] if one in arguments else stand_ins[one](run)
+        arguments[one] if one in arguments else default_arguments[one](run)
         for one in known
         if one in arguments or one != "dataloader_idx"
     ]
@@ -75,7 +76,7 @@ def fire(
 
 
 def arguments_of(hook: str) -> list[str]:
-    """The names of a hook's arguments after ``run``."""
+    """Return the names of a hook's arguments after ``run``."""
     return list(inspect.signature(getattr(Callback, hook)).parameters)[2:]
 
 
@@ -95,8 +96,8 @@ def _loss(run: TrainingRun) -> torch.Tensor:
     return torch.tensor(0.5, device=run.accelerator.device)
 
 
-#: For each argument what makes its stand-in.
-stand_ins: dict[str, Callable[[TrainingRun], Any]] = {
+#: For each argument the function that makes its default.
+default_arguments: dict[str, Callable[[TrainingRun], Any]] = {
     "model": _model,
     "stage": lambda run: "fit",
     "batch": _batch,
@@ -122,7 +123,7 @@ def simulate(
     *,
     window: int = 1,
 ) -> str:
-    """The sequence of hooks of a run, and which of these callbacks each would call, as text.
+    """Return the hooks of a run in order, and the callbacks that each would call, as text.
 
     No callback is called, and no model is needed: the order is that of a small real training
     with ``run.epochs``, ``accumulate`` and ``evaluate``, without checkpoints.
@@ -135,12 +136,12 @@ def simulate(
         window: micro-batches of an optimizer step.
 
     Returns:
-        A line for each hook: its number of the epoch, batch or step, then the callbacks that have
-        it, in the order of their calls.
+        A line for each hook: its name, the number of the epoch, batch or step, and the callbacks
+        that have it, in the order of their calls.
 
     Raises:
         ValueError: a number is below 1 (``evaluate_every``: below 0).
-        TypeError: something is no callback.
+        TypeError: an object is not a callback.
 
     Example:
         >>> from accel_callbacks.callbacks import LearningRateMonitor, Timer
@@ -182,7 +183,7 @@ def simulate(
 
 
 class _Simulated(TinyTraining):
-    """A training that evaluates after some of its epochs."""
+    """A training that evaluates every few epochs."""
 
     def __init__(self, evaluate_every: int, **options: Any) -> None:
         super().__init__(evaluate=False, **options)
@@ -195,7 +196,7 @@ class _Simulated(TinyTraining):
 
 
 def _called(dispatch: Dispatcher) -> dict[str, str]:
-    """For each hook, without its ``on_``, the names of those that it calls."""
+    """Return for each hook, without its ``on_``, the names of the callbacks that it calls."""
     owners = {call: entry.name for entry in dispatch.entries for call in entry.calls.values()}
     return {
         hook.removeprefix("on_"): ", ".join(owners[call] for call in calls)
@@ -204,7 +205,7 @@ def _called(dispatch: Dispatcher) -> dict[str, str]:
 
 
 def _indent(line: str) -> str:
-    """By how deep in the loop a hook fires."""
+    """Return the indentation of a hook by its depth in the loop."""
     if line.startswith("train_epoch"):
         return "  "
     if line.startswith(_INSIDE_BATCH):

@@ -1,4 +1,4 @@
-"""Checks that run a callback."""
+"""Checks that run a callback in trainings, and what all checks share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS
 from accel_callbacks.callbacks.dispatch.functions import checked_hook
 from accel_callbacks.callbacks.dispatch.registration import accepted, configured, overrides, saves
-from accel_callbacks.testing.device_syncs import host_syncs
 from accel_callbacks.testing.hooks import arguments_of, fire
+from accel_callbacks.testing.host_sync import host_syncs
 from accel_callbacks.testing.training import TinyTraining
 
 __all__ = [
@@ -26,20 +26,22 @@ __all__ = [
     "Injected",
     "Neighbour",
     "Raises",
-    "SavesEachPlace",
+    "SavesEachPosition",
     "Subject",
-    "Witness",
-    "kept_in_memory",
-    "quietly",
+    "WeightRecorder",
+    "captured_output",
+    "memory_folder",
 ]
 
-_AWAY = ("validation", "test", "log", "checkpoint", "exception", "preempt")
-#: Hooks in which the models hold the weights that are trained.
-_TRAINED = [
-    hook for hook in HOOKS if hook not in EXIT_HOOKS and not any(word in hook for word in _AWAY)
+_NOT_TRAINING = ("validation", "test", "log", "checkpoint", "exception", "preempt")
+#: Hooks in which the models hold the trained weights.
+_TRAINING_HOOKS = [
+    hook
+    for hook in HOOKS
+    if hook not in EXIT_HOOKS and not any(word in hook for word in _NOT_TRAINING)
 ]
 #: Hooks of each batch and step, which must not wait for the device.
-_HOT = (
+_HOT_HOOKS = (
     *("on_train_batch_start", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_after_optimizer_step", "on_before_zero_grad"),
     *("on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end"),
@@ -47,117 +49,16 @@ _HOT = (
 )
 
 
-class Injected(Exception):
-    """The error that a check injects."""
-
-
-class Neighbour:
-    """Stands where the checked callback does: among the first, or among those that run last.
-
-    Args:
-        like: the checked callback.
-        name: its state key.
-    """
-
-    def __init__(self, like: Any, name: str) -> None:
-        self.runs_last = bool(getattr(like, "runs_last", False))
-        self.state_key = name
-
-
-class Raises(Neighbour):
-    """Raises in one hook, while it is armed.
-
-    Args:
-        like: the checked callback.
-        name: its state key.
-
-    Attributes:
-        raised: it has, since it was armed.
-    """
-
-    def __init__(self, like: Any, name: str) -> None:
-        super().__init__(like, name)
-        self.hook = ""
-        self.raised = False
-        for hook in HOOKS:
-            setattr(self, hook, self._raiser(hook))
-
-    def _raiser(self, hook: str) -> Callable[..., None]:
-        def come(*args: Any) -> None:
-            if self.hook == hook and not self.raised:
-                self.raised = True
-                raise Injected(f"{self.state_key} raises in {hook}")
-
-        return come
-
-    def arm(self, hook: str) -> None:
-        """Raise the next time that this hook comes, once."""
-        self.hook, self.raised = hook, False
-
-
-class Witness(Neighbour):
-    """Remembers the weights that are trained, wherever no evaluation has borrowed them.
-
-    Args:
-        like: the checked callback.
-        earlier: the witness that is called before it, which sees what an error hides from this one.
-    """
-
-    def __init__(self, like: Any, earlier: Witness | None = None) -> None:
-        super().__init__(like, "Witness" if earlier is None else "LateWitness")
-        self.runs_last = self.runs_last and earlier is not None
-        self.weights: dict[str, torch.Tensor] = {} if earlier is None else earlier.weights
-        for hook in _TRAINED:
-            setattr(self, hook, self._look)
-
-    def _look(self, run: Any, model: Any, *args: Any) -> None:
-        if not run.accelerator.loop.evaluating:
-            self.weights.update((n, w.detach().clone()) for n, w in model.state_dict().items())
-
-    def changed(self, model: torch.nn.Module) -> list[str]:
-        """Names of the weights that are not those that were seen last."""
-        now = model.state_dict()
-        return [name for name, weight in self.weights.items() if not weight.equal(now[name])]
-
-
-class SavesEachPlace:
-    """Saves the training state at the end of each batch and each epoch, after everyone else.
-
-    Args:
-        root: folder or URL.
-    """
-
-    runs_last = True
-    state_key = "SavesEachPlace"
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.places: dict[str, str] = {}
-
-    def on_train_batch_end(self, run: Any, model: Any, *args: Any) -> None:
-        """A step is over."""
-        self._save(run, f"step {run.global_step}, batch {run.batch_idx}")
-
-    def on_train_epoch_end(self, run: Any, model: Any) -> None:
-        """An epoch is over."""
-        self._save(run, f"the end of epoch {run.current_epoch}")
-
-    def _save(self, run: Any, place: str) -> None:
-        if place not in self.places:
-            self.places[place] = f"{self.root}/{len(self.places)}"
-            run.accelerator.save_state(self.places[place])
-
-
 class Subject:
-    """A callback's factory, and how its trainings are made.
+    """A callback's factory, and the options of its trainings.
 
     Args:
-        factory: makes a new callback, or a list of one and those that it cannot do without.
+        factory: makes a new callback, or a list of one and those that it depends on.
         allow_sync: hooks that may wait for the device.
         options: of the trainings.
 
     Attributes:
-        kept: what several checks need, and one has made.
+        cache: results that several checks share.
     """
 
     def __init__(
@@ -166,10 +67,10 @@ class Subject:
         self._factory = factory
         self.allow_sync = {checked_hook(hook) for hook in allow_sync}
         self._options = options
-        self.kept: dict[str, Any] = {}
+        self.cache: dict[str, Any] = {}
 
     def make(self) -> tuple[Any, list[Any]]:
-        """A new callback, as it is registered, and those that come with it."""
+        """Return a new callback as it is registered, and those that it depends on."""
         made = self._factory()
         callback, *others = made if isinstance(made, (list, tuple)) else (made,)
         return accepted(callback), others
@@ -182,25 +83,25 @@ class Subject:
         made: tuple[Any, list[Any]] | None = None,
         **options: Any,
     ) -> tuple[Any, TinyTraining]:
-        """A callback (a new one unless ``made`` is given), and a training that it is in."""
+        """Return a callback (a new one unless ``made`` is given), and a training with it."""
         callback, others = made or self.make()
         settings = {**options, **self._options}
         return callback, TinyTraining([*before, callback, *others, *after], **settings)
 
 
 def hooks_of(callback: Any) -> list[str]:
-    """The hooks that a callback has."""
+    """Return the hooks that a callback has."""
     return [hook for hook in HOOKS if overrides(callback, hook)]
 
 
 def name_of(callback: Any) -> str:
-    """What a callback is called in what a check says."""
+    """Return the name of a callback for messages."""
     return str(getattr(callback, "state_key", None) or type(callback).__qualname__)
 
 
 @contextmanager
-def quietly() -> Iterator[io.StringIO]:
-    """What is printed, logged or warned of in the block is not shown; gives what went to stderr."""
+def captured_output() -> Iterator[io.StringIO]:
+    """Suppress prints, logs and warnings in the block; yields the output to stderr."""
     errors, log = io.StringIO(), logging.getLogger("accel_callbacks")
     level = log.level
     with (
@@ -216,8 +117,8 @@ def quietly() -> Iterator[io.StringIO]:
 
 
 @contextmanager
-def kept_in_memory() -> Iterator[str]:
-    """A URL for checkpoints, which are gone after the block."""
+def memory_folder() -> Iterator[str]:
+    """Yield the URL of a folder in memory that is removed after the block."""
     import fsspec
 
     root = f"accel-testing-{uuid.uuid4().hex}"
@@ -229,18 +130,22 @@ def kept_in_memory() -> Iterator[str]:
             store.rm(f"/{root}", recursive=True)
 
 
+class Injected(Exception):
+    """The error that a check injects."""
+
+
 def takes_arguments(subject: Subject) -> None:
-    """Each hook takes the arguments that it is called with."""
+    """Check that each hook takes the arguments that it is called with."""
     callback, _ = subject.make()
     for hook in hooks_of(callback):
         given = arguments_of(hook)
         calls = [["run", "model", *(one for one in given[1:])]]
-        if "dataloader_idx" in given:  # which the first loader does not pass
+        if "dataloader_idx" in given:  # not passed for the first loader
             calls.append(calls[0][:-1])
         for call in calls:
             try:
                 inspect.signature(getattr(callback, hook)).bind(*call)
-            except ValueError:  # of something built in, which does not tell
+            except ValueError:  # built-in functions may have no signature
                 continue
             except TypeError as error:
                 listed = ", ".join(call)
@@ -250,10 +155,10 @@ def takes_arguments(subject: Subject) -> None:
                 ) from error
 
 
-def whole_runs(subject: Subject) -> None:
-    """Every hook: a run with evaluations, a test, a save and a preemption; a resume; an error."""
-    with kept_in_memory() as root:
-        callback, training = subject.training(test=True, each_batch=_busy(root))
+def complete_runs(subject: Subject) -> None:
+    """Check every hook in a run with evaluations, a save and a preemption, a resume, an error."""
+    with memory_folder() as root:
+        callback, training = subject.training(test=True, each_batch=_save_and_preempt(root))
         _play(training)
         training.each_batch = _raise
         try:
@@ -264,12 +169,12 @@ def whole_runs(subject: Subject) -> None:
         called = {row.hook for row in training.accel.callback_report().rows if row.calls}
         run = training.run
     for hook in hooks_of(callback):
-        if hook not in called:  # say because the callback has stopped the run before
+        if hook not in called:  # for example because the callback stopped the run before
             fire(callback, hook, run=run)
 
 
-def _busy(root: str) -> Any:
-    """Save in the first batch, and give way in the second epoch."""
+def _save_and_preempt(root: str) -> Any:
+    """Return an ``each_batch`` that saves in the first batch, and preempts in the second epoch."""
 
     def each_batch(training: TinyTraining) -> None:
         run = training.run
@@ -287,7 +192,7 @@ def _raise(training: TinyTraining) -> None:
 
 
 def _play(training: TinyTraining, **options: Any) -> None:
-    """Play; a callback may want the process to end after a preemption."""
+    """Play, and ignore a ``SystemExit`` after a preemption."""
     try:
         training.play(**options)
     except SystemExit:
@@ -296,18 +201,18 @@ def _play(training: TinyTraining, **options: Any) -> None:
 
 
 def windows(subject: Subject) -> None:
-    """Gradients of several batches, with a window that is cut short at the end of an epoch."""
+    """Check a run that accumulates gradients, with a shorter window at the end of each epoch."""
     subject.training(window=2, batches=3)[1].play()
 
 
 def breaks(subject: Subject) -> None:
-    """A loop that leaves each epoch with ``break``."""
+    """Check a loop that leaves each epoch with ``break``."""
     subject.training(leave_at=1, batches=3)[1].play()
     subject.training(leave_at=0, batches=3)[1].play()
 
 
 def policies(subject: Subject) -> None:
-    """With ``on_error``, a callback whose hooks all fail does not end the run."""
+    """Check that with ``on_error``, a callback whose hooks all fail does not end the run."""
     callback, _ = subject.make()
     if saves(callback) or getattr(callback, "collective", False):
         return
@@ -319,7 +224,7 @@ def policies(subject: Subject) -> None:
         options = configured(callback, on_error=policy)
         _, training = subject.training(made=(options, others), epochs=1)
         training.play()
-        again = [hook for hook in calls[1:] if hook != "teardown"]  # that closes what it holds
+        again = [hook for hook in calls[1:] if hook != "teardown"]  # which releases its resources
         if policy == "disable" and again:
             raise AssertionError(
                 f"{name_of(callback)} with on_error={policy!r} was called again after its error, "
@@ -336,33 +241,33 @@ def _failing(hook: str, calls: list[str]) -> Any:
 
 
 def replace(callback: Any, hook: str, method: Any) -> None:
-    """Put another method in the place of a hook."""
+    """Replace a hook by another method."""
     try:
         setattr(callback, hook, method)
     except AttributeError as error:
         raise AssertionError(
-            f"{name_of(callback)} takes no attributes, so its hooks cannot be watched: leave "
-            "__slots__ out, or skip this check."
+            f"{name_of(callback)} has no writable attributes, so its hooks cannot be watched: "
+            "remove __slots__, or skip this check."
         ) from error
 
 
 def waits_for_no_device(subject: Subject) -> None:
-    """Hooks of batches and steps do not wait for the device."""
+    """Check that hooks of batches and steps do not wait for the device."""
     callback, others = subject.make()
     declared = {checked_hook(hook) for hook in getattr(callback, "syncs", ())}
     seen: dict[str, str] = {}
     with host_syncs() as found:
-        for hook in _HOT:
+        for hook in _HOT_HOOKS:
             if overrides(callback, hook) and hook not in declared | subject.allow_sync:
                 replace(callback, hook, _watched(callback, hook, found, seen))
         _, training = subject.training(made=(callback, others), window=2, batches=4, test=True)
         training.play()
     if seen:
-        told = "\n  ".join(f"{hook}: {sync}" for hook, sync in seen.items())
+        listed = "\n  ".join(f"{hook}: {sync}" for hook, sync in seen.items())
         raise AssertionError(
-            f"{name_of(callback)} makes the host wait for the device:\n  {told}\nKeep the tensor "
-            "and read it later, in a hook of an epoch or an evaluation; or give it to accel.log. "
-            "Where it must be, allow it: syncs = "
+            f"{name_of(callback)} makes the host wait for the device:\n  {listed}\nKeep the tensor "
+            "and read it later, in a hook of an epoch or an evaluation; or pass it to accel.log. "
+            "If the hook must wait, allow it: syncs = "
             f"({', '.join(repr(hook) for hook in seen)},) in the class, or allow_sync=."
         )
 
@@ -374,7 +279,7 @@ def _watched(callback: Any, hook: str, found: list[Any], seen: dict[str, str]) -
         before = len(found)
         method(run, *args)
         loop = run.accelerator.loop
-        # What is logged once an epoch may be read; what each batch logs may not.
+        # Metrics logged once an epoch may be read in on_log; those of each batch may not.
         hot = hook != "on_log" or (loop.active and not loop.evaluating)
         if hot and len(found) > before:
             seen.setdefault(hook, str(found[before]))
@@ -382,8 +287,8 @@ def _watched(callback: Any, hook: str, found: list[Any], seen: dict[str, str]) -
     return call
 
 
-def beside_others(subject: Subject) -> None:
-    """First and last among others."""
+def with_other_callbacks(subject: Subject) -> None:
+    """Check the callback as the first and as the last of several."""
     for place in ("before", "after"):
         made = subject.make()
         taken = {name_of(one) for one in (made[0], *made[1])}
@@ -407,10 +312,111 @@ def _others() -> list[Any]:
 
 CHECKS = {
     "arguments": takes_arguments,
-    "whole_runs": whole_runs,
+    "whole_runs": complete_runs,
     "window": windows,
     "break": breaks,
     "on_error": policies,
     "host_sync": waits_for_no_device,
-    "order": beside_others,
+    "order": with_other_callbacks,
 }
+
+
+class Neighbour:
+    """A callback that is called next to the checked one, also if that has ``runs_last``.
+
+    Args:
+        like: the checked callback.
+        name: the state key of this one.
+    """
+
+    def __init__(self, like: Any, name: str) -> None:
+        self.runs_last = bool(getattr(like, "runs_last", False))
+        self.state_key = name
+
+
+class Raises(Neighbour):
+    """Raise in one hook, once after it was armed.
+
+    Args:
+        like: the checked callback.
+        name: the state key of this one.
+
+    Attributes:
+        raised: it has raised since it was armed.
+    """
+
+    def __init__(self, like: Any, name: str) -> None:
+        super().__init__(like, name)
+        self.hook = ""
+        self.raised = False
+        for hook in HOOKS:
+            setattr(self, hook, self._raiser(hook))
+
+    def _raiser(self, hook: str) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if self.hook == hook and not self.raised:
+                self.raised = True
+                raise Injected(f"{self.state_key} raises in {hook}")
+
+        return call
+
+    def arm(self, hook: str) -> None:
+        """Raise in the next call of this hook, once."""
+        self.hook, self.raised = hook, False
+
+
+class WeightRecorder(Neighbour):
+    """Record the trained weights, whenever no evaluation may have replaced them.
+
+    Args:
+        like: the checked callback.
+        earlier: the recorder called before the checked callback; both share the weights, because an
+            error may prevent the call of this one.
+    """
+
+    def __init__(self, like: Any, earlier: WeightRecorder | None = None) -> None:
+        super().__init__(like, "WeightRecorder" if earlier is None else "LateWeightRecorder")
+        self.runs_last = self.runs_last and earlier is not None
+        self.weights: dict[str, torch.Tensor] = {} if earlier is None else earlier.weights
+        for hook in _TRAINING_HOOKS:
+            setattr(self, hook, self._record)
+
+    def _record(self, run: Any, model: Any, *args: Any) -> None:
+        if not run.accelerator.loop.evaluating:
+            self.weights.update((n, w.detach().clone()) for n, w in model.state_dict().items())
+
+    def changed(self, model: torch.nn.Module) -> list[str]:
+        """Return the names of weights that differ from the recorded ones."""
+        now = model.state_dict()
+        return [name for name, weight in self.weights.items() if not weight.equal(now[name])]
+
+
+class SavesEachPosition:
+    """Save the training state at the end of each batch and each epoch, after other callbacks.
+
+    Args:
+        root: folder or URL.
+
+    Attributes:
+        paths: the checkpoints, by a description of their position.
+    """
+
+    runs_last = True
+    state_key = "SavesEachPosition"
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.paths: dict[str, str] = {}
+
+    def on_train_batch_end(self, run: Any, model: Any, *args: Any) -> None:
+        """Save the end of a batch."""
+        self._save(run, f"step {run.global_step}, batch {run.batch_idx}")
+
+    def on_train_epoch_end(self, run: Any, model: Any) -> None:
+        """Save the end of an epoch."""
+        self._save(run, f"the end of epoch {run.current_epoch}")
+
+    def _save(self, run: Any, position: str) -> None:
+        if position not in self.paths:
+            self.paths[position] = f"{self.root}/{len(self.paths)}"
+            run.save_checkpoint(self.paths[position])

@@ -1,4 +1,4 @@
-"""Finders: functions over a training step of one's own, which leave everything as it was."""
+"""Find a batch size or a learning rate with trial steps that change nothing in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest batch size with which a training step fits into memory."""
+"""find_batch_size: find the largest batch size with which a training step fits into memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import group_is_torn
 from accel_callbacks.distributed.topology import resolve_topology
 from accel_callbacks.memory import attempt, clear_device_cache
-from accel_callbacks.tuning.trial import as_before, new_axes
+from accel_callbacks.tuning.trial import new_axes, restored
 
 __all__ = ["BatchSizeResult", "Trial", "find_batch_size"]
 
@@ -23,10 +23,10 @@ class Trial:
     """One batch size that was tried.
 
     Attributes:
-        batch_size: samples of this process.
-        problem: what was said when memory ran out, ``None`` if it did not.
-        seconds: of the quickest call of ``step`` with this size on this process, ``None`` if none
-            came to its end.
+        batch_size: samples of this rank.
+        problem: the message of the out-of-memory error, ``None`` without one.
+        seconds: of the fastest call of ``step`` with this size on this rank, ``None`` if none was
+            completed.
 
     Example:
         >>> from accel_callbacks.tuning import Trial
@@ -40,17 +40,17 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Whether memory was enough on all processes."""
+        """True if memory was sufficient on all ranks."""
         return self.problem is None
 
 
 @dataclass(frozen=True)
 class BatchSizeResult:
-    """What :func:`find_batch_size` found.
+    """The result of :func:`find_batch_size`.
 
     Attributes:
-        batch_size: the size to use, of one process.
-        largest: the largest size that fitted, which is more where a margin was taken off.
+        batch_size: the size to use, of one rank.
+        largest: the largest size that fit, without the margin.
         trials: all sizes tried, in order.
 
     Example:
@@ -64,14 +64,14 @@ class BatchSizeResult:
     trials: tuple[Trial, ...]
 
     def plot(self) -> Any:
-        """A matplotlib ``Figure``: samples a second over the batch size, with the one found.
+        """Return a matplotlib ``Figure`` of samples per second over the batch size.
 
-        Sizes that do not fit are marked at the bottom.
+        It marks the size found, and at the bottom the sizes that do not fit.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        axes = new_axes("look at the trials")
+        axes = new_axes("read the trials")
         fitting = sorted(
             (t for t in self.trials if t.fits and t.seconds), key=lambda trial: trial.batch_size
         )
@@ -83,7 +83,7 @@ class BatchSizeResult:
         axes.axvline(self.batch_size, color="tab:green", linestyle="--", label=f"{self.batch_size}")
         axes.set_xscale("log", base=2)
         axes.set_xlabel("batch size of a process")
-        axes.set_ylabel("samples a second")
+        axes.set_ylabel("samples per second")
         axes.legend()
         return axes.figure
 
@@ -104,32 +104,32 @@ def find_batch_size(
 ) -> BatchSizeResult:
     """Try larger and larger batches until memory runs out, and return the largest that fits.
 
-    Lightning has this as its callback ``BatchSizeFinder``. Models and optimizers in ``restore`` and
-    the random generators are as before afterwards. Call it before ``accel.run``, for steps of a
-    prepared optimizer count as steps of the run that is open. On the CPU give a ``max``: many
-    systems end a process that wants too much memory.
+    This is the counterpart of Lightning's callback ``BatchSizeFinder``. The objects in ``restore``
+    and the random generators are restored at the end. Call it before ``accel.run``: steps of a
+    prepared optimizer count as steps of the current run. On the CPU pass a ``max``: many systems
+    kill a process that allocates too much memory.
 
-    With several processes all must call it, and they try the same sizes together: a size fits if it
-    fits on all. Where it does not, the collectives that others wait in fail and the processes join
-    a new group, as in :func:`find_executable_batch_size`: prepare model and data inside of
-    ``step`` then, with ``accel.free_memory()`` first.
+    With several processes all ranks must call it, and try the same sizes together: a size fits if
+    it fits on all of them. If it does not, pending collectives of the other ranks fail and the
+    ranks join a new process group, as in :func:`find_executable_batch_size`: in this case prepare
+    model and data inside ``step``, after ``accel.free_memory()``.
 
     Args:
-        step: called with a batch size (of one process); trains one step on such a batch.
+        step: called with a batch size (of one rank); trains one step on such a batch.
         start: the first size, 2 by default.
         max: the largest size to try, 8192 by default.
         mode: ``"power"`` (default): double the size until it does not fit. ``"binsearch"``: then
-            halve the distance between the last that fitted and the first that did not.
-        steps_per_trial: how often ``step`` is called for a size, 3 by default: a second step may
-            need more than the first.
-        margin: part that ``"binsearch"`` takes off the largest size, 0.05 by default, as the
-            memory of later steps may be in smaller pieces.
-        restore: models, optimizers and other objects with a state, put back at the end.
+            bisect between the last size that fit and the first that did not.
+        steps_per_trial: number of calls of ``step`` for a size, 3 by default: the second step may
+            need more memory than the first.
+        margin: fraction that ``"binsearch"`` subtracts from the largest size, 0.05 by default,
+            because memory may be more fragmented in later steps.
+        restore: models, optimizers and other objects with a state, restored at the end.
 
     Raises:
-        ValueError: an argument that makes no sense.
+        ValueError: an argument is invalid.
         RuntimeError: not even ``start`` fits.
-        RemoteError: a step has failed on another process, not for memory.
+        RemoteError: a step failed on another rank, for another reason than memory.
 
     Example:
         >>> import torch
@@ -146,32 +146,32 @@ def find_batch_size(
     start, limit = collectives.broadcast_object((start, max))
 
     search = _Search(step, steps_per_trial)
-    with as_before(restore):
+    with restored(restore):
         fits, fails = search.double(start, limit)
         if fits == 0:
             raise RuntimeError(
-                f"a batch of {start} does not fit into memory ({search.trials[-1].problem}): begin "
-                "with a smaller start, or make the model or its inputs smaller."
+                f"a batch of {start} does not fit into memory ({search.trials[-1].problem}): use a "
+                "smaller start, or a smaller model or inputs."
             )
         if mode == "binsearch" and fails is not None:
             fits = search.halve(fits, fails)
         clear_device_cache(garbage_collection=True)
-    taken_off = fits * margin if mode == "binsearch" and fails is not None else 0.0
-    found = int(fits - taken_off) or 1
+    subtracted = fits * margin if mode == "binsearch" and fails is not None else 0.0
+    found = int(fits - subtracted) or 1
     return BatchSizeResult(found, fits, tuple(search.trials))
 
 
 class _Search:
-    """Tries sizes, and keeps what came of them."""
+    """Try sizes, and record the trials."""
 
     def __init__(self, step: Callable[[int], Any], steps_per_trial: int) -> None:
         self.trials: list[Trial] = []
         self._step = step
         self._steps_per_trial = steps_per_trial
-        self._quickest: float | None = None
+        self._fastest: float | None = None
 
     def double(self, start: int, limit: int) -> tuple[int, int | None]:
-        """The largest size of this row that fits, 0 if none does, and the one that does not."""
+        """Double the size; returns the largest that fits (or 0) and the first that does not."""
         fits, size = 0, start
         while self._try(size):
             fits = size
@@ -181,7 +181,7 @@ class _Search:
         return fits, size
 
     def halve(self, fits: int, fails: int) -> int:
-        """The largest size that fits, between one that does and one that does not."""
+        """Bisect between a size that fits and one that does not; returns the largest that fits."""
         while fails - fits > 1:
             size = (fits + fails) // 2
             if self._try(size):
@@ -191,23 +191,23 @@ class _Search:
         return fits
 
     def _try(self, size: int) -> bool:
-        """Collective: whether this size fits on all processes."""
+        """Return whether a size fits on all ranks. Collective."""
         clear_device_cache(garbage_collection=True)
-        self._quickest = None
+        self._fastest = None
         _, problem = attempt(self._train, size, (), {})
         if group_is_torn():
-            resolve_topology(anew=True)  # joins anew, with all processes
-        self.trials.append(Trial(size, problem, self._quickest))
+            resolve_topology(anew=True)  # all ranks join a new process group
+        self.trials.append(Trial(size, problem, self._fastest))
         return problem is None
 
     def _train(self, size: int) -> None:
         for _ in range(self._steps_per_trial):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             self._step(size)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
-            spent = time.perf_counter() - begun
-            self._quickest = spent if self._quickest is None else min(spent, self._quickest)
+            elapsed = time.perf_counter() - started
+            self._fastest = elapsed if self._fastest is None else min(elapsed, self._fastest)
 
 
 def _check(start: int, limit: int, mode: str, steps_per_trial: int, margin: float) -> None:

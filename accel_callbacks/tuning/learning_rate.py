@@ -1,4 +1,4 @@
-"""Find_learning_rate and its result."""
+"""find_learning_rate: train with a growing learning rate, and suggest one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.tuning.trial import as_before, new_axes
+from accel_callbacks.tuning.trial import new_axes, restored
 
 __all__ = ["LRResult", "find_learning_rate"]
 
 
 @dataclass(frozen=True)
 class LRResult:
-    """What :func:`find_learning_rate` measured.
+    """The result of :func:`find_learning_rate`.
 
     Attributes:
         lrs: the learning rates tried, of the optimizer's first group.
-        losses: the loss with each, the mean of all processes.
-        smoothed: the losses, averaged over earlier ones.
-        mode: ``"exponential"`` or ``"linear"``, how the learning rate grew.
+        losses: the loss with each, the mean over all ranks.
+        smoothed: the exponential moving average of the losses.
+        mode: ``"exponential"`` or ``"linear"`` growth of the learning rate.
 
     Example:
         >>> from accel_callbacks.tuning import LRResult
@@ -45,13 +45,13 @@ class LRResult:
         return f"LRResult({len(self.lrs)} steps, suggestion={self.suggestion()})"
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The learning rate at which the smoothed loss falls most steeply.
+        """Return the learning rate at which the smoothed loss decreases most steeply.
 
-        ``None`` if it falls nowhere, or if there are less than three points.
+        ``None`` if it never decreases, or if there are fewer than three points.
 
         Args:
-            skip_begin: points to leave out at the beginning, 10 by default.
-            skip_end: points to leave out at the end, 1 by default.
+            skip_begin: points to skip at the beginning, 10 by default.
+            skip_end: points to skip at the end, 1 by default.
         """
         points = [
             (lr if self.mode == "linear" else math.log(lr), loss, lr)
@@ -66,7 +66,7 @@ class LRResult:
         return lr if slope < 0 else None
 
     def plot(self) -> Any:
-        """A matplotlib ``Figure``: loss over learning rate, with the suggestion.
+        """Return a matplotlib ``Figure`` of the loss over the learning rate, with the suggestion.
 
         Save it with ``figure.savefig("lr.png")``, or log it with ``accel.log_figure``.
 
@@ -108,29 +108,29 @@ def find_learning_rate(
 ) -> LRResult:
     """Train with a learning rate that grows step by step, and suggest one.
 
-    Lightning has this as its callback ``LearningRateFinder``. The optimizer, what is in ``restore``
-    and the random generators are as before afterwards, bit by bit. Call it before ``accel.run``,
-    for steps of a prepared optimizer count as steps of the run that is open, and leave schedulers
-    out of ``step``. With several processes all must call it; the mean of their losses counts.
+    This is the counterpart of Lightning's callback ``LearningRateFinder``. The optimizer, the
+    objects in ``restore`` and the random generators are restored at the end, bit by bit. Call it
+    before ``accel.run``: steps of a prepared optimizer count as steps of the current run. Do not
+    step schedulers in ``step``. With several processes all ranks must call it; the mean of their
+    losses counts.
 
     Args:
-        step: called without arguments; trains one optimizer step on a batch of its own choice and
-            returns the loss.
+        step: called without arguments; trains one optimizer step on a batch and returns the loss.
         optimizer: whose learning rates are set; groups keep their ratio to the first.
         min_lr: the first rate, 1e-8 by default.
         max_lr: the last rate, 1 by default.
-        num_steps: steps in between, 100 by default.
+        num_steps: number of steps, 100 by default.
         mode: ``"exponential"`` (default), the rate grows by the same factor each step, or
             ``"linear"``.
-        early_stop: end when the smoothed loss is so many times the best one, 4 by default; ``None``
-            to go on. A loss that is no finite number always ends it.
-        smoothing: weight of what came before in the smoothed loss, 0.9 by default.
+        early_stop: end when the smoothed loss exceeds the best one by this factor, 4 by default;
+            never if ``None``. A loss that is not finite always ends it.
+        smoothing: weight of the previous average in the smoothed loss, 0.9 by default.
         restore: models and other objects that ``step`` changes, such as ``[model]``.
 
     Raises:
-        ValueError: an argument that makes no sense.
+        ValueError: an argument is invalid.
         TypeError: ``step`` returned no loss.
-        RemoteError: a step has failed on another process.
+        RemoteError: a step failed on another rank.
 
     Example:
         >>> import torch
@@ -149,17 +149,17 @@ def find_learning_rate(
     """
     _check(min_lr, max_lr, num_steps, mode, smoothing)
     sweep = _Sweep(optimizer, smoothing, LRResult([], [], [], mode))
-    with as_before([optimizer, *restore]), shared_failure("find_learning_rate"):
+    with restored([optimizer, *restore]), shared_failure("find_learning_rate"):
         for index in range(num_steps):
             lr = _rate(index / (num_steps - 1), min_lr, max_lr, mode)
-            sweep.take(step, lr)
-            if sweep.is_over(early_stop):
+            sweep.take_step(step, lr)
+            if sweep.has_diverged(early_stop):
                 break
     return sweep.result
 
 
 class _Sweep:
-    """The steps so far."""
+    """Take the steps, and record their losses."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, smoothing: float, result: LRResult
@@ -172,8 +172,8 @@ class _Sweep:
         self._best = math.inf
         self.result = result
 
-    def take(self, step: Callable[[], Any], lr: float) -> None:
-        """Collective: one step with this rate."""
+    def take_step(self, step: Callable[[], Any], lr: float) -> None:
+        """Take one step with this rate. Collective."""
         for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr * ratio)
@@ -185,11 +185,11 @@ class _Sweep:
         self._average = weight * self._average + (1 - weight) * loss
         result.lrs.append(lr)
         result.losses.append(loss)
-        # The first averages contain little of anything yet.
+        # Correct the bias of the first averages towards their start at zero, as Adam does.
         result.smoothed.append(self._average / (1 - weight ** len(result.lrs)))
 
-    def is_over(self, early_stop: float | None) -> bool:
-        """Whether the loss has run away; the same on all processes."""
+    def has_diverged(self, early_stop: float | None) -> bool:
+        """Return whether the loss has diverged; the same on all ranks."""
         loss = self.result.smoothed[-1]
         if not math.isfinite(loss):
             return True
@@ -206,8 +206,8 @@ def _as_number(loss: Any) -> float:
         raise TypeError(f"step() must return the loss, one number, not {loss!r}.") from error
 
 
-def _rate(part: float, low: float, high: float, mode: str) -> float:
-    return low + (high - low) * part if mode == "linear" else low * (high / low) ** part
+def _rate(fraction: float, low: float, high: float, mode: str) -> float:
+    return low + (high - low) * fraction if mode == "linear" else low * (high / low) ** fraction
 
 
 def _check(low: float, high: float, num_steps: int, mode: str, smoothing: float) -> None:

@@ -1,4 +1,4 @@
-"""Try, and put everything back; plotting axes."""
+"""Restore objects after trial steps, and make the axes to plot them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torch.nn.parameter import is_lazy
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.distributed.topology import own_accelerator
 
-__all__ = ["as_before", "new_axes"]
+__all__ = ["new_axes", "restored"]
 
 Undo = Callable[[], None]
 
 
 def new_axes(instead: str) -> Any:
-    """The axes of a new matplotlib figure, which is their ``figure``.
+    """Return the axes of a new matplotlib figure.
 
     Args:
-        instead: what else to do, for the error.
+        instead: an alternative to plotting, for the error.
 
     Raises:
         ImportError: matplotlib is not installed.
 
     Example:
         >>> from accel_callbacks.tuning.trial import new_axes
-        >>> new_axes("look at the trials").figure  # doctest: +SKIP
+        >>> new_axes("read the trials").figure  # doctest: +SKIP
         <Figure size 700x400 with 1 Axes>
     """
     try:
@@ -44,42 +44,43 @@ def new_axes(instead: str) -> Any:
 
 
 @contextmanager
-def as_before(objects: Sequence[Any]) -> Iterator[None]:
-    """Put objects and the random generators back after the block, whatever happens in it.
+def restored(objects: Sequence[Any]) -> Iterator[None]:
+    """Restore objects and the random generators after the block, also after an error.
 
-    Copies are kept in the host's memory, so that the block has the device's for itself.
+    Copies are kept in host memory, so that the block can use all of the device's.
 
     Args:
-        objects: models (parameters, buffers, gradients, modes), optimizers, and whatever has
+        objects: models (parameters, buffers, gradients, modes), optimizers, and objects with
             ``state_dict`` and ``load_state_dict``.
 
     Raises:
         TypeError: an object is none of these.
-        ValueError: a model has parameters that have no shape yet.
+        ValueError: a model has lazy parameters.
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.tuning.trial import as_before
+        >>> from accel_callbacks.tuning.trial import restored
         >>> model = torch.nn.Linear(1, 1)
         >>> before = model.weight.item()
-        >>> with as_before([model]):
+        >>> with restored([model]):
         ...     torch.nn.init.zeros_(model.weight).sum().backward()
         >>> model.weight.item() == before, model.weight.grad is None
         (True, True)
     """
-    undo = [_remember(one) for one in objects]
+    undo = [_capture(one) for one in objects]
     device = _device_in_use()
     rng = capture_rng(device)
     try:
         yield
     finally:
-        for step in undo:
-            step()
+        for restore in undo:
+            restore()
         restore_rng(rng, device)
 
 
 def _device_in_use() -> torch.device:
-    """Not an accelerator that nobody has used: to ask it would take memory there."""
+    """Return the current accelerator if it is initialized, else the CPU."""
+    # Asking an accelerator that is not in use for its RNG state would take memory there.
     kind = own_accelerator()
     if kind is None:
         return torch.device("cpu")
@@ -90,21 +91,22 @@ def _device_in_use() -> torch.device:
     return torch.device(kind.type, index)
 
 
-def _remember(one: Any) -> Undo:
+def _capture(one: Any) -> Undo:
+    """Copy an object's state; returns a function that restores it."""
     if isinstance(one, torch.nn.Module):
-        return _remember_model(one)
+        return _capture_model(one)
     if isinstance(one, torch.optim.Optimizer):
-        return _remember_optimizer(one)
+        return _capture_optimizer(one)
     if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-        state = _put_away(one.state_dict())
-        return lambda: one.load_state_dict(_brought_back(state))
+        state = _to_host(one.state_dict())
+        return lambda: one.load_state_dict(_from_host(state))
     raise TypeError(
         f"{type(one).__name__} cannot be restored: give models, optimizers, and objects with "
         "state_dict() and load_state_dict()."
     )
 
 
-def _remember_model(model: torch.nn.Module) -> Undo:
+def _capture_model(model: torch.nn.Module) -> Undo:
     lazy = [name for name, one in model.named_parameters() if is_lazy(one)]
     if lazy:
         raise ValueError(
@@ -119,8 +121,8 @@ def _remember_model(model: torch.nn.Module) -> Undo:
         for name, tensor in held.items()
         if tensor is not None
     ]
-    values = {id(tensor): _put_away(tensor) for _, _, tensor in slots}
-    gradients = {id(tensor): _put_away(tensor.grad) for _, _, tensor in slots}
+    values = {id(tensor): _to_host(tensor) for _, _, tensor in slots}
+    gradients = {id(tensor): _to_host(tensor.grad) for _, _, tensor in slots}
 
     def undo() -> None:
         for module, mode in zip(modules, modes, strict=True):
@@ -129,18 +131,18 @@ def _remember_model(model: torch.nn.Module) -> Undo:
             for held, name, tensor in slots:
                 held[name] = tensor  # a buffer may have been replaced
                 tensor.copy_(values[id(tensor)].tensor)
-                tensor.grad = _brought_back(gradients[id(tensor)])
+                tensor.grad = _from_host(gradients[id(tensor)])
 
     return undo
 
 
-def _remember_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
-    """Not by ``load_state_dict``, which changes the type of states to that of the parameter."""
+def _capture_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
+    # Not with load_state_dict, which casts states to the dtype of their parameter.
     groups = [
-        {name: _put_away(value) for name, value in group.items() if name != "params"}
+        {name: _to_host(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    states = [(key, _put_away(value)) for key, value in optimizer.state.items()]
+    states = [(key, _to_host(value)) for key, value in optimizer.state.items()]
 
     def undo() -> None:
         del optimizer.param_groups[len(groups) :]
@@ -148,15 +150,15 @@ def _remember_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
             for name in set(group) - {"params"} - set(before):
                 del group[name]
             for name, value in before.items():
-                _assign(group, name, _brought_back(value))
+                _assign(group, name, _from_host(value))
         optimizer.state.clear()
-        optimizer.state.update((key, _brought_back(value)) for key, value in states)
+        optimizer.state.update((key, _from_host(value)) for key, value in states)
 
     return undo
 
 
 def _assign(group: dict[str, Any], name: str, value: Any) -> None:
-    """A learning rate that is a tensor may be held elsewhere too: change it in place."""
+    """Set an option of a group; a tensor in place, because other objects may share it."""
     now = group.get(name)
     if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
         now.copy_(value)
@@ -165,34 +167,34 @@ def _assign(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Away:
-    """A copy of a tensor in the host's memory, and where it belongs."""
+class _HostCopy:
+    """A copy of a tensor in host memory, and its original device."""
 
     tensor: torch.Tensor
     device: torch.device
 
 
-def _put_away(data: Any) -> Any:
+def _to_host(data: Any) -> Any:
     if isinstance(data, torch.Tensor):
-        return _Away(data.detach().to("cpu", copy=True), data.device)
+        return _HostCopy(data.detach().to("cpu", copy=True), data.device)
     if isinstance(data, (dict, list, tuple)):
-        return _mapped(data, _put_away)
+        return _mapped(data, _to_host)
     return copy.deepcopy(data)
 
 
-def _brought_back(data: Any) -> Any:
-    if isinstance(data, _Away):
+def _from_host(data: Any) -> Any:
+    if isinstance(data, _HostCopy):
         return data.tensor.to(data.device)
     if isinstance(data, (dict, list, tuple)):
-        return _mapped(data, _brought_back)
+        return _mapped(data, _from_host)
     return data
 
 
-def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
-    """The same dict, list or tuple with its values changed."""
+def _mapped(data: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the values of a dict, list or tuple."""
     if isinstance(data, dict):
-        return {key: change(value) for key, value in data.items()}
-    values = [change(value) for value in data]
+        return {key: function(value) for key, value in data.items()}
+    values = [function(value) for value in data]
     if hasattr(data, "_fields"):
         return type(data)(*values)
     return tuple(values) if isinstance(data, tuple) else values

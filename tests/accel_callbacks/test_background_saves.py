@@ -506,7 +506,7 @@ def test_the_callback_can_train_on_after_a_save_that_failed(gate, async_save):
                     steps.append(run.global_step)
         return steps
 
-    with pytest.warns(UserWarning, match="training goes on without this checkpoint.*on fire"):
+    with pytest.warns(UserWarning, match="training continues without this checkpoint.*on fire"):
         assert train() == list(range(1, 9))
     assert callback.last_path == f"{gate.root}/run/step-00000008"
     assert kept(gate)[-2:] == [6, 8]

@@ -179,7 +179,10 @@ def test_an_error_with_raise_reaches_the_loop():
 
 @pytest.mark.parametrize(
     ("policy", "calls", "says"),
-    [("warn", 3, "a.on_log failed, and goes on"), ("disable", 1, "a.on_log failed, and is called")],
+    [
+        ("warn", 3, "a.on_log failed; the callback stays enabled"),
+        ("disable", 1, "a.on_log failed; the callback is disabled"),
+    ],
 )
 @pytest.mark.parametrize("given", ["attribute", "configured", "added"])
 def test_an_error_can_be_a_warning(policy, calls, says, given, caplog):
@@ -245,7 +248,7 @@ def test_a_callback_that_meets_other_processes_must_raise():
     class Meets(Callback):
         collective = True
 
-    with pytest.raises(ValueError, match=r"Meets meets the other processes.*'warn'"):
+    with pytest.raises(ValueError, match=r"Meets calls collectives.*'warn'"):
         Accelerator(cpu=True, callbacks=[configured(Meets(), on_error="warn")])
 
 

@@ -77,7 +77,7 @@ def generates(batch):
         (several, r"several\(\*args\) cannot be given"),
         (later, "later is a coroutine or a generator"),
         (generates, "generates is a coroutine or a generator"),
-        (3, "3 cannot be called"),
+        (3, "3 is not callable"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_when_it_is_registered(function, says):

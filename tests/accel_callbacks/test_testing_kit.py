@@ -213,7 +213,7 @@ WRONG: dict[str, list[tuple[Callable[[], Any], str]]] = {
     ],
     "order": [(DislikesOthers, "what is this")],
     "second_run": [
-        (NeverReset, "does not begin anew in a second run.*total: "),
+        (NeverReset, "does not reset its state in a second run.*total: "),
         (OnTheClass, "two equal runs.*on the class"),
     ],
     "state": [

@@ -349,7 +349,7 @@ def test_an_error_ends_the_run_unless_it_is_told_not_to() -> None:
     with pytest.raises(ValueError, match=r"^no$"):
         train([Broken()], 1)
     quiet = cb.LambdaCallback(on_train_epoch_end=lambda *args: 1 / 0)
-    with pytest.raises(ValueError, match="meets the other processes"):
+    with pytest.raises(ValueError, match="calls collectives"):
         train([configured(Broken(), on_error="warn")], 1)
     with pytest.warns(UserWarning, match="division by zero"):
         assert train([configured(quiet, on_error="warn")], 1).run.global_step == 3

@@ -157,7 +157,7 @@ def test_what_only_our_run_has_is_named_and_callbacks_are_torn_down(tmp_path: Pa
     with pytest.raises(NotInAPlainLoop, match=f"^{text}$"):
         fit([trace, Fails()], tmp_path, 1)
     assert trace.calls[-2:] == ["NotInAPlainLoop", "teardown"]
-    with pytest.warns(UserWarning, match="Fails.on_train_epoch_end failed, and goes on"):
+    with pytest.warns(UserWarning, match="Fails.on_train_epoch_end failed; the callback stays"):
         fit([configured(Fails(), on_error="warn")], tmp_path, 1)
 
 

@@ -88,9 +88,9 @@ def saves_by_the_clock(folder: str) -> list:
 
     def each_step(run) -> None:
         if run.global_step == 3 and rank == 0:
-            mine.schedule._clock._done_at -= 3600
+            mine.schedule._clock._last_due -= 3600
         if run.global_step == 5 and rank == 1:
-            mine.schedule._clock._done_at -= 3600
+            mine.schedule._clock._last_due -= 3600
 
     fit(mine, other, paths, each_step=each_step)
     return paths.saved
@@ -131,7 +131,7 @@ def out_of_time() -> list:
 
 
 def test_the_time_of_one_process_stops_both_at_one_step(pool):
-    assert pool.run(out_of_time) == [[3, "the time is over: trained for 1:00:00"]] * 2
+    assert pool.run(out_of_time) == [[3, "the time is up: trained for 1:00:00"]] * 2
 
 
 def logged_on_the_main_process() -> list:

@@ -224,7 +224,7 @@ def given_to_one() -> None:
 def test_a_collective_callback_that_is_missing_on_one_process_is_an_error(pool):
     for kind, text in pool.outcomes(given_to_one):
         assert "ValueError" in kind + text
-        assert "process 0 has ['Meets'], process 1 has []" in text
+        assert "rank 0 has ['Meets'], rank 1 has []" in text
 
 
 def a_voter_that_is_done_on_one_process() -> int:

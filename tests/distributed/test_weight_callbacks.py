@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from accel_callbacks import Accelerator, Callback, DistributedDataParallelKwargs
 from accel_callbacks.callbacks import EMA, Checkpoint, Freeze, GradientNorm, NonFinite
 from accel_callbacks.callbacks.averaged_weights import Averages
-from accel_callbacks.callbacks.finite import Finding, look_at
+from accel_callbacks.callbacks.finite import FiniteCheck, measure_gradients
 from accel_callbacks.callbacks.gradient_norm import total_norm
 
 pytestmark = pytest.mark.distributed
@@ -164,8 +164,8 @@ def spread_norms():
     found = [total_norm([weight, plain], p).item() for p in (1.0, 2.0, float("inf"))]
     whole[2, 1] = BAD  # which is on the second process
     weight.grad = distribute_tensor(whole, mesh, [Shard(0)])
-    finding = Finding(1, None, look_at([weight, plain]))
-    return found, finding.is_bad(), finding.tell({id(weight): "weight"})
+    finding = FiniteCheck(1, None, measure_gradients([weight, plain]))
+    return found, finding.is_bad(), finding.describe({id(weight): "weight"})
 
 
 def test_norms_of_spread_gradients_are_those_of_the_whole(pool):
@@ -175,7 +175,7 @@ def test_norms_of_spread_gradients_are_those_of_the_whole(pool):
     assert first == second == pytest.approx(expected)
     assert bad
     assert also_bad
-    assert here == "step 1: gradients of another process are not finite"
+    assert here == "step 1: gradients of another rank are not finite"
     assert there == "step 1: the gradients of 'weight' are not finite"
 
 
@@ -184,7 +184,7 @@ def test_norms_of_spread_gradients_are_those_of_the_whole(pool):
 
 def non_finite(options: dict, late: bool, folder: str):
     """A NaN on the second process only, in its third batch."""
-    waits, Finding.waits = Finding.waits, property(lambda self: late)
+    waits, FiniteCheck.waits = FiniteCheck.waits, property(lambda self: late)
     watch = NonFinite(**options)
     setup = Setup(watch, EMA(0.5), Checkpoint(folder, every_n_steps=2), bad=(1, 2))
     try:
@@ -195,14 +195,14 @@ def non_finite(options: dict, late: bool, folder: str):
         setup.accel.end_training()
         return str(error)
     finally:
-        Finding.waits = waits
+        FiniteCheck.waits = waits
     return run.global_step, watch.bad_steps, watch.rollbacks, setup.weights()
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_one_bad_process_ends_it_for_all(pool, tmp_path, late):
     first, second = pool.run(non_finite, {"check": "loss"}, late, str(tmp_path))
-    assert first.startswith("step 3: the loss of another process is bad")
+    assert first.startswith("step 3: the loss of another rank is bad")
     assert second.startswith("step 3: the loss is nan")
 
 

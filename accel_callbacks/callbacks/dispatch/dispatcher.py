@@ -1,4 +1,4 @@
-"""Dispatcher: entries, order, tables of bound hooks, the plan as text."""
+"""Dispatcher: order callbacks, and keep a tuple of bound methods for each hook."""
 
 from __future__ import annotations
 
@@ -28,237 +28,25 @@ Hook = Callable[..., None]
 _log = logging.getLogger("accel_callbacks")
 
 
-class Entry:
-    """One registered callback.
-
-    Args:
-        given: a callback, or what ``configured`` returned.
-        adapters: recognise callbacks of other libraries.
-
-    Attributes:
-        given: the object that the user passed.
-        callback: the object that is called; an adapter for a callback of Lightning.
-        name: its state key, or the name of its class.
-        key: under which its state is saved; one of its own where it has no state.
-        off: it is called no more.
-        calls: its hooks, each wrapped once with the ledger and the error policy.
-
-    Raises:
-        TypeError: it is no callback.
-        ValueError: an unknown ``on_error``, or one that could part the processes.
-
-    Example:
-        >>> from accel_callbacks.callbacks import EarlyStopping
-        >>> from accel_callbacks.callbacks.dispatch.dispatcher import Entry
-        >>> entry = Entry(EarlyStopping("loss"))
-        >>> entry.name, entry.votes, entry.saves
-        ('EarlyStopping:loss', True, False)
-    """
-
-    def __init__(self, given: Any, adapters: Iterable[Adapter] = ()) -> None:
-        options = given if isinstance(given, Configured) else Configured(given)
-        self.given = options.callback
-        self.callback = callback = accepted(options.callback, adapters)
-        self.name = str(getattr(callback, "state_key", None) or type(callback).__qualname__)
-        self.has_state = hasattr(callback, "state_dict")
-        self.key = self.name if self.has_state else f"{self.name}@{id(callback)}"
-        self.before = (*_own_targets(callback, "before"), *options.before)
-        self.after = (*_own_targets(callback, "after"), *options.after)
-        self.saves = saves(callback)
-        self.votes = bool(getattr(callback, "can_vote", False))
-        self.saves_alike = bool(getattr(callback, "saves_alike", False))
-        self.runs_last = bool(getattr(callback, "runs_last", False))
-        self.meets_others = self.saves or bool(getattr(callback, "collective", False))
-        self.on_error = checked_policy(
-            options.on_error or getattr(callback, "on_error", None) or "raise"
-        )
-        if self.meets_others and self.on_error != "raise":
-            raise ValueError(
-                f"{self.name} meets the other processes in its hooks, which would wait for it "
-                f"after an error: on_error={self.on_error!r} cannot be; leave it 'raise'."
-            )
-        self.off = False
-        self._state: dict[str, Any] = {}
-        self.calls: dict[str, Hook] = {}
-
-    def wrap(self, ledger: Ledger, name: str) -> None:
-        """Make the hooks ready to be called, and counted under this name."""
-        self.name = name
-        for hook in HOOKS:
-            if overrides(self.callback, hook):
-                call = _counted(getattr(self.callback, hook), self, ledger.tally(name, hook))
-                self.calls[hook] = call if self.on_error == "raise" else _guarded(call, self, hook)
-
-    def is_meant_by(self, target: Any) -> bool:
-        """Whether a constraint names it: as an object, by its class or by its name."""
-        own = (self.callback, self.given)
-        if isinstance(target, Configured):
-            target = target.callback
-        if isinstance(target, type):
-            return isinstance(self.callback, target) or isinstance(self.given, target)
-        if isinstance(target, str):
-            return target in (self.name, self.key, *(type(one).__qualname__ for one in own))
-        return any(target is one for one in own)
-
-    def state(self) -> dict[str, Any]:
-        """The callback's state; where its errors do not end the run, the last that it gave."""
-        if not self.has_state:
-            return {}
-        if self.on_error == "raise":
-            state: dict[str, Any] = self.callback.state_dict()
-            return state
-        try:
-            self._state = self.callback.state_dict()
-        except Exception as error:
-            self.failed("state_dict", error)
-        return self._state
-
-    def failed(self, hook: str, error: Exception) -> None:
-        """A hook raised, and the run goes on."""
-        self.off = self.off or self.on_error == "disable"
-        what = "is called no more" if self.off else "goes on"
-        text = f"{self.name}.{hook} failed, and {what}: {type(error).__name__}: {error}"
-        _log.warning(text, exc_info=error)
-        warnings.warn(text, stacklevel=3)
-
-
-def _own_targets(callback: Any, name: str) -> tuple[Any, ...]:
-    """What a callback says of its place; such names may also mean something else to its author."""
-    targets = as_tuple(getattr(callback, name, ()))
-    fits = all(
-        isinstance(target, type | str) or any(overrides(target, hook) for hook in HOOKS)
-        for target in targets
-    )
-    return targets if fits else ()
-
-
-def _counted(method: Callable[..., Any], entry: Entry, tally: Tally) -> Hook:
-    """The hook with the ledger; this runs for each call, so each line of it is felt."""
-    clock = perf_counter_ns
-
-    def call(*args: Any) -> None:
-        if entry.off:  # removed while this round of calls goes on
-            return
-        started = clock()
-        try:
-            method(*args)
-        finally:
-            spent = clock() - started
-            tally.calls += 1
-            tally.total_ns += spent
-            if spent > tally.longest_ns:
-                tally.longest_ns = spent
-
-    return call
-
-
-def _let_go(entry: Entry, run: Any, model: Any) -> None:
-    """A callback that is called no more closes what it holds."""
-    try:
-        if overrides(entry.callback, "teardown"):
-            entry.callback.teardown(run, model, "fit")
-    except Exception as error:
-        _log.warning("%s.teardown failed", entry.name, exc_info=error)
-
-
-def _guarded(call: Hook, entry: Entry, hook: str) -> Hook:
-    """The hook of a callback whose errors do not end the run."""
-
-    def guarded(*args: Any) -> None:
-        try:
-            call(*args)
-        except Exception as error:
-            entry.failed(hook, error)
-            if entry.off and hook != "teardown":
-                _let_go(entry, *args[:2])
-
-    return guarded
-
-
-def check_targets(new: Sequence[Entry], known: Sequence[Entry]) -> None:
-    """Refuse a constraint that names what nobody is; a class may be absent.
-
-    Raises:
-        ValueError: a state key that no callback has, or an object that is not registered.
-    """
-    names = [entry.name for entry in known]
-    for entry in new:
-        for target in (*entry.before, *entry.after):
-            if isinstance(target, type) or any(one.is_meant_by(target) for one in known):
-                continue
-            shown = repr(target) if isinstance(target, str) else type(target).__qualname__
-            hint = nearest(target, names) if isinstance(target, str) else ""
-            raise ValueError(
-                f"{entry.name} is to be called before or after {shown}, and no such callback is "
-                f"registered.{hint} There are {', '.join(names)}."
-            )
-
-
-def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, each as early as what it waits for allows; those that run last after others.
-
-    Raises:
-        ValueError: a circle of constraints.
-    """
-    waits = _constraints(entries)
-    left = sorted(entries, key=lambda entry: entry.runs_last)
-    placed: list[Entry] = []
-    while left:
-        there = {id(entry) for entry in left}
-        ready = next((entry for entry in left if not waits[id(entry)].keys() & there), None)
-        if ready is None:
-            names = " before ".join(_circle(left, waits))
-            raise ValueError(f"callbacks wait for each other: {names}.")
-        left.remove(ready)
-        placed.append(ready)
-    return placed
-
-
-def _constraints(entries: Sequence[Entry]) -> dict[int, dict[int, Entry]]:
-    """For each entry those that come before it."""
-    waits: dict[int, dict[int, Entry]] = {id(entry): {} for entry in entries}
-    for entry in entries:
-        for other in entries:
-            if other is entry:
-                continue
-            if any(other.is_meant_by(target) for target in entry.after):
-                waits[id(entry)][id(other)] = other
-            if any(other.is_meant_by(target) for target in entry.before):
-                waits[id(other)][id(entry)] = entry
-    return waits
-
-
-def _circle(left: Sequence[Entry], waits: dict[int, dict[int, Entry]]) -> list[str]:
-    """The names along one circle, its first one again at the end."""
-    there = {id(entry) for entry in left}
-    path = [left[0]]
-    while True:
-        before = next(one for key, one in waits[id(path[-1])].items() if key in there)
-        if before in path:
-            names = [entry.name for entry in (*path[path.index(before) :], before)]
-            return names[::-1]
-        path.append(before)
-
-
 class Dispatcher:
-    """Holds the callbacks and a tuple of calls for each hook.
+    """Hold the callbacks and a tuple of calls for each hook.
 
-    Any object with methods of the right names is a callback; :class:`Callback` is not needed.
-    Callbacks may come and go at any time; what goes is not called again, in this round neither.
+    Any object with methods of the right names is a callback; a subclass of :class:`Callback` is not
+    needed. Callbacks can be added and removed at any time; a removed callback is not called again,
+    not even for the hook being fired.
 
     Args:
-        callbacks: in the order in which they are called, as far as their ``before``, ``after`` and
-            ``runs_last`` allow; exit hooks run in reverse.
-        adapters: recognise callbacks of other libraries.
+        callbacks: in the order of their calls, as far as their ``before``, ``after`` and
+            ``runs_last`` allow; exit hooks are called in reverse.
 
     Attributes:
-        hooks: for each hook what to call, none where nobody overrides it.
-        can_vote: a callback may ask for a stop, a save or a preemption within an epoch.
-        ledger: what the calls have cost.
+        hooks: for each hook the calls; an empty tuple if no callback overrides it.
+        can_vote: a callback may request a stop, a save or a preemption within an epoch.
+        ledger: number and time of the calls.
 
     Raises:
-        TypeError: a method begins with ``on_`` but is no hook.
-        ValueError: two callbacks have one ``state_key``, or constraints that cannot be met.
+        TypeError: a method name starts with ``on_`` but is no hook.
+        ValueError: two callbacks have one ``state_key``, or constraints that contradict each other.
 
     Example:
         >>> from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
@@ -280,15 +68,15 @@ class Dispatcher:
         self.ledger = Ledger()
         self.can_vote = False
         self._order: list[Entry] = []
-        self._unclaimed: dict[str, Any] = {}
+        self._unclaimed: dict[str, Any] = {}  # loaded states of callbacks not registered
         self._retired: set[str] = set()
         self._voter_retired = False
         self.add(*callbacks)
 
-    # --- who is there -------------------------------------------------------------------------
+    # --- registration -------------------------------------------------------------------------
 
     def add(self, *callbacks: Any) -> list[Entry]:
-        """Register more callbacks, all or, where one is refused, none."""
+        """Register more callbacks: all of them, or none if one is refused."""
         new = [Entry(callback, self._adapters) for callback in callbacks]
         entries = [*self.entries, *new]
         _check_keys(entries)
@@ -299,11 +87,11 @@ class Dispatcher:
             name = next(n for n in _numbered(entry.name) if n not in names)
             names.add(name)
             entry.wrap(self.ledger, name)
-        self._settle(entries, order)
+        self._set_entries(entries, order)
         return new
 
     def remove(self, callback: Any) -> Entry:
-        """Take a callback out, with its state.
+        """Remove a callback and its state.
 
         Raises:
             ValueError: it is not registered.
@@ -312,29 +100,29 @@ class Dispatcher:
             if callback is entry.callback or callback is entry.given:
                 entry.off = True
                 others = [other for other in self.entries if other is not entry]
-                self._settle(others, [other for other in self._order if other is not entry])
+                self._set_entries(others, [other for other in self._order if other is not entry])
                 return entry
-        there = ", ".join(entry.name for entry in self.entries) or "none"
-        raise ValueError(f"{type(callback).__qualname__} is not registered; there are: {there}.")
+        names = ", ".join(entry.name for entry in self.entries) or "none"
+        raise ValueError(f"{type(callback).__qualname__} is not registered; there are: {names}.")
 
     def retire(self, callback: Any) -> None:
-        """Take a callback out whose work is done; its state is saved on, so that a resume knows."""
+        """Remove a callback after its last call, but keep saving its state for a resume."""
         entry = self.remove(callback)
         self._unclaimed[entry.key] = callback.state_dict()
         self._retired.add(entry.key)
-        # Its work may be done on this process only, while the others go on to vote.
+        # It may be retired on this rank only, and a vote is a collective: keep voting.
         self._voter_retired = self._voter_retired or entry.votes
         self.can_vote = self.can_vote or entry.votes
 
-    def _settle(self, entries: list[Entry], order: list[Entry]) -> None:
-        """Make the tables for these callbacks."""
+    def _set_entries(self, entries: list[Entry], order: list[Entry]) -> None:
+        """Set the entries, and rebuild the table of hooks."""
         self.entries, self._order = entries, order
         self.can_vote = self._voter_retired or any(entry.votes for entry in entries)
         first = [entry for entry in order if not entry.runs_last]
-        leaving = [*reversed(first), *(entry for entry in order if entry.runs_last)]
+        exit_order = [*reversed(first), *(entry for entry in order if entry.runs_last)]
         for hook in HOOKS:
-            ways = leaving if hook in EXIT_HOOKS else order
-            self.hooks[hook] = tuple(e.calls[hook] for e in ways if hook in e.calls)
+            called = exit_order if hook in EXIT_HOOKS else order
+            self.hooks[hook] = tuple(e.calls[hook] for e in called if hook in e.calls)
 
     @property
     def callbacks(self) -> list[Any]:
@@ -348,38 +136,40 @@ class Dispatcher:
 
     @property
     def savers(self) -> list[Any]:
-        """The callbacks that save, and know where a run can be resumed from."""
+        """The callbacks that save, and that a run can be resumed from."""
         return [entry.callback for entry in self._order if entry.saves]
 
     @property
     def edits_saves(self) -> bool:
-        """A callback may put other tensors into a checkpoint than the other processes do."""
+        """True if a callback may put tensors into a checkpoint that differ between ranks."""
         return any("on_save_checkpoint" in e.calls and not e.saves_alike for e in self.entries)
 
     def free_key(self, name: str) -> str:
-        """A state key that no callback has: the name, or with a number."""
+        """Return a state key that no callback has: the name, or the name with a number."""
         taken = {entry.key for entry in self.entries} | self._retired
         return next(key for key in _numbered(name) if key not in taken)
 
     def check_alike(self) -> None:
-        """Collective: callbacks that meet the other processes must be there on all of them.
+        """Check that all ranks have the same callbacks that vote, save or are collective.
+
+        Collective.
 
         Raises:
-            ValueError: a callback that votes, saves or is collective is missing on some.
+            ValueError: such a callback is missing on some ranks.
         """
         names = [entry.name for entry in self._order if entry.votes or entry.meets_others]
         first, *others = collectives.all_objects(names)
         for rank, here in enumerate(others, start=1):
             if here != first:
                 raise ValueError(
-                    "callbacks that vote, save or are collective must be given on all processes, "
-                    f"in one order: process 0 has {first}, process {rank} has {here}."
+                    "callbacks that vote, save or are collective must be given on all ranks, in "
+                    f"the same order: rank 0 has {first}, rank {rank} has {here}."
                 )
 
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each callback by name, and what was loaded for callbacks not here."""
+        """Return the state of each callback by key, and loaded states of absent callbacks."""
         states = dict(self._unclaimed)
         for entry in self.entries:
             state = entry.state()
@@ -388,19 +178,19 @@ class Dispatcher:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore each callback in place; states of absent ones are kept for the next save."""
+        """Restore each callback in place; keep the states of absent ones for the next save."""
         self._unclaimed = dict(states)
         for entry in list(self.entries):
             self.claim(entry)
 
     def claim(self, entry: Entry) -> None:
-        """Give a callback what was loaded for it, once."""
+        """Restore a callback from its loaded state, if that is not done yet."""
         if entry.has_state and entry.key in self._unclaimed:
             entry.callback.load_state_dict(self._unclaimed.pop(entry.key))
 
 
 def _numbered(name: str) -> Iterable[str]:
-    """The name, then with ``#2``, ``#3``, ..."""
+    """Yield the name, then the name with ``#2``, ``#3``, ..."""
     yield name
     number = 2
     while True:
@@ -418,8 +208,220 @@ def _check_keys(entries: list[Entry]) -> None:
             )
 
 
+class Entry:
+    """One registered callback.
+
+    Args:
+        given: a callback, or the result of ``configured``.
+
+    Attributes:
+        given: the object that the user passed.
+        callback: the object that is called; an adapter for a callback of Lightning.
+        name: its state key, or the name of its class.
+        key: of its saved state; unique even without a state.
+        off: True once it is removed or disabled, and not called any more.
+        calls: its hooks, each wrapped once with the ledger and the error policy.
+
+    Raises:
+        TypeError: it is not a callback.
+        ValueError: ``on_error`` is unknown, or other than ``"raise"`` for a collective callback.
+
+    Example:
+        >>> from accel_callbacks.callbacks import EarlyStopping
+        >>> from accel_callbacks.callbacks.dispatch.dispatcher import Entry
+        >>> entry = Entry(EarlyStopping("loss"))
+        >>> entry.name, entry.votes, entry.saves
+        ('EarlyStopping:loss', True, False)
+    """
+
+    def __init__(self, given: Any, adapters: Iterable[Adapter] = ()) -> None:
+        options = given if isinstance(given, Configured) else Configured(given)
+        self.given = options.callback
+        self.callback = callback = accepted(options.callback, adapters)
+        self.name = str(getattr(callback, "state_key", None) or type(callback).__qualname__)
+        self.has_state = hasattr(callback, "state_dict")
+        self.key = self.name if self.has_state else f"{self.name}@{id(callback)}"
+        self.before = (*_declared_targets(callback, "before"), *options.before)
+        self.after = (*_declared_targets(callback, "after"), *options.after)
+        self.saves = saves(callback)
+        self.votes = bool(getattr(callback, "can_vote", False))
+        self.saves_alike = bool(getattr(callback, "saves_alike", False))
+        self.runs_last = bool(getattr(callback, "runs_last", False))
+        self.meets_others = self.saves or bool(getattr(callback, "collective", False))
+        self.on_error = checked_policy(
+            options.on_error or getattr(callback, "on_error", None) or "raise"
+        )
+        if self.meets_others and self.on_error != "raise":
+            raise ValueError(
+                f"{self.name} calls collectives in its hooks, in which the other ranks would wait "
+                f"for it after an error: on_error={self.on_error!r} is not possible; use 'raise'."
+            )
+        self.off = False
+        self._state: dict[str, Any] = {}
+        self.calls: dict[str, Hook] = {}
+
+    def wrap(self, ledger: Ledger, name: str) -> None:
+        """Wrap the hooks, and count their calls under this name."""
+        self.name = name
+        for hook in HOOKS:
+            if overrides(self.callback, hook):
+                call = _timed(getattr(self.callback, hook), self, ledger.tally(name, hook))
+                self.calls[hook] = call if self.on_error == "raise" else _guarded(call, self, hook)
+
+    def matches(self, target: Any) -> bool:
+        """Return whether a constraint refers to it: as an object, by its class or by its name."""
+        own = (self.callback, self.given)
+        if isinstance(target, Configured):
+            target = target.callback
+        if isinstance(target, type):
+            return isinstance(self.callback, target) or isinstance(self.given, target)
+        if isinstance(target, str):
+            return target in (self.name, self.key, *(type(one).__qualname__ for one in own))
+        return any(target is one for one in own)
+
+    def state(self) -> dict[str, Any]:
+        """Return the callback's state; if ``state_dict`` fails and may, its last one."""
+        if not self.has_state:
+            return {}
+        if self.on_error == "raise":
+            state: dict[str, Any] = self.callback.state_dict()
+            return state
+        try:
+            self._state = self.callback.state_dict()
+        except Exception as error:
+            self.failed("state_dict", error)
+        return self._state
+
+    def failed(self, hook: str, error: Exception) -> None:
+        """Warn about an error in a hook that does not end the run, and apply ``on_error``."""
+        self.off = self.off or self.on_error == "disable"
+        what = "is disabled" if self.off else "stays enabled"
+        text = f"{self.name}.{hook} failed; the callback {what}: {type(error).__name__}: {error}"
+        _log.warning(text, exc_info=error)
+        warnings.warn(text, stacklevel=3)
+
+
+def _declared_targets(callback: Any, name: str) -> tuple[Any, ...]:
+    """Return a callback's ``before`` or ``after``."""
+    targets = as_tuple(getattr(callback, name, ()))
+    # An object that is no Callback of ours may use these names for something else.
+    valid = all(
+        isinstance(target, type | str) or any(overrides(target, hook) for hook in HOOKS)
+        for target in targets
+    )
+    return targets if valid else ()
+
+
+def _timed(method: Callable[..., Any], entry: Entry, tally: Tally) -> Hook:
+    """Wrap a hook with the ledger. Hot path: this runs for each call of each hook."""
+    clock = perf_counter_ns
+
+    def call(*args: Any) -> None:
+        if entry.off:  # removed while this hook is being fired
+            return
+        started = clock()
+        try:
+            method(*args)
+        finally:
+            spent = clock() - started
+            tally.calls += 1
+            tally.total_ns += spent
+            if spent > tally.longest_ns:
+                tally.longest_ns = spent
+
+    return call
+
+
+def _guarded(call: Hook, entry: Entry, hook: str) -> Hook:
+    """Wrap a hook whose errors do not end the run."""
+
+    def guarded(*args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:
+            entry.failed(hook, error)
+            if entry.off and hook != "teardown":
+                _tear_down(entry, *args[:2])
+
+    return guarded
+
+
+def _tear_down(entry: Entry, run: Any, model: Any) -> None:
+    """Call the ``teardown`` of a disabled callback, so that it releases its resources."""
+    try:
+        if overrides(entry.callback, "teardown"):
+            entry.callback.teardown(run, model, "fit")
+    except Exception as error:
+        _log.warning("%s.teardown failed", entry.name, exc_info=error)
+
+
+def check_targets(new: Sequence[Entry], known: Sequence[Entry]) -> None:
+    """Raise if a constraint of a new entry matches no callback; classes may match none.
+
+    Raises:
+        ValueError: a state key that no callback has, or an object that is not registered.
+    """
+    names = [entry.name for entry in known]
+    for entry in new:
+        for target in (*entry.before, *entry.after):
+            if isinstance(target, type) or any(one.matches(target) for one in known):
+                continue
+            shown = repr(target) if isinstance(target, str) else type(target).__qualname__
+            hint = nearest(target, names) if isinstance(target, str) else ""
+            raise ValueError(
+                f"{entry.name} is to be called before or after {shown}, and no such callback is "
+                f"registered.{hint} There are {', '.join(names)}."
+            )
+
+
+def in_order(entries: Sequence[Entry]) -> list[Entry]:
+    """Sort the entries by their constraints, stably, and those with ``runs_last`` after others.
+
+    Raises:
+        ValueError: the constraints contain a cycle.
+    """
+    predecessors = _predecessors(entries)
+    left = sorted(entries, key=lambda entry: entry.runs_last)
+    placed: list[Entry] = []
+    while left:
+        remaining = {id(entry) for entry in left}
+        ready = next((one for one in left if not predecessors[id(one)].keys() & remaining), None)
+        if ready is None:
+            names = " before ".join(_cycle(left, predecessors))
+            raise ValueError(f"callbacks wait for each other: {names}.")
+        left.remove(ready)
+        placed.append(ready)
+    return placed
+
+
+def _predecessors(entries: Sequence[Entry]) -> dict[int, dict[int, Entry]]:
+    """Return for each entry those that must come before it."""
+    predecessors: dict[int, dict[int, Entry]] = {id(entry): {} for entry in entries}
+    for entry in entries:
+        for other in entries:
+            if other is entry:
+                continue
+            if any(other.matches(target) for target in entry.after):
+                predecessors[id(entry)][id(other)] = other
+            if any(other.matches(target) for target in entry.before):
+                predecessors[id(other)][id(entry)] = entry
+    return predecessors
+
+
+def _cycle(left: Sequence[Entry], predecessors: dict[int, dict[int, Entry]]) -> list[str]:
+    """Return the names along a cycle, the first one again at the end."""
+    remaining = {id(entry) for entry in left}
+    path = [left[0]]
+    while True:
+        before = next(one for key, one in predecessors[id(path[-1])].items() if key in remaining)
+        if before in path:
+            names = [entry.name for entry in (*path[path.index(before) :], before)]
+            return names[::-1]
+        path.append(before)
+
+
 def firing_plan(dispatch: Dispatcher) -> str:
-    """The callbacks in the order of their calls, and for each hook those that have it.
+    """Format the callbacks in the order of their calls, and for each hook those that have it.
 
     Example:
         >>> from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
@@ -443,7 +445,7 @@ def firing_plan(dispatch: Dispatcher) -> str:
 
 
 def _called(dispatch: Dispatcher, hook: str) -> list[str]:
-    """The names of those that this hook calls, in order."""
+    """Return the names of the callbacks that this hook calls, in order."""
     names = {entry.calls[hook]: entry.name for entry in dispatch.order if hook in entry.calls}
     return [names[call] for call in dispatch.hooks[hook]]
 

@@ -1,4 +1,4 @@
-"""Functions as callbacks, removable handles."""
+"""FunctionCallback and handles: register functions as callbacks, and remove callbacks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = [
     "name_of",
 ]
 
-_Getter = Callable[[tuple[Any, ...]], Any]
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_Getter = Callable[[tuple[Any, ...]], Any]  # reads an argument from those of a hook
+_PASSED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class CallbackHandle:
-    """Takes a callback out again, by hand or at the end of a ``with`` block.
+    """Remove a callback, with :meth:`remove` or at the end of a ``with`` block.
 
-    Made by ``accel.add_callback``.
+    Returned by ``accel.add_callback``.
 
     Args:
         callback: the callback as it is registered.
-        take_out: takes it out.
+        take_out: removes it.
 
     Attributes:
         callback: the callback; for one of Lightning's the adapter around it.
@@ -51,7 +51,7 @@ class CallbackHandle:
 
     def __init__(self, callback: Any, take_out: Callable[[Any], None]) -> None:
         self.callback = callback
-        self._take_out = take_out
+        self._remove = take_out
         self._removed = False
 
     @property
@@ -60,10 +60,10 @@ class CallbackHandle:
         return self._removed
 
     def remove(self) -> None:
-        """Take the callback out; a second time does nothing."""
+        """Remove the callback; a second call does nothing."""
         if not self._removed:
             self._removed = True
-            self._take_out(self.callback)
+            self._remove(self.callback)
 
     def __enter__(self) -> Any:
         return self
@@ -77,8 +77,8 @@ class FunctionHandle(CallbackHandle):
 
     Args:
         callback: the callback around the function.
-        take_out: takes it out.
-        function: what the user wrote.
+        take_out: removes it.
+        function: the user's function.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -99,19 +99,19 @@ class FunctionHandle(CallbackHandle):
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, as if it were not registered."""
+        """Call the function directly, without the filters."""
         return self._function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class Filters:
-    """On which calls of a hook a function is called; they are counted from 1.
+    """The calls of a hook on which a function is called; they are counted from 1.
 
     Args:
-        every: on each call whose number is a multiple of this.
-        once: on the first of these calls and then no more.
-        after: not on the first so many calls.
-        main_process_only: on the main process only; the others count too.
+        every: each call whose number is a multiple of this.
+        once: only the first of these calls.
+        after: number of calls to skip first.
+        main_process_only: only calls on the main process; the other ranks count too.
 
     Raises:
         ValueError: ``every`` is below 1, or ``after`` below 0.
@@ -133,27 +133,27 @@ class Filters:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least {least}.")
 
     def take(self, call: int) -> bool:
-        """Whether the call of this number is one of those."""
+        """Return whether the function is called on the call with this number."""
         return call > self.after and call % self.every == 0
 
     @property
     def count(self) -> bool:
-        """Whether calls have to be counted."""
+        """True if calls must be counted."""
         return self.every > 1 or self.after > 0 or self.once
 
 
 class FunctionCallback(Callback):
-    """A callback with one hook, which calls a function with the arguments that it names.
+    """A callback with one hook, which calls a function with the arguments in its signature.
 
     Args:
-        function: called with keywords.
-        hook: one of the hooks.
-        filters: on which calls.
-        state_key: under which its counter is saved.
-        retire: takes this callback out once it has done its work.
+        function: called with keyword arguments.
+        hook: name of the hook.
+        filters: the calls on which the function is called.
+        state_key: key of its saved counter.
+        retire: removes this callback after its last call.
 
     Raises:
-        TypeError: the function wants what the hook has not.
+        TypeError: the function has an argument that the hook does not provide.
 
     Example:
         >>> from accel_callbacks.callbacks.dispatch.functions import Filters, FunctionCallback
@@ -179,44 +179,45 @@ class FunctionCallback(Callback):
         self._filters = filters
         self._state_key = state_key
         self._retire = retire
-        self._wanted = _wanted(function, hook)
+        self._arguments = _requested_arguments(function, hook)
         self._calls = 0
         self._done = False
+        # Hooks are set on the instance, so that those that are not needed cost nothing.
         if hook != "setup":
-            setattr(self, hook, self._come)
+            setattr(self, hook, self._call)
         if hook == "setup" or filters.count:
-            setattr(self, "setup", self._set_up)  # noqa: B010 - a hook only where it is needed
+            setattr(self, "setup", self._set_up)  # noqa: B010
 
     @property
     def state_key(self) -> str:
-        """The function's name and the hook's."""
+        """``<function>:<hook>``."""
         return self._state_key
 
     def _set_up(self, run: TrainingRun, model: Any, stage: str) -> None:
-        """Count anew, unless ``load_state`` has told where the run stands."""
+        """Reset the counter, unless ``load_state`` restored it."""
         if run.begins_anew:
             self._calls = 0
         if self._hook == "setup":
-            self._come(run, model, stage)
+            self._call(run, model, stage)
 
-    def _come(self, *args: Any) -> None:
-        """The hook is called."""
+    def _call(self, *args: Any) -> None:
+        """Count a call of the hook, and call the function if the filters match."""
         self._calls += 1
         filters = self._filters
         if self._done or not filters.take(self._calls):
             return
-        if filters.once:  # first, so that an error in it does not bring it again
+        if filters.once:  # before the call, so that a function that raises is not called again
             self._done = True
             self._retire(self)
         if not filters.main_process_only or args[0].is_global_zero:
-            self._function(**{name: get(args) for name, get in self._wanted})
+            self._function(**{name: get(args) for name, get in self._arguments})
 
     def state_dict(self) -> dict[str, Any]:
-        """How many calls there were, if that matters."""
+        """Return the number of calls, if the filters need it."""
         return {"calls": self._calls, "done": self._done} if self._filters.count else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the number of calls, and retire if the function was called once already."""
         self._calls = state_dict["calls"]
         if self._filters.once and state_dict["done"] and not self._done:
             self._done = True
@@ -224,7 +225,7 @@ class FunctionCallback(Callback):
 
 
 def checked_hook(hook: str) -> str:
-    """The hook's full name; ``"train_batch_end"`` means ``"on_train_batch_end"``.
+    """Return the hook's full name; ``"train_batch_end"`` means ``"on_train_batch_end"``.
 
     Raises:
         ValueError: there is no such hook.
@@ -242,37 +243,37 @@ def checked_hook(hook: str) -> str:
 
 
 def name_of(function: Any) -> str:
-    """What a function is called; the class of an object that is called like one."""
+    """Return the name of a function, or of the class of a callable object."""
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
-def _wanted(function: Callable[..., Any], hook: str) -> list[tuple[str, _Getter]]:
-    """The arguments that the function names, and where each is found."""
+def _requested_arguments(function: Callable[..., Any], hook: str) -> list[tuple[str, _Getter]]:
+    """Return the arguments in the function's signature, and how to get each."""
     name = name_of(function)
     if not callable(function):
-        raise TypeError(f"{function!r} cannot be called: give a function to accel.on.")
+        raise TypeError(f"{function!r} is not callable: give a function to accel.on.")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise TypeError(f"{name} is a coroutine or a generator: calling it would run nothing.")
-    known = _arguments(hook)
-    wanted = []
+    known = _available_arguments(hook)
+    requested = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             return list(known.items())
         optional = parameter.default is not parameter.empty
-        if parameter.name in known and parameter.kind in _NAMED:
-            wanted.append((parameter.name, known[parameter.name]))
+        if parameter.name in known and parameter.kind in _PASSED_BY_NAME:
+            requested.append((parameter.name, known[parameter.name]))
         elif not optional or parameter.name in known:
             raise TypeError(
                 f"{name}({parameter}) cannot be given by {hook}, which passes by name: "
                 f"{', '.join(known)}.{nearest(parameter.name, known)}"
             )
-    return wanted
+    return requested
 
 
-def _arguments(hook: str) -> Mapping[str, _Getter]:
-    """What a function can ask for: the arguments of the hook, and some that are found in them."""
+def _available_arguments(hook: str) -> Mapping[str, _Getter]:
+    """Return the arguments of the hook, and some that are read from these."""
     names = list(inspect.signature(getattr(Callback, hook)).parameters.values())[1:]
-    known = {one.name: _at(place, one.default) for place, one in enumerate(names)}
+    known = {one.name: _at(index, one.default) for index, one in enumerate(names)}
     more: dict[str, _Getter] = {
         "step": lambda args: args[0].global_step,
         "epoch": lambda args: args[0].current_epoch,
@@ -283,5 +284,5 @@ def _arguments(hook: str) -> Mapping[str, _Getter]:
     return {**more, **known}
 
 
-def _at(place: int, default: Any) -> _Getter:
-    return lambda args: args[place] if place < len(args) else default
+def _at(index: int, default: Any) -> _Getter:
+    return lambda args: args[index] if index < len(args) else default

@@ -1,4 +1,4 @@
-"""The ledger: how often each hook of each callback was called, and how long that took."""
+"""Ledger: count the calls of each hook of each callback, and their time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["CallbackReport", "CallbackTime", "Ledger", "Tally"]
 
 
 class Tally:
-    """One line of the ledger, counted up by every call.
+    """The counters of one hook of one callback.
 
     Example:
         >>> from accel_callbacks.callbacks.dispatch.ledger import Tally
@@ -26,13 +26,13 @@ class Tally:
 
 @dataclass(frozen=True)
 class CallbackTime:
-    """What one hook of one callback has cost so far; a row of a :class:`CallbackReport`.
+    """The time of one hook of one callback so far; a row of a :class:`CallbackReport`.
 
     Args:
         callback: its name, which is its ``state_key`` if it has one.
         hook: the name of the hook.
-        calls: how often it was called.
-        total_s: seconds in all calls, with those of other hooks that fired inside of it.
+        calls: number of calls.
+        total_s: seconds in all calls, including other hooks fired inside it.
         max_s: seconds of the longest call.
 
     Example:
@@ -49,16 +49,16 @@ class CallbackTime:
 
     @property
     def mean_s(self) -> float:
-        """Seconds of a call, 0 without any."""
+        """Mean seconds of a call, 0 without any."""
         return self.total_s / self.calls if self.calls else 0.0
 
 
 @dataclass(frozen=True)
 class CallbackReport:
-    """What the callbacks have cost on this process; made by ``accel.callback_report()``.
+    """The time of the callbacks on this rank; returned by ``accel.callback_report()``.
 
     Args:
-        rows: a :class:`CallbackTime` for each hook that was called, the costliest first.
+        rows: a :class:`CallbackTime` for each hook that was called, the slowest first.
 
     Example:
         >>> from accel_callbacks.callbacks import CallbackReport, CallbackTime
@@ -71,7 +71,7 @@ class CallbackReport:
 
     @property
     def total_s(self) -> float:
-        """Seconds in all hooks; a hook that fired inside of another counts in both."""
+        """Seconds in all hooks; a hook fired inside another counts in both."""
         return sum(row.total_s for row in self.rows)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class CallbackReport:
 
 
 class Ledger:
-    """The tallies of all callbacks, those that were removed too.
+    """The tallies of all callbacks, including removed ones.
 
     Example:
         >>> from accel_callbacks.callbacks.dispatch.ledger import Ledger
@@ -104,11 +104,11 @@ class Ledger:
         self._tallies: dict[tuple[str, str], Tally] = {}
 
     def tally(self, callback: str, hook: str) -> Tally:
-        """The line of this callback and hook; it goes on where it was, if there was one."""
+        """Return the tally of this callback and hook, an existing one if there is one."""
         return self._tallies.setdefault((callback, hook), Tally())
 
     def report(self) -> CallbackReport:
-        """What was called so far, the costliest first."""
+        """Return the times so far, the slowest first."""
         rows = [
             CallbackTime(*names, tally.calls, tally.total_ns / 1e9, tally.longest_ns / 1e9)
             for names, tally in self._tallies.items()

@@ -90,7 +90,7 @@ def test_saves_come_at_their_intervals(tmp_path, options, steps):
 
     def each_step(run):
         if pause and run.global_step % 2 == 0:
-            saver.schedule._clock._done_at -= pause
+            saver.schedule._clock._last_due -= pause
         elif pause:
             saver.schedule._clock.start(run)
 
@@ -110,7 +110,7 @@ def test_any_save_sets_the_clock_back(tmp_path):
 
     def each_step(run):
         if run.global_step in (3, 4):
-            saver.schedule._clock._done_at -= 3000
+            saver.schedule._clock._last_due -= 3000
 
     fit(saver, written, each_step=each_step)
     assert written.steps == [3, 6, 8]
@@ -131,14 +131,20 @@ def test_a_checkpoint_can_be_asked_for(tmp_path):
     ("options", "says"),
     [
         ({"every": 100}, "'100 steps' or '100 s'"),
-        ({"every": "10 stops"}, "is no unit"),
+        ({"every": "10 stops"}, "is not a unit"),
         ({"every": "5 steps", "every_n_steps": 5}, "every_n_steps: give one"),
         ({"every": "5 epochs", "every_n_epochs": 5}, "every_n_epochs: give one"),
         ({"every": "5 s", "every_seconds": 5}, "every_seconds: give one"),
         ({"every_seconds": "5 steps"}, "must be a time"),
         ({"every_seconds": 0}, "above 0"),
-        ({"keep": checkpoint_io.keep_last(2), "keep_last": 2}, "leave keep_last"),
-        ({"keep": checkpoint_io.keep_last(2), "keep_every": 2}, "leave keep_last"),
+        (
+            {"keep": checkpoint_io.keep_last(2), "keep_last": 2},
+            "keep replaces keep_last.*leave them out",
+        ),
+        (
+            {"keep": checkpoint_io.keep_last(2), "keep_every": 2},
+            "keep replaces keep_last.*leave them out",
+        ),
         ({"keep_every": 0}, "keep_every=0"),
     ],
 )
@@ -148,7 +154,7 @@ def test_bad_options_are_refused(options, says):
 
 
 def test_what_is_no_policy_is_refused():
-    with pytest.raises(TypeError, match="is no policy"):
+    with pytest.raises(TypeError, match="is not a policy"):
         Checkpoint("c", keep=3)
 
 
@@ -376,7 +382,7 @@ def test_a_save_that_failed_before_does_not_cost_the_one_of_the_preemption(tmp_p
             gate.break_writes()
         preempting(3)(run)
 
-    with pytest.warns(UserWarning, match="the save before has failed.*on fire"):
+    with pytest.warns(UserWarning, match="the previous save failed.*on fire"):
         fit(saver, Mends(gate), each_step=each_step)
     assert kept(tmp_path / "c") == [3]
 
@@ -404,6 +410,6 @@ def test_a_failed_save_is_not_tried_again_at_each_batch_of_the_next_window(train
                     with t.accel.accumulate(t.model):
                         t.step(batch)
 
-    with pytest.warns(UserWarning, match="goes on without"):
+    with pytest.warns(UserWarning, match="continues without"):
         train()
     assert fails.tried == [1, 2, 2]  # the last is that of the end of the run

@@ -14,7 +14,7 @@ from accel_callbacks.callbacks import Checkpoint, Freeze, freeze
 @pytest.fixture(params=[False, True], ids=["switched off", "dropped"])
 def drops(request, monkeypatch):
     """Both ways: that of one process, and that of DDP."""
-    monkeypatch.setattr(freeze, "_switches_off", lambda run: not request.param)
+    monkeypatch.setattr(freeze, "_can_change_requires_grad", lambda run: not request.param)
     return request.param
 
 
@@ -132,7 +132,7 @@ def test_backward_is_saved_the_work_where_it_can_be():
 
 
 def test_dropped_gradients_do_not_count_for_clipping(monkeypatch):
-    monkeypatch.setattr(freeze, "_switches_off", lambda run: False)
+    monkeypatch.setattr(freeze, "_can_change_requires_grad", lambda run: False)
     norms = []
     for setup in (Setup(Freeze({"backbone.*": None})), Setup()):
         with setup.accel.run("clip"):
@@ -289,7 +289,7 @@ def test_a_resumed_run_goes_on_exactly(until, tmp_path):
         ({}, {}, ValueError, "empty"),
         ("backbone.*", {}, TypeError, "must be a dict"),
         ({"a": "10 min"}, {}, ValueError, "number of steps"),
-        ({"a": "2 lightyears"}, {}, ValueError, "no unit"),
+        ({"a": "2 lightyears"}, {}, ValueError, "not a unit"),
         ({"a": 0}, {}, ValueError, "above 0"),
         ({"a": 1}, {"lr_factor": 0}, ValueError, "lr_factor"),
     ],

@@ -45,19 +45,19 @@ def test_an_interval_is_read(text, amount, unit):
     ("text", "says"),
     [
         ("", "empty"),
-        ("100", "no interval"),
+        ("100", "not an interval"),
         ("10 stepz", "Did you mean 'step"),
         ("1h 5 steps", "mixes"),
         ("1 epoch 1 epoch", "mixes"),
         ("1.5 steps", "whole number of steps"),
         ("0 s", "above 0"),
-        ("-5 s", "no interval"),
+        ("-5 s", "not an interval"),
         (0, "above 0"),
         (float("inf"), "above 0"),
         (float("nan"), "above 0"),
         (timedelta(0), "above 0"),
-        ("01:30", "no interval"),
-        ("01:61:00", "no interval"),
+        ("01:30", "not an interval"),
+        ("01:61:00", "not an interval"),
         ("2 run", "at most 1"),
     ],
 )
@@ -68,7 +68,7 @@ def test_what_is_no_interval_is_refused(text, says):
 
 @pytest.mark.parametrize("value", [None, True, [1], b"1s"])
 def test_other_objects_are_a_type_error(value):
-    with pytest.raises(TypeError, match="is no interval"):
+    with pytest.raises(TypeError, match="is not an interval"):
         Interval.parse(value)
 
 

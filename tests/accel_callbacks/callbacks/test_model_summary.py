@@ -65,7 +65,7 @@ def test_lazy_parameters_are_not_in_the_numbers_until_an_example_gives_them_a_sh
     summary = summarize(model)
     assert summary.total.lazy
     assert summary.total.parameters == 4
-    assert "get their shape with the first batch" in str(summary)
+    assert "whose shapes depend on the first batch" in str(summary)
     assert summarize(model, example=torch.ones(2, 5)).total.parameters == 18 + 4
 
 

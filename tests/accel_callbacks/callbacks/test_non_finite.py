@@ -8,7 +8,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import EMA, Checkpoint, Freeze, NonFinite, freeze
-from accel_callbacks.callbacks.finite import Finding
+from accel_callbacks.callbacks.finite import FiniteCheck
 
 NAN = float("nan")
 BATCHES = 8
@@ -17,7 +17,7 @@ BATCHES = 8
 @pytest.fixture(params=[False, True], ids=["at once", "one step later"])
 def late(request, monkeypatch):
     """Both ways: what the CPU does, and what a device does whose results arrive later."""
-    monkeypatch.setattr(Finding, "waits", property(lambda self: request.param))
+    monkeypatch.setattr(FiniteCheck, "waits", property(lambda self: request.param))
     return request.param
 
 
@@ -343,7 +343,7 @@ def test_rollbacks_are_counted(late, tmp_path):
 
 def test_a_checkpoint_that_was_saved_too_late_is_passed_over(monkeypatch, tmp_path):
     """A save that nobody foresaw can be under way before the step before it is judged."""
-    monkeypatch.setattr(Finding, "waits", property(lambda self: True))
+    monkeypatch.setattr(FiniteCheck, "waits", property(lambda self: True))
     watch = NonFinite(action="rollback")
 
     class Saves(Callback):
@@ -364,7 +364,7 @@ def test_a_checkpoint_that_was_saved_too_late_is_passed_over(monkeypatch, tmp_pa
 
 def test_nothing_to_go_back_to(tmp_path):
     setup = Setup(NonFinite(action="rollback"), Checkpoint(tmp_path), bad=[1])
-    with pytest.raises(FloatingPointError, match="no checkpoint from before"):
+    with pytest.raises(FloatingPointError, match="no earlier checkpoint"):
         setup.train()
     with pytest.raises(ValueError, match="Checkpoint callback"):
         Setup(NonFinite(action="rollback")).train()
@@ -374,7 +374,7 @@ def test_nothing_to_go_back_to(tmp_path):
 
 
 def test_frozen_parameters_are_not_looked_at(monkeypatch):
-    monkeypatch.setattr(freeze, "_switches_off", lambda run: False)  # as under DDP
+    monkeypatch.setattr(freeze, "_can_change_requires_grad", lambda run: False)  # as under DDP
     setup = Setup(NonFinite("gradients"), Freeze({"0.*": None}))
     torch.nn.init.constant_(setup.net[1].weight, torch.finfo().max)
     torch.nn.init.constant_(setup.net[0].bias, 0.0)

@@ -248,8 +248,8 @@ def test_bad_options_are_refused(options, says):
 
 PROGRAM = """
 import os, signal, sys, time
-from accel_callbacks.callbacks.preemption import SignalCatcher, read_signals
-catcher = SignalCatcher(read_signals(["SIGTERM", "SIGUSR1"]), {patience})
+from accel_callbacks.callbacks.preemption import SignalCatcher, parse_signals
+catcher = SignalCatcher(parse_signals(["SIGTERM", "SIGUSR1"]), {patience})
 catcher.install()
 {body}
 """
@@ -263,7 +263,7 @@ signal.raise_signal(15)
 STUCK = """
 import ctypes
 from accel_callbacks.callbacks import preemption
-preemption._STUCK = 0.1
+preemption._HANDLER_TIMEOUT = 0.1
 signal.raise_signal(15)
 print("stuck", flush=True)
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)

@@ -97,7 +97,9 @@ def test_what_an_error_cuts_short_is_written(training, tmp_path):
 
 def test_a_trace_that_cannot_be_written_costs_no_training(training, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.warns(UserWarning, match=r"is not written, and training goes on: \w+Error") as told:
+    with pytest.warns(
+        UserWarning, match=r"was not written, and training continues: \w+Error"
+    ) as told:
         profiler = profiled(training, make(tmp_path / "file"), batches=8)
     assert profiler.traces == []
     assert not [one for one in told if "nothing was recorded" in str(one.message)]

@@ -167,7 +167,7 @@ def test_a_loader_that_training_waits_for_is_told_of():
     with accel.run("stalls") as run:
         for _ in run.epochs(1):
             for _ in loader:
-                bar._began -= 10.0
+                bar._started -= 10.0
                 run.data_wait_s += 4.0
     assert re.search(r"\(waits for data \d\d%\)$", out.getvalue())
 

@@ -35,7 +35,7 @@ def fit(timer: Timer, *others, epochs: int = 2, pause: float = 0.01, resume: boo
 
 @pytest.mark.parametrize("duration", ["5 ms", 0.005, timedelta(milliseconds=5), "00:00:00.005"])
 def test_it_stops_at_the_step_where_the_time_is_over(duration):
-    assert fit(Timer(duration)) == [[(0, 0)], "the time is over: trained for 0.005 s"]
+    assert fit(Timer(duration)) == [[(0, 0)], "the time is up: trained for 0.005 s"]
 
 
 def test_by_epochs_it_stops_at_the_end_of_one():
@@ -43,7 +43,7 @@ def test_by_epochs_it_stops_at_the_end_of_one():
     assert not timer.can_vote
     seen, reason = fit(timer)
     assert seen == [(0, n) for n in range(4)]
-    assert "the time is over" in reason
+    assert "the time is up" in reason
 
 
 def test_without_a_duration_it_only_measures():
@@ -67,7 +67,7 @@ def test_time_survives_a_resume_and_more_of_it_goes_on():
     first = Timer("15 ms")
     seen, _ = fit(first, saver())
     second = Timer("15 ms")
-    assert fit(second, saver()) == [[], "the time is over: trained for 0.015 s"]
+    assert fit(second, saver()) == [[], "the time is up: trained for 0.015 s"]
     assert second.time_elapsed() >= 0.015
     third = Timer("1 h")
     rest, reason = fit(third, saver())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_callbacks.tuning import find_batch_size
-from accel_callbacks.tuning.trial import as_before
+from accel_callbacks.tuning.trial import restored
 
 
 def fitting(limit: int) -> Any:
@@ -123,7 +123,7 @@ def test_what_is_restored_is_the_same_bit_by_bit(steps_before, dtype):
     before, rng = everything(model, optimizer), (torch.get_rng_state(), random.getstate())
     lr = optimizer.param_groups[0]["lr"]
     lr_before = lr.clone()
-    with as_before([model, optimizer, scheduler]):
+    with restored([model, optimizer, scheduler]):
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].to(dtype)
         step(4)

@@ -1,4 +1,4 @@
-"""Finding what makes the host wait for the device."""
+"""host_syncs: find calls that make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["HostSync", "host_syncs"]
 _ROOT = Path(__file__).resolve().parents[2]
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-#: What is read here is on the host, or handed on to be read later: logging, random generators.
-_LEFT_ALONE = tuple(
+#: Files that may read tensors: they read later, on another thread, or from the host.
+_ALLOWED_FILES = tuple(
     str(_ROOT / one)
     for one in (
         "loggers",
@@ -28,19 +28,19 @@ _LEFT_ALONE = tuple(
         "accel_callbacks/distributed/rng.py",
     )
 )
-#: Methods of a tensor that need its values on the host, or a size that depends on them.
+#: Tensor methods that need its values on the host, or a size that depends on them.
 _METHODS = {
     *("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__"),
     *("__complex__", "__array__", "__contains__", "__format__", "__repr__", "__reduce_ex__"),
     *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "equal", "allclose"),
     *("is_nonzero", "nonzero_static", "bincount"),
 }
-#: The same for what torch calls itself.
+#: The same for the operations that torch dispatches.
 _OPERATIONS = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique", "_unique2"),
     *("unique_dim", "unique_consecutive", "unique_dim_consecutive", "is_nonzero", "bincount"),
 }
-_WAITING: tuple[Callable[[], Any], ...] = (
+_SYNCHRONIZE_OWNERS: tuple[Callable[[], Any], ...] = (
     lambda: torch.cuda,
     lambda: torch.cuda.Event,
     lambda: torch.cuda.Stream,
@@ -52,12 +52,12 @@ _WAITING: tuple[Callable[[], Any], ...] = (
 
 @dataclass(frozen=True)
 class HostSync:
-    """One place where the host would wait for the device.
+    """One call that would make the host wait for the device.
 
     Args:
         what: the call, such as ``Tensor.item``.
-        where: file and line of the innermost code that is not torch's.
-        code: what stands there.
+        where: file and line of the innermost frame outside of torch.
+        code: the source line.
 
     Example:
         >>> from accel_callbacks.testing import HostSync
@@ -75,13 +75,13 @@ class HostSync:
 
 @contextmanager
 def host_syncs() -> Iterator[list[HostSync]]:
-    """Context that lists what in it would make the host wait for the device.
+    """Context that lists the calls in it that would make the host wait for the device.
 
-    It knows ``.item()``, ``float(tensor)``, ``if tensor:``, ``.tolist()``, ``.numpy()``,
-    ``.cpu()``, ``.to("cpu")``, printing a tensor, ``nonzero``, indexing with a mask and their
-    like, and ``synchronize``. It works without a GPU: on the CPU every tensor stands for one on a
-    device. What ``accel.log`` does with its values is left alone, since trackers read them later.
-    In a test on a GPU, ``torch.cuda.set_sync_debug_mode`` is on too and finds the rest.
+    It detects ``.item()``, ``float(tensor)``, ``if tensor:``, ``.tolist()``, ``.numpy()``,
+    ``.cpu()``, ``.to("cpu")``, printing a tensor, ``nonzero``, indexing with a mask and similar
+    calls, and ``synchronize``. It works without a GPU: tensors on the CPU are treated as if they
+    were on a device. Calls inside ``accel.log`` are not listed, because trackers read its values
+    later. On a GPU it also enables ``torch.cuda.set_sync_debug_mode``, which detects the rest.
 
     Returns:
         A list of :class:`HostSync`, which grows in the block.
@@ -98,15 +98,15 @@ def host_syncs() -> Iterator[list[HostSync]]:
     """
     found: list[HostSync] = []
     with ExitStack() as stack:
-        _watch_waits(stack, found)
-        stack.enter_context(_cuda_complains(found))
+        _patch_synchronize(stack, found)
+        stack.enter_context(_cuda_sync_warnings(found))
         stack.enter_context(_Operations(found))
         stack.enter_context(_Functions(found))
         yield found
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what the code calls, before torch does anything."""
+    """Intercept the torch functions that the code calls."""
 
     def __init__(self, found: list[HostSync]) -> None:
         super().__init__()
@@ -119,15 +119,15 @@ class _Functions(TorchFunctionMode):
         known = name in _METHODS or (name == "to" and _to_host(args, kwargs or {}))
         if not known and not (name == "where" and len(args) == 1):
             return func(*args, **(kwargs or {}))
-        _note(self._found, resolve_name(func) or name)
+        _record(self._found, resolve_name(func) or name)
         count = len(self._found)
         result = func(*args, **(kwargs or {}))
-        del self._found[count:]  # what it does inside is the same one again
+        del self._found[count:]  # nested calls are part of this one
         return result
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what torch calls itself, for a mask as an index, say."""
+    """Intercept the operations that torch dispatches, such as indexing with a mask."""
 
     def __init__(self, found: list[HostSync]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,13 +138,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = func.overloadpacket.__name__
         if name in _OPERATIONS or (name in ("index", "index_put_") and _has_mask(args)):
-            _note(self._found, f"aten.{name}")
+            _record(self._found, f"aten.{name}")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _cuda_complains(found: list[HostSync]) -> Iterator[None]:
-    """torch's own detector, where a GPU is in use; what the modes have seen is not told twice."""
+def _cuda_sync_warnings(found: list[HostSync]) -> Iterator[None]:
+    """Record the warnings of torch's own detector on a GPU, without repeating a line."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
         return
@@ -172,42 +172,42 @@ def _cuda_complains(found: list[HostSync]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def _watch_waits(stack: ExitStack, found: list[HostSync]) -> None:
-    """Note calls of ``synchronize``, which no mode sees."""
-    for get in _WAITING:
-        owner = get()
+def _patch_synchronize(stack: ExitStack, found: list[HostSync]) -> None:
+    """Record calls of ``synchronize``, which no mode intercepts."""
+    for get_owner in _SYNCHRONIZE_OWNERS:
+        owner = get_owner()
         original = vars(owner).get("synchronize")
         if original is not None:
             what = f"{owner.__name__}.synchronize"
-            owner.synchronize = _noting(original, what, found)
+            owner.synchronize = _recording(original, what, found)
             stack.callback(setattr, owner, "synchronize", original)
 
 
-def _noting(original: Callable[..., Any], what: str, found: list[HostSync]) -> Any:
+def _recording(original: Callable[..., Any], what: str, found: list[HostSync]) -> Any:
     def synchronize(*args: Any, **kwargs: Any) -> Any:
-        _note(found, what)
+        _record(found, what)
         return original(*args, **kwargs)
 
     return synchronize
 
 
 def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``tensor.to("cpu")`` is waited for; a device may be the one that it is on."""
+    """Return whether ``tensor.to("cpu")`` blocks; with a ``torch.device`` it may be a no-op."""
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
     return isinstance(target, str) and target == "cpu" and not kwargs.get("non_blocking", False)
 
 
 def _has_mask(args: tuple[Any, ...]) -> bool:
-    """Whether an index is a mask, whose number of hits must be known."""
+    """Return whether an index is a mask, whose number of True values must be known."""
     indices = args[1] if len(args) > 1 else ()
     masks = (torch.bool, torch.uint8)
     return any(isinstance(one, torch.Tensor) and one.dtype in masks for one in indices)
 
 
-def _note(found: list[HostSync], what: str) -> None:
-    """Write down who did it, unless that is one who may."""
+def _record(found: list[HostSync], what: str) -> None:
+    """Record the caller, unless its file is allowed to wait."""
     for frame in reversed(traceback.extract_stack()):
-        if frame.filename.startswith(_LEFT_ALONE):
+        if frame.filename.startswith(_ALLOWED_FILES):
             return
         if not frame.filename.startswith((_TORCH, _HERE)):
             break
