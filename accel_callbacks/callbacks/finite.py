@@ -206,7 +206,7 @@ def _device_of(loss: torch.Tensor | None, gradients: GradientNorms | None) -> to
     return norms[0].device if norms else torch.device("cpu")
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 

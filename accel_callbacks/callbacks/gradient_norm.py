@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.finite import parameters_of
 from accel_callbacks.callbacks.freeze import Freeze
 
 if TYPE_CHECKING:
@@ -118,8 +119,7 @@ class GradientNorm(Callback):
         self, run: TrainingRun, optimizer: torch.optim.Optimizer, *, scaled: bool = True
     ) -> dict[str, torch.Tensor]:
         """Return the norms of an optimizer's current gradients, by the name to log."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with_grad = [p for p in parameters if p.grad is not None]
+        with_grad = [p for p in parameters_of(optimizer) if p.grad is not None]
         if not with_grad:
             return {}
         norms: dict[str, torch.Tensor] = {}

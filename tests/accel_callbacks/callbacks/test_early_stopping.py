@@ -148,7 +148,7 @@ def test_a_plain_loop_that_never_logs_is_told_after_its_second_epoch():
         go(1)
 
 
-def test_a_second_run_begins_anew():
+def test_a_second_run_resets_the_state():
     stopper = EarlyStopping("val", patience=2)
     accel = Accelerator(cpu=True, callbacks=[stopper])
     counts = []

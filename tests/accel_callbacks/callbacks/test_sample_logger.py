@@ -148,7 +148,7 @@ def test_a_resumed_run_counts_on(training, tmp_path):
     assert (calls, more) == ([(3, 0)], [(6, 1)])
 
 
-def test_another_run_begins_anew(training):
+def test_another_run_resets_the_state(training):
     logger, calls = noted("validation", every="100 steps")
     kit = training(logger)
     train(kit, 1, passes=1)

@@ -306,7 +306,7 @@ def test_totals_survive_an_evaluation_after_the_run():
     assert state["seconds"] >= seconds > 0
 
 
-def test_another_run_begins_anew():
+def test_another_run_resets_the_state():
     speed = Throughput()
     train(speed)
     assert train(speed)["total_samples"] == 6 * SIZE

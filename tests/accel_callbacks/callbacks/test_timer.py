@@ -75,7 +75,7 @@ def test_time_survives_a_resume_and_more_of_it_goes_on():
     assert third.time_elapsed() >= first.time_elapsed()
 
 
-def test_a_second_run_begins_anew():
+def test_a_second_run_resets_the_state():
     timer = Timer("1 h")
     fit(timer, pause=0.02)
     first = timer.time_elapsed()

@@ -406,7 +406,7 @@ def test_an_evaluation_after_the_run_still_uses_the_average():
     assert ema.updates == 6
 
 
-def test_a_second_run_begins_anew():
+def test_a_second_run_resets_the_state():
     ema = EMA(0.5)
     run = Setup(ema)
     run.train()
