@@ -250,7 +250,7 @@ try:
             gate.open()
         elif accel.process_index == 1:
             time.sleep(7)  # longer than the other waits
-            failing.threading.Timer(12, gate.open).start()
+            abort.threading.Timer(12, gate.open).start()
         accel.wait_for_everyone()
 finally:
     if how == "cut off":
