@@ -105,7 +105,7 @@ def differences(calls: Sequence[Call]) -> str:
 
 
 def _processes(ranks: Sequence[int]) -> str:
-    """``process 0``, or ``processes 0, 2-5``."""
+    """Return ``process 0``, or ``processes 0, 2-5``."""
     spans: list[list[int]] = []
     for index in ranks:
         if spans and index == spans[-1][-1] + 1:

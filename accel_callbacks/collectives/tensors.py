@@ -332,7 +332,7 @@ _COMBINE: dict[str, Callable[[tuple[Any, ...], list[float]], Any]] = {
 
 
 def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) -> T:
-    """Give every process the tensors and numbers that ``from_process`` holds.
+    """Broadcast the tensors and numbers of ``from_process`` to every process.
 
     Args:
         tensor: a tensor, a number, or a nested structure of them, of the same shape and type on

@@ -27,7 +27,7 @@ __all__ = ["AgreedSource", "can_shard", "own_shards"]
 
 
 def can_shard(dataset: Any, world_size: int) -> bool:
-    """Return whether each of so many ranks can read shards of its own.
+    """Return whether the dataset has shards for this number of ranks.
 
     Raises:
         ValueError: the dataset is split over processes already.

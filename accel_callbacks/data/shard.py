@@ -110,7 +110,7 @@ class SamplePlan:
         return self.batch_size * self.world_size
 
     def check(self, order: Sequence[Any]) -> None:
-        """Raise ValueError if the processes cannot take the same number of steps."""
+        """Raise ValueError if the ranks cannot take the same number of steps."""
         if not self.even and not self.drop_last:
             refuse_too_few(len(order), self.world_size)
 
@@ -124,23 +124,23 @@ class SamplePlan:
         return full - 1, self.total_batch_size + tail
 
     def steps(self, total: int) -> int:
-        """Global batches of a whole epoch, for an order of this length."""
+        """Return the number of steps of an order of this length."""
         full, tail = self._layout(total)
         return full + (tail > 0)
 
     def remaining(self, order: Sequence[Any], position: int) -> int:
-        """Global batches after ``position`` global samples."""
+        """Return the number of global batches after ``position`` global samples."""
         return self.steps(max(len(order) - position, 0))
 
     def position_of(self, order: Sequence[Any], step: int) -> int:
-        """Global samples before this global batch; all of them for a later one."""
+        """Return the global samples before this step; all of them beyond the last step."""
         full, tail = self._layout(len(order))
         if step > full:
             return full * self.total_batch_size + tail
         return step * self.total_batch_size
 
     def shares(self, order: Sequence[Any], position: int) -> Iterator[Share]:
-        """This process's share of each global batch after ``position`` global samples."""
+        """Yield this rank's share of each global batch after ``position`` global samples."""
         full, tail = self._layout(max(len(order) - position, 0))
         size = self.total_batch_size
         for step in range(full):

@@ -76,7 +76,7 @@ def share_failure(error: BaseException | None, where: str) -> None:
     try:
         _arrive_at(point)
         reports = collectives.all_objects(None, operation=where)
-    except DistributedOperationException:  # raised on all ranks alike, with all of them connected
+    except DistributedOperationException:  # all ranks raise it, and stay connected
         raise
     except Exception as problem:
         late = _absent_from(point)  # before the abort, after which the store may be gone

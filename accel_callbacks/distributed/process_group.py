@@ -157,7 +157,7 @@ def _store_of_next_group(
             store = dist.distributed_c10d.PrefixStore(f"accel_callbacks/{attempt}", store)
         _stores[place] = store, 0
     # The store is reused for later groups: were a second server started at the same port, a
-    # client could connect before it is up. The prefix counts groups, which all ranks do alike.
+    # client could connect before it is up. The prefix counts the groups, equally on all ranks.
     store, joined = _stores[place]
     _stores[place] = store, joined + 1
     return dist.distributed_c10d.PrefixStore(f"accel_callbacks/group{joined}", store)

@@ -50,7 +50,7 @@ def _inherits(kind: type, method: str) -> bool:
 
 
 def is_spread(model: torch.nn.Module) -> bool:
-    """Whether a ``device_map`` has put parts of the model on different devices.
+    """Return whether a ``device_map`` has put parts of the model on different devices.
 
     Example:
         >>> import torch
