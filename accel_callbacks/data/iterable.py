@@ -183,8 +183,8 @@ class IterableShards(IterableDataset["Piece | None"]):
                 held = items, mark
         if held is None:
             return
-        # An error only if the full pass is that short. The short rest of a resumed pass is filled up
-        # instead, because it would be lost otherwise.
+        # An error only if the full pass is that short. The short rest of a resumed pass is filled
+        # up instead, because it would be lost otherwise.
         if len(held[0]) < self.world_size and held[1]["read"] == len(held[0]):
             raise ValueError(
                 f"a pass over {type(self.dataset).__name__} has {len(held[0])} samples (of one "

@@ -63,7 +63,7 @@ def prepare_data_loader(
 ) -> DataLoaderShard:
     """Return a prepared loader without an Accelerator; no hooks fire around its batches.
 
-    With several processes, all must call it with the same arguments. For the options that are not
+    With several processes it is a collective, which all must call. For the options that are not
     explained here, see :class:`accel_callbacks.DataLoaderConfiguration`.
 
     Args:
