@@ -414,11 +414,11 @@ class DispatchSource(StatefulSource):
         """Return the batches left in the current epoch, ``None`` if unknown."""
         return None if self._problem else self._inner.remaining()
 
-    def begun(self) -> int:
-        """Return the batches of the epoch before the position at which this pass starts."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
         if isinstance(self._inner, StreamSource):  # started on rank 0 only
             return self._position // self._inner.total_batch_size
-        return 0 if self._problem else self._inner.begun()
+        return 0 if self._problem else self._inner.first_batch()
 
     def position_of(self, batches: int) -> int:
         """Return the global samples before this batch of the current epoch."""

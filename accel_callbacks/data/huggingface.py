@@ -123,8 +123,8 @@ class AgreedSource(StatefulSource):
         """Return ``None``, unknown for the same reason."""
         return None
 
-    def begun(self) -> int:
-        """Return the full batches of the epoch before the position at which this pass starts."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass, by full batches."""
         return 0 if self._begun is None else self._begun[1] // self._size
 
     def position_of(self, batches: int) -> int:

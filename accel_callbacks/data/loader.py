@@ -182,7 +182,7 @@ class DataLoaderShard(DataLoader[Any]):
             return
         self._begin()
         self.left = self._source.remaining()
-        self.batch_index = self._source.begun()
+        self.batch_index = self._source.first_batch()
         assert isinstance(self.generator, torch.Generator)
         self.generator.manual_seed(self._source.worker_seed(self.seed, self.epoch, self.position))
         self._opened += 1
@@ -232,7 +232,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _seek(self, start: int, continues: bool) -> None:
         """Start at a batch of the epoch, or of the next one if a resumed epoch is at its end."""
-        if continues and start < self._source.begun() and self._source.remaining() == 0:
+        if continues and start < self._source.first_batch() and self._source.remaining() == 0:
             self.epoch += 1
             self.position = 0
             self._source.begin(self.seed, self.epoch, 0)

@@ -388,8 +388,8 @@ class ShareSource:
         """Return the batches left in the current epoch."""
         return self._current.remaining(self._order, self._position)
 
-    def begun(self) -> int:
-        """Return the batches of the epoch before the position at which this pass starts."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
         return self._current.remaining(self._order, 0) - self.remaining()
 
     def position_of(self, batches: int) -> int:

@@ -82,8 +82,8 @@ class Source(Protocol):
     def remaining(self) -> int | None:
         """Return the batches left in the current epoch, ``None`` if unknown."""
 
-    def begun(self) -> int:
-        """Return the batches of the epoch before the position at which this pass starts."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
 
     def position_of(self, batches: int) -> int:
         """Return the global samples before this batch of the current epoch (its end at most)."""

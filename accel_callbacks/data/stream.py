@@ -117,8 +117,8 @@ class StreamSource(StatefulSource):
         """Return ``None``: a stream may end before its length, so its end is found by reading."""
         return None
 
-    def begun(self) -> int:
-        """Return the batches of the epoch before the position at which this pass starts."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
         return 0 if self._begun is None else self._begun[1] // self._shards.size
 
     def position_of(self, batches: int) -> int:

@@ -29,11 +29,11 @@ __all__ = [
     "abort_group",
     "cut",
     "end_with",
-    "finish_spared",
     "group_is_torn",
     "refuse_torn",
     "rejoin_group",
     "spare",
+    "wait_for_exempt_groups",
     "watch_others",
 ]
 
@@ -239,10 +239,10 @@ def spare(group: Any, until: Callable[[], None] | None) -> None:
         until: blocks until that thread has finished.
 
     Example:
-        >>> from accel_callbacks.distributed.abort import finish_spared, spare
+        >>> from accel_callbacks.distributed.abort import spare, wait_for_exempt_groups
         >>> group = frozenset({"stands for a group"})
         >>> spare(group, lambda: print("waited"))
-        >>> finish_spared()
+        >>> wait_for_exempt_groups()
         waited
         >>> spare(group, None)
     """
@@ -252,7 +252,7 @@ def spare(group: Any, until: Callable[[], None] | None) -> None:
         _exempt[group] = until
 
 
-def finish_spared() -> None:
+def wait_for_exempt_groups() -> None:
     """Block until all exempt groups are unused, because they are about to be destroyed."""
     for until in list(_exempt.values()):
         until()
@@ -318,7 +318,7 @@ def rejoin_group(backend: str, timeout: timedelta | None) -> None:
     here, world = rank(), world_size()
     # Before the destruction: the ranks are counted in the store of the old group.
     new_store = _wait_for_all(timeout or dist.distributed_c10d.default_pg_timeout)
-    finish_spared()
+    wait_for_exempt_groups()
     gc.collect()  # DDP's reducers must go before the group that they belong to
     dist.destroy_process_group()
     dist.init_process_group(backend, store=new_store, rank=here, world_size=world, timeout=timeout)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import finish_spared, group_is_torn, rejoin_group
+from accel_callbacks.distributed.abort import group_is_torn, rejoin_group, wait_for_exempt_groups
 from accel_callbacks.distributed.process_group import GroupOptions, backend_for, join_group
 
 __all__ = [
@@ -255,7 +255,7 @@ def destroy_topology() -> None:
     if _owns_group and dist.is_initialized():
         # In this order: a background save still uses its own group, and the reducers of models
         # (in reference cycles, so only gc frees them) must go before the group they belong to.
-        finish_spared()
+        wait_for_exempt_groups()
         gc.collect()
         dist.destroy_process_group()
     _owns_group = False
