@@ -1,4 +1,4 @@
-"""AcceleratorConfig: options resolved once, and where each came from."""
+"""Options of an Accelerator, resolved once from arguments and environment, with their origins."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class AcceleratorConfig:
     Args:
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
         gradient_accumulation_steps: micro-batches of one optimizer step.
-        cpu: compute on the CPU even where an accelerator is there.
+        cpu: compute on the CPU even if there is an accelerator.
         debug: compare what the processes hold before each collective.
-        dynamo_backend: backend of torch.compile, from the launcher; so are the next.
-        dynamo_mode: its mode.
-        dynamo_use_fullgraph: one graph or an error.
+        dynamo_backend: backend of torch.compile, set by the launcher as are the following.
+        dynamo_mode: mode of torch.compile.
+        dynamo_use_fullgraph: raise for a model that is not one graph.
         dynamo_use_dynamic: compile for all shapes.
         dynamo_use_regional_compilation: compile the repeated blocks of a model.
         fp8_pad_inner_dim: pad inputs of fp8 layers.
-        origins: for each option, where its value came from.
+        origins: the origin of each value, by option.
 
     Example:
         >>> from accel_callbacks import AcceleratorConfig
@@ -56,7 +56,7 @@ class AcceleratorConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """One line an option: its value, and where it came from."""
+        """Return one line per option, with its value and its origin."""
         plain = ("mixed_precision", "gradient_accumulation_steps", "cpu", "debug")
         names = (name for name in _FROM_ENVIRONMENT if name in plain or name in self.origins)
         rows = [f"{n}={getattr(self, n)} ({self.origins.get(n, 'default')})" for n in names]
@@ -69,7 +69,7 @@ def _boolean(text: str) -> bool:
     return BOOLEANS[text.lower()]
 
 
-# The launcher hands its options to the processes it starts under these names.
+# The launcher passes its options to the processes that it starts in these variables.
 _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "mixed_precision": ("ACCEL_MIXED_PRECISION", str),
     "gradient_accumulation_steps": ("ACCEL_GRADIENT_ACCUMULATION_STEPS", int),
@@ -94,7 +94,7 @@ def resolve_config(
         environment: usually ``os.environ``.
 
     Raises:
-        ValueError: a value of the wrong kind or range, with its origin and what is allowed.
+        ValueError: a value is invalid; the message has its origin and what is allowed.
 
     Example:
         >>> from accel_callbacks.config import resolve_config
@@ -119,7 +119,7 @@ def resolve_config(
 
 
 def _check(config: AcceleratorConfig) -> None:
-    """Refuse values that do not exist, naming where they came from."""
+    """Raise for invalid values, with their origin."""
     origins = config.origins
     for option, kind in (("gradient_accumulation_steps", int), ("cpu", bool), ("debug", bool)):
         value = getattr(config, option)
@@ -141,10 +141,10 @@ def _check(config: AcceleratorConfig) -> None:
 def launched_plugin(
     backend: Any, plugin: TorchDynamoPlugin | None, config: AcceleratorConfig
 ) -> TorchDynamoPlugin:
-    """How models are compiled: an argument of the script wins over the launch.
+    """Return the plugin of torch.compile; arguments of the script override the launcher.
 
     Raises:
-        ValueError: the backend or the mode does not exist, with the variable that names it.
+        ValueError: the backend or the mode does not exist; the message has its origin.
 
     Example:
         >>> from accel_callbacks import AcceleratorConfig
@@ -156,8 +156,8 @@ def launched_plugin(
         False
     """
     given = backend is not None or plugin is not None
-    told = config.dynamo_backend
-    if given or told is None or told.lower() == "no":
+    launched = config.dynamo_backend
+    if given or launched is None or launched.lower() == "no":
         return choose_plugin(backend, plugin)
     options = {
         "mode": config.dynamo_mode,
@@ -167,14 +167,14 @@ def launched_plugin(
     }
     kept: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     try:
-        return TorchDynamoPlugin(backend=told, **kept)
+        return TorchDynamoPlugin(backend=launched, **kept)
     except ValueError as error:
         origin = config.origins.get("dynamo_backend", "config")
         raise ValueError(f"torch.compile as the launch asks for it ({origin}): {error}") from None
 
 
 def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers:
-    """The handlers of the script, and a recipe for fp8 if it has none and the launch has.
+    """Return the script's handlers, with the launcher's fp8 recipe if the script has none.
 
     Example:
         >>> from accel_callbacks import AcceleratorConfig, AORecipeKwargs
@@ -184,8 +184,8 @@ def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers
         >>> launched_handlers(sort_handlers(()), config).get(AORecipeKwargs).pad_inner_dim
         False
     """
-    told = config.fp8_pad_inner_dim
+    padded = config.fp8_pad_inner_dim
     own = handlers.get(AORecipeKwargs)
-    if told is None or own is not None or config.mixed_precision != "fp8":
+    if padded is None or own is not None or config.mixed_precision != "fp8":
         return handlers
-    return Handlers({**handlers.by_class, AORecipeKwargs: AORecipeKwargs(pad_inner_dim=told)})
+    return Handlers({**handlers.by_class, AORecipeKwargs: AORecipeKwargs(pad_inner_dim=padded)})

@@ -1,4 +1,4 @@
-"""The error classes, and nearest-name suggestions."""
+"""The error classes, and suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["DistributedOperationException", "RemoteError", "ResumeError"]
 
 
 class RemoteError(RuntimeError):
-    """Another process failed inside a block that all processes meet at.
+    """Another rank failed in a block or collective that all ranks take part in.
 
-    The message holds the rank and the traceback of the process that failed, so that the log of
-    any one rank tells the whole story. The failing rank itself raises its own exception.
+    The message has the rank and the traceback of the rank that failed, so that the log of any one
+    rank shows the cause. The failing rank itself raises its own exception.
 
     Example:
         >>> from accel_callbacks import RemoteError
@@ -28,9 +28,9 @@ class RemoteError(RuntimeError):
 
 
 class DistributedOperationException(RuntimeError):
-    """In debug mode: the processes were about to do different things; nothing was sent.
+    """In debug mode, the ranks were about to start different collectives; nothing was sent.
 
-    It is raised on all processes, and its message shows what each of them has.
+    It is raised on all ranks, and its message shows the call of each of them.
 
     Example:
         >>> from accel_callbacks.errors import DistributedOperationException
@@ -40,9 +40,9 @@ class DistributedOperationException(RuntimeError):
 
 
 class ResumeError(RuntimeError):
-    """A checkpoint does not fit the objects it should be loaded into; nothing was changed.
+    """A checkpoint does not fit the objects that it is loaded into; nothing was changed.
 
-    Also raised by what would go on computing after a load that broke off half-way.
+    It is also raised on the attempt to train or save after a load that failed midway.
 
     Example:
         >>> from accel_callbacks import ResumeError
@@ -52,6 +52,6 @@ class ResumeError(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A ' Did you mean ...?' hint for a mistyped name, or an empty string."""
+    """Return a ' Did you mean ...?' hint for a mistyped name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -10,7 +10,7 @@ __all__ = ["has_gradients", "multiply_gradients"]
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any parameter of this optimizer has a gradient.
+    """Return whether any parameter of this optimizer has a gradient.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Local SGD: processes train on their own, and average their parameters every few steps."""
+"""Local SGD: ranks train independently, and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD(AbstractContextManager["LocalSGD"]):
-    """Context manager in which gradients stay local and parameters are averaged now and then.
+    """Context manager: keep gradients local, and average parameters every few steps.
 
-    Inside, processes meet once in ``local_sgd_steps`` optimizer steps, and once more at the end.
-    Then they average the parameters that are trained and the floating-point buffers (running
-    statistics, say), with one all-reduce for each dtype; 16-bit types travel as float32. State of
-    optimizers stays local. Between two averages the models differ, so evaluate and save after the
-    block. All processes must take the same number of steps, as with prepared loaders they do. With
-    one process nothing happens; an exception leaves the block without an average.
+    Every ``local_sgd_steps`` optimizer steps, and once more at the end of the block, the trained
+    parameters and the floating-point buffers (such as running statistics) are averaged, with one
+    all-reduce for each dtype; 16-bit dtypes are sent as float32. Optimizer states stay local.
+    Between two averages the models differ, so evaluate and save after the block. All processes
+    must take the same number of steps, as they do with prepared loaders. On one process the block
+    has no effect; after an exception in the block nothing is averaged.
 
     Args:
         accelerator: the Accelerator that prepared the model.
@@ -87,7 +87,7 @@ class LocalSGD(AbstractContextManager["LocalSGD"]):
             self._average()
 
     def step(self) -> None:
-        """Call it after each optimizer step; inside of a gradient window it counts nothing.
+        """Count an optimizer step; has no effect inside of a gradient window.
 
         Example:
             >>> import torch
@@ -114,11 +114,11 @@ class LocalSGD(AbstractContextManager["LocalSGD"]):
             _average(self._shared(), self.accelerator.num_processes)
 
     def _note_trained(self) -> None:
-        """What was trained and is frozen by now differs between processes too."""
+        # Collected over the block: a parameter that was trained and then frozen differs too.
         self._trained |= {id(p) for p in self.model.parameters() if p.requires_grad}
 
     def _shared(self) -> Iterator[torch.Tensor]:
-        """What is averaged, in an order that is the same on all processes."""
+        """Yield the tensors to average, in an order that is the same on all ranks."""
         yield from (one for one in self.model.parameters() if id(one) in self._trained)
         yield from (one for one in self.model.buffers() if one.is_floating_point())
 
@@ -136,7 +136,7 @@ def _prepared(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Modu
 
 @torch.no_grad()
 def _average(tensors: Iterable[torch.Tensor], world_size: int) -> None:
-    """Collective: make each tensor the mean of those of all processes, in place."""
+    """Collective: replace each tensor by its mean over all ranks, in place."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -151,5 +151,5 @@ def _average(tensors: Iterable[torch.Tensor], world_size: int) -> None:
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:
-    """The type to sum in: float32 for whatever has fewer bits."""
+    """Return the dtype to sum in: float32 for dtypes with fewer bits."""
     return dtype if dtype.itemsize > 4 else torch.float32

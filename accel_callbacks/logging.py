@@ -1,4 +1,4 @@
-"""Get_logger, tqdm: output that knows its rank."""
+"""Rank-aware output: loggers and progress bars."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm``, shown by the first process of each machine; it iterates on all.
+    """Return ``tqdm.auto.tqdm``, displayed only by the first process of each machine.
 
     Args:
-        *args: for tqdm, the iterable first.
-        main_process_only: hide the bar on the other processes, on by default.
-        **kwargs: for tqdm.
+        *args: of tqdm, the iterable first.
+        main_process_only: hide the bar on the other processes, on by default; they still iterate.
+        **kwargs: of tqdm.
 
     Raises:
         TypeError: the first argument is a boolean instead of an iterable.
@@ -61,10 +61,10 @@ else:  # Python 3.10 has no type parameters there
 class MultiProcessAdapter(_Adapter):
     """A logger whose methods take ``main_process_only`` and ``in_order``; see :func:`get_logger`.
 
-    Messages that more than the main process may write begin with ``[RANK n]``.
+    Messages that are not restricted to the main process start with ``[RANK n]``.
 
     Args:
-        logger: the logger that writes.
+        logger: the underlying logger.
         extra: attributes for each record, as in :class:`logging.LoggerAdapter`.
 
     Example:
@@ -79,18 +79,18 @@ class MultiProcessAdapter(_Adapter):
         self._warned: set[str] = set()
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Write a record; every other method (``info``, ``warning``, ...) comes here.
+        """Log a record; all other methods (``info``, ``warning``, ...) call this one.
 
         Args:
             level: of the record, such as ``logging.INFO``.
-            msg: the message, with ``%`` places for ``args``.
-            *args: what goes into these places.
-            **kwargs: ``main_process_only`` (on by default, off with ``in_order``) leaves it to
-                rank 0. ``in_order=True`` lets each process write in turn; all processes must make
-                the call, whatever their level. The rest is for :meth:`logging.Logger.log`.
+            msg: the message, with ``%`` placeholders for ``args``.
+            *args: the values of the placeholders.
+            **kwargs: ``main_process_only`` (on by default, off with ``in_order``) logs on rank 0
+                only. ``in_order=True`` logs on one rank after the other; all ranks must make the
+                call, whatever their level. The rest is passed to :meth:`logging.Logger.log`.
 
         Raises:
-            RemoteError: with ``in_order``, on all processes but the one whose logging failed.
+            RemoteError: with ``in_order``, on all ranks but the one whose logging failed.
         """
         in_order = kwargs.pop("in_order", False)
         main_only = kwargs.pop("main_process_only", not in_order)
@@ -99,7 +99,7 @@ class MultiProcessAdapter(_Adapter):
         rank, world = process_rank()[:2]
         if main_only and rank != 0:
             return
-        with _own_turn() if in_order and not main_only else nullcontext():
+        with _in_turn() if in_order and not main_only else nullcontext():
             if not main_only and world > 1:
                 msg = f"[RANK {rank}] {msg}"
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line
@@ -115,7 +115,7 @@ class MultiProcessAdapter(_Adapter):
         return msg, kwargs
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """A warning that this adapter writes the first time only, for the same message and args.
+        """Log a warning once per adapter for the same message and args.
 
         Example:
             >>> from accel_callbacks import get_logger
@@ -126,7 +126,7 @@ class MultiProcessAdapter(_Adapter):
         key = repr((msg, args))
         if key in self._warned:
             if kwargs.get("in_order") and not kwargs.get("main_process_only"):
-                with _own_turn():  # for another process it may be the first time
+                with _in_turn():  # another rank may log it for the first time, and needs this one
                     return
             return
         self._warned.add(key)
@@ -135,9 +135,11 @@ class MultiProcessAdapter(_Adapter):
 
 
 @contextmanager
-def _own_turn() -> Iterator[None]:
-    """The processes do the block one after the other; an error of one is an error of all."""
+def _in_turn() -> Iterator[None]:
+    """Context manager: run the block on one rank after the other; an error is raised on all."""
     rank, world = collectives.rank(), collectives.world_size()
+    # Rank r waits at r barriers before its turn and at world - 1 - r after it, so that each rank
+    # passes world - 1 of them.
     with shared_failure("logging in order"):
         for _ in range(rank):
             collectives.barrier()
@@ -149,18 +151,18 @@ def _own_turn() -> Iterator[None]:
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
-    """A logger for scripts that run on several processes.
+    """Return a logger for scripts that run on several processes.
 
-    It can be made before any Accelerator exists. Only the level of this logger is ever set, the
-    root logger is left alone.
+    It can be made before any Accelerator exists. It sets the level of this logger only, never that
+    of the root logger.
 
     Args:
         name: as for :func:`logging.getLogger`, usually ``__name__``.
-        log_level: what is written, ``"INFO"`` or ``logging.INFO``, say. The environment variable
-            ``ACCEL_LOG_LEVEL`` where ``None``, else the level that the logger has already.
+        log_level: the lowest level to log, such as ``"INFO"`` or ``logging.INFO``. If ``None``,
+            the environment variable ``ACCEL_LOG_LEVEL``, else the level that the logger has.
 
     Raises:
-        ValueError: a level that does not exist.
+        ValueError: the level does not exist.
 
     Example:
         >>> from accel_callbacks import get_logger
@@ -178,7 +180,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
 
 
 def _level(level: str | int, origin: str) -> int:
-    """The number of a level given by name (in either case) or by number."""
+    """Return the number of a level given by name (in either case) or by number."""
     number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
     if not isinstance(number, int):
         hint = nearest(str(level).upper(), _LEVELS)

@@ -1,4 +1,4 @@
-"""Running out of memory: giving it back, and the search for a batch size that fits."""
+"""Release memory, recognize out-of-memory errors, and search a batch size that fits."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _PHRASES = (
     "not enough memory",  # of the CPU, on Windows
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says of a batch too large for it
+    "CUDNN_STATUS_NOT_SUPPORTED",  # raised by cuDNN for a batch too large for it
     "PT_DEVMEM Allocation failed",  # of HPU
 )
 _WHERE = "find_executable_batch_size"
-_VERDICT = "attempt"
+_OUTCOME = "attempt"  # "{_OUTCOME}/{rank}" in the store: empty to try again, else the error
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Whether an exception says that memory ran out, here or on the process it came from.
+    """Return whether an exception is an out-of-memory error, of this rank or of a remote one.
 
     Example:
         >>> from accel_callbacks.memory import should_reduce_batch_size
@@ -52,20 +52,20 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(exception, RemoteError):
-        text = _last_words(str(exception))
+        text = _final_lines(str(exception))
         return "MemoryError" in text or any(phrase in text for phrase in _PHRASES)
     return isinstance(exception, RuntimeError) and any(p in str(exception) for p in _PHRASES)
 
 
-def _last_words(report: str) -> str:
-    """What a traceback as text says after its last line of code."""
+def _final_lines(report: str) -> str:
+    """Return the lines of a traceback after its last line of code: the error itself."""
     lines = report.rstrip().splitlines()
     code = [index for index, line in enumerate(lines) if line.startswith("  ")]
     return "\n".join(lines[code[-1] + 1 :] if code else lines)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that torch keeps for later back to the device; on the CPU there is none.
+    """Release the memory that torch caches on the device; the CPU has no cache.
 
     Args:
         garbage_collection: collect unreachable objects first, so that their memory is free.
@@ -82,9 +82,9 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[Any]:
-    """Collect what is unreachable, empty the device's cache, and return a None for each object.
+    """Collect garbage, empty the device's cache, and return a None for each object.
 
-    Assign the result to the names that still hold the objects, which frees them.
+    Assign the result to the variables that still reference the objects, which frees them.
 
     Example:
         >>> import torch
@@ -105,28 +105,29 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Decorator: call the function with a smaller batch size each time memory runs out.
 
-    The function gets the batch size as its first argument. Each call begins with
-    ``starting_batch_size``; what the function returns is returned.
+    The function gets the batch size as its first argument. Each call starts with
+    ``starting_batch_size``, and returns what the function returns.
 
-    With several processes all must make the call, and they try the same size together: where
-    memory runs out on one process, all retry with the next size, and any other error of one ends
-    the search on all. The collectives that others wait in fail then, at once on gloo and within a
+    With several processes all must make the call, and they try the same size together: if memory
+    runs out on one process, all retry with the next size, and any other error of one ends the
+    search on all. The collectives in which the others wait then fail, at once on gloo and within a
     second or two on NCCL, and the processes join a new process group for the next attempt. So make
     the Accelerator outside of the function, call :meth:`Accelerator.free_memory` first inside of
-    it, and prepare everything anew; models and groups made outside do not outlive an attempt that
-    failed. A process that makes no collective is heard at the end of its attempt.
+    it, and prepare everything again; models and groups made outside cannot be used after a failed
+    attempt. A process that makes no collective notices a failure at the end of its attempt.
 
     Args:
-        function: the function, ``None`` where the decorator is called with arguments.
+        function: the function, or ``None`` where the decorator is called with arguments.
         starting_batch_size: the first size, 128 by default.
-        reduce_batch_size_fn: gives the next size, from the one that failed or, as in Accelerate,
-            from no argument; 0.9 times the size by default. The smallest of all processes counts.
+        reduce_batch_size_fn: returns the next size, called with the one that failed or, as in
+            Accelerate, without arguments; 0.9 times the size by default. The smallest of all
+            processes counts.
 
     Raises:
         TypeError: the arguments do not fit; the batch size must be left out of the call.
-        ValueError: ``reduce_batch_size_fn`` gave no smaller whole number.
+        ValueError: ``reduce_batch_size_fn`` returned no smaller integer.
         RuntimeError: the batch size has reached zero.
-        RemoteError: an attempt has failed on another process, not for memory.
+        RemoteError: an attempt failed on another process, with another error.
 
     Example:
         >>> from accel_callbacks import find_executable_batch_size
@@ -157,7 +158,7 @@ def find_executable_batch_size(
             if problem is None:
                 return result
             if group_is_torn():
-                resolve_topology(anew=True)  # joins anew, with all processes
+                resolve_topology(anew=True)  # joins a new group, with all ranks
             with shared_failure("reduce_batch_size_fn"):
                 size = _reduced(reduce_batch_size_fn, size)
             size = _smallest(size)
@@ -173,7 +174,7 @@ def find_executable_batch_size(
 def _check_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """A call that passes the batch size too is the mistake that is made."""
+    """Raise TypeError for arguments that do not fit, such as a batch size that is passed too."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of functions written in C
@@ -192,48 +193,52 @@ def _check_arguments(
 def attempt(
     function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, str | None]:
-    """Collective: the result, or what was said when memory ran out on a process.
+    """Collective: return (the result, None), or (None, the message) if memory ran out on a rank.
 
-    Nothing of a failed attempt is held when this returns: its frames hold what fills the memory.
+    Nothing of a failed attempt is referenced when this returns: the exception's frames would keep
+    alive what fills the memory.
     """
     stop_watching = watch_others()
     try:
         result = function(size, *args, **kwargs)
-        collectives.barrier()  # nobody has succeeded before all have
+        collectives.barrier()  # an attempt succeeds on all ranks or on none
         return result, None
     except BaseException as error:
         problem = _settle(error)
     finally:
         stop_watching()
-    _hear_verdicts()
+    _wait_for_outcomes()
     return None, problem
 
 
 def _settle(error: BaseException) -> str:
-    """Release the others, and return what was said if memory ran out; else raise."""
+    """Abort the attempt on all ranks; return the message if memory ran out, else raise."""
     cause = end_with(error, _WHERE)
     if should_reduce_batch_size(cause):
-        _tell_verdict("")
-        return (_last_words(str(cause)) or type(cause).__name__).splitlines()[0][:200]
-    _tell_verdict(f"{type(cause).__name__}: {cause}")
+        _publish_outcome("")
+        return (_final_lines(str(cause)) or type(cause).__name__).splitlines()[0][:200]
+    _publish_outcome(f"{type(cause).__name__}: {cause}")
     if cause is error:
         raise error
     raise cause from error
 
 
-def _tell_verdict(failure: str) -> None:
-    """Let the others know whether this process tries again: "" if it does."""
+def _publish_outcome(failure: str) -> None:
+    """Publish in the store if this rank tries again (an empty string), or why not.
+
+    Through the store, because the group has been aborted and has no collectives any more.
+    """
     if group_is_torn():
-        with suppress(dist.DistError):  # the store is gone with the process that kept it
-            collectives.store().set(f"{_VERDICT}/{collectives.rank()}", failure)
+        with suppress(dist.DistError):  # the store is gone if rank 0 is
+            collectives.store().set(f"{_OUTCOME}/{collectives.rank()}", failure)
 
 
-def _hear_verdicts() -> None:
-    """Wait until all processes know how their attempt has ended.
+def _wait_for_outcomes() -> None:
+    """Block until all ranks have ended their attempt.
 
     Raises:
-        RemoteError: one has failed for another reason, and does not try again.
-        RuntimeError: one has not ended its attempt in time.
+        RemoteError: a rank failed with another error, and does not try again.
+        RuntimeError: a rank did not end its attempt in time.
     """
     if not group_is_torn():
         return
@@ -241,9 +246,9 @@ def _hear_verdicts() -> None:
     timeout = store.timeout  # type: ignore[attr-defined]  # that of the process group
     deadline = time.monotonic() + timeout.total_seconds()
     while waiting:
-        for rank in [one for one in waiting if store.check([f"{_VERDICT}/{one}"])]:
+        for rank in [one for one in waiting if store.check([f"{_OUTCOME}/{one}"])]:
             waiting.discard(rank)
-            failure = store.get(f"{_VERDICT}/{rank}").decode()
+            failure = store.get(f"{_OUTCOME}/{rank}").decode()
             if failure:
                 raise RemoteError(rank=rank, where=_WHERE, details=failure)
         if waiting and time.monotonic() > deadline:
@@ -256,10 +261,10 @@ def _hear_verdicts() -> None:
 
 
 def _reduced(reduce: Callable[..., int] | None, size: int) -> int:
-    """The next size to try.
+    """Return the next size to try.
 
     Raises:
-        ValueError: it is not smaller, or no whole number.
+        ValueError: it is not smaller, or no integer.
     """
     if reduce is None:
         return int(size * 0.9)
@@ -278,5 +283,5 @@ def _reduced(reduce: Callable[..., int] | None, size: int) -> int:
 
 
 def _smallest(size: int) -> int:
-    """Collective: the smallest size of all processes."""
+    """Collective: return the smallest size of all ranks."""
     return min(collectives.all_objects(size))

@@ -1,4 +1,4 @@
-"""The prepared optimizer: steps at the end of a gradient window, and tells the callbacks."""
+"""The prepared optimizer: steps at the end of a gradient window, and fires the hooks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["AcceleratedOptimizer"]
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer; ``step`` and ``zero_grad`` do nothing inside of a gradient window.
+    """A wrapper whose ``step`` and ``zero_grad`` do nothing inside of a gradient window.
 
-    Made by ``Accelerator.prepare``. It shares ``state`` and ``param_groups`` with the optimizer
-    inside, and is accepted wherever torch wants an ``Optimizer``.
+    Made by ``Accelerator.prepare``. It shares ``state`` and ``param_groups`` with the wrapped
+    optimizer, and is accepted wherever torch expects an ``Optimizer``.
 
     Example:
         >>> import torch
@@ -32,7 +32,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop, precision: Precision) -> None:
-        # Not Optimizer.__init__: the state lives in the optimizer inside.
+        # Without Optimizer.__init__, because the state is that of the wrapped optimizer.
         self.optimizer = optimizer
         self._loop = loop
         self._precision = precision
@@ -41,17 +41,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the optimizer inside."""
+        """The state of the wrapped optimizer."""
         return self.optimizer.state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of the optimizer inside."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the optimizer inside."""
+        """The defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -69,19 +69,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.__dict__.update(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer inside."""
+        """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside."""
+        """Return the state of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the optimizer inside."""
+        """Load a state into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def settle_gradients(self) -> None:
-        """Bring gradients to their true size, once a step: loss scale, and what a window weighs."""
+        """Unscale the gradients and apply the window's normalization, at most once a step."""
         window = self._loop.window
         self._precision.unscale(self.optimizer)
         if window.normalizer.active:
@@ -91,17 +91,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             multiply_gradients(self.optimizer, window.correction)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step, if this is the end of a gradient window; takes what the optimizer takes."""
+        """Step at the end of a gradient window; the arguments are those of the optimizer."""
         loop = self._loop
         window = loop.window
         if loop.half_loaded is not None:
             loop.require_loaded("step")
         if not window.sync:
             return None
+        # Hot path: without hooks or a correction, gradients are left to the precision's step.
         hooks = loop.dispatch.hooks["on_before_optimizer_step"]
         if hooks or window.normalizer.active or window.correction != 1.0:
             self.settle_gradients()
-        if hooks and self._is_left_out(hooks):
+        if hooks and self._is_skipped(hooks):
             stepped, result = False, None
         else:
             stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
@@ -114,8 +115,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 hook(loop.run, loop.model, self)
         return result
 
-    def _is_left_out(self, hooks: Iterable[Hook]) -> bool:
-        """Call ``on_before_optimizer_step``; whether a callback asked to leave this step out."""
+    def _is_skipped(self, hooks: Iterable[Hook]) -> bool:
+        """Call ``on_before_optimizer_step``; return True if a callback skips this step."""
         loop, run = self._loop, self._loop.run
         run.may_skip, run.skip_reason = True, None
         try:
@@ -136,17 +137,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         for hook in loop.dispatch.hooks["on_before_zero_grad"]:
             hook(loop.run, loop.model, self)
         normalizer = loop.window.normalizer
-        if normalizer.pending and has_gradients(self.optimizer):  # given up, not stepped with
+        if normalizer.pending and has_gradients(self.optimizer):  # discarded without a step
             normalizer.forget()
         self.optimizer.zero_grad(set_to_none)
         self._precision.forget(self.optimizer)
 
     def train(self) -> None:
-        """Training mode of schedule-free optimizers."""
+        """Switch a schedule-free optimizer to training mode."""
         self._call_if_there("train")
 
     def eval(self) -> None:
-        """Evaluation mode of schedule-free optimizers."""
+        """Switch a schedule-free optimizer to evaluation mode."""
         self._call_if_there("eval")
 
     def _call_if_there(self, name: str) -> None:

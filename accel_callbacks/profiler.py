@@ -1,4 +1,4 @@
-"""torch's profiler with options, and one trace file for each process."""
+"""torch's profiler with options, and one trace file per rank."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class ProfileKwargs(KwargsHandler):
     """Options of ``Accelerator.profile``.
 
     Args:
-        activities: what is recorded, of ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mtia"``, ``"hpu"``;
-            all that this machine has if ``None``.
-        schedule_option: steps to leave out and to record, as in :func:`torch.profiler.schedule`:
+        activities: activities to record, of ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mtia"``,
+            ``"hpu"``; all that this machine supports if ``None``.
+        schedule_option: steps to skip and to record, as in :func:`torch.profiler.schedule`:
             ``wait``, ``warmup``, ``active``, ``repeat``, ``skip_first``. Call ``step()`` of the
-            profiler after each training step then. All of the block is recorded if ``None``.
+            profiler after each training step then. The full block is recorded if ``None``.
         on_trace_ready: called with the profiler when a recording is complete.
-        record_shapes: keep the shapes of the inputs of operations.
-        profile_memory: keep what is allocated and freed.
-        with_stack: keep file and line of operations.
+        record_shapes: record the input shapes of operations.
+        profile_memory: record allocations and deallocations.
+        with_stack: record file and line of operations.
         with_flops: estimate floating-point operations of matrix products and convolutions.
-        with_modules: keep the hierarchy of modules (TorchScript only).
+        with_modules: record the hierarchy of modules (TorchScript only).
         output_trace_dir: folder for ``profile_<rank>.json``, a Chrome trace; not written if
-            ``None``. With a schedule it holds the last recording that was completed.
+            ``None``. With a schedule it holds the last completed recording.
 
     Raises:
-        ValueError: an activity or a schedule option that does not exist.
+        ValueError: an activity or a schedule option does not exist.
 
     Example:
         >>> from accel_callbacks import ProfileKwargs
@@ -76,10 +76,10 @@ class ProfileKwargs(KwargsHandler):
             _check_schedule(self.schedule_option)
 
     def build(self) -> torch.profiler.profile:
-        """A profiler with these options; it writes nothing by itself.
+        """Return a profiler with these options, which writes no file.
 
         Raises:
-            ValueError: an activity that this machine has not.
+            ValueError: this machine does not support an activity.
 
         Example:
             >>> import torch
@@ -130,7 +130,7 @@ def _check_schedule(options: Mapping[str, int]) -> None:
 
 @contextmanager
 def profiling(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profile]:
-    """Record the block; what is complete is written, after an exception in the block too.
+    """Context manager: record the block, and write its trace even after an exception.
 
     Example:
         >>> import tempfile, os
@@ -160,12 +160,12 @@ def profiling(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.prof
 
 
 class _Traces:
-    """What happens with each completed recording."""
+    """Handle completed recordings: call the user's function, and write the trace."""
 
     def __init__(self, handler: ProfileKwargs, rank: int) -> None:
         self.ready = 0
         self.ending = False
-        self._then = handler.on_trace_ready
+        self._on_trace_ready = handler.on_trace_ready
         self._path: str | None = None
         if handler.output_trace_dir is not None:
             folder = os.fspath(handler.output_trace_dir)
@@ -173,16 +173,16 @@ class _Traces:
             self._path = os.path.join(folder, f"profile_{rank}.json")
 
     def add(self, profiler: torch.profiler.profile) -> None:
-        """A recording is complete: the user's function, then the file."""
+        """Handle a completed recording; ``on_trace_ready`` of the profiler."""
         self.ready += 1
-        if self._then is not None:
-            self._then(profiler)
+        if self._on_trace_ready is not None:
+            self._on_trace_ready(profiler)
         if self._path is None or (self.ending and self.ready > 1):
-            return  # what the end of the block cut short must not replace a whole recording
+            return  # a recording that the end of the block cut off must not replace a full one
         try:
             profiler.export_chrome_trace(self._path)
         except RuntimeError as error:
-            if "already saved" not in str(error):  # torch gives a trace out once
+            if "already saved" not in str(error):  # torch exports a trace only once
                 raise
             warnings.warn(
                 f"{self._path} is not written: on_trace_ready has saved the trace already, and "

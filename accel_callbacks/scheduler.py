@@ -12,11 +12,11 @@ __all__ = ["AcceleratedScheduler"]
 
 
 class AcceleratedScheduler:
-    """Wraps a learning-rate scheduler; ``step`` counts real optimizer steps only.
+    """A wrapper of a learning-rate scheduler whose ``step`` counts real optimizer steps only.
 
     Inside of a gradient window, and after an fp16 step that was skipped, ``step`` does nothing; a
-    step after the loop over the data (once an epoch, say) always counts. It takes what the
-    scheduler takes, so a ``ReduceLROnPlateau`` gets its metric.
+    step after the loop over the data (for example once an epoch) always counts. The arguments are
+    those of the scheduler, so that a ``ReduceLROnPlateau`` gets its metric.
 
     Example:
         >>> import torch
@@ -60,11 +60,11 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the scheduler inside."""
+        """Return the state of the wrapped scheduler."""
         return dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the scheduler inside."""
+        """Load a state into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

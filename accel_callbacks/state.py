@@ -1,4 +1,4 @@
-"""PartialState, AcceleratorState, GradientState: Accelerate's handles."""
+"""Handles under the names of Accelerate: PartialState, AcceleratorState, GradientState."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from accel_callbacks.config import AcceleratorConfig, resolve_config
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.topology import (
     DistributedType,
+    Topology,
     destroy_topology,
     is_initialized,
     own_accelerator,
+    process_rank,
     resolve_topology,
     select_device,
 )
@@ -28,17 +30,28 @@ if TYPE_CHECKING:
     from accel_callbacks.loop.accumulation import GradientWindow
     from accel_callbacks.loop.loop import Loop
 
-__all__ = ["AcceleratorState", "GradientState", "PartialState"]
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+    "Topology",
+    "destroy_topology",
+    "is_initialized",
+    "process_rank",
+    "resolve_topology",
+]
 
 
 class GradientState:
     """A view of one Accelerator's gradient window and of the loader being iterated.
 
-    Unlike in Accelerate it belongs to its Accelerator: ``accel.gradient_state``.
+    Unlike in Accelerate it is no singleton, but belongs to its Accelerator:
+    ``accel.gradient_state``.
 
     Args:
         window: the gradient window.
-        loop: knows the loaders.
+        loop: the training loop, for the loaders being iterated.
 
     Example:
         >>> import torch
@@ -65,7 +78,7 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """True where gradients synchronise and the optimizer really steps; may be set."""
+        """True if gradients are synchronized and the optimizer steps; may be set."""
         return self._window.sync
 
     @sync_gradients.setter
@@ -79,12 +92,12 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether prepared schedulers move once a window, and not with each micro-batch."""
+        """True if prepared schedulers step once a window, False if with each micro-batch."""
         return self._window.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether a window ends with the loader."""
+        """True if a window ends with the loader."""
         return self._window.plugin.sync_with_dataloader
 
     @property
@@ -105,18 +118,18 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
+        """True while a prepared loader is being iterated."""
         return bool(self._loop.active)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last one of its loader."""
+        """True if the current batch is the last one of its loader."""
         loader = self.active_dataloader
         return loader is not None and loader.on_last
 
     @property
     def remainder(self) -> int:
-        """Samples of the last global batch if it is not a full one; -1 outside of a loader."""
+        """Samples of the last global batch if it is not full; -1 outside of a loader."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
@@ -129,22 +142,22 @@ class GradientState:
 
 
 class PartialState(ProcessControl):
-    """Where this process stands, without an Accelerator; for inference and data preparation.
+    """The rank and device of this process without an Accelerator; for inference and data tools.
 
-    Any number of handles may be made: all look at the same facts.
+    Any number of handles may be made: all of them share one topology.
 
     Args:
-        cpu: compute on the CPU even where an accelerator is there; what ``accel launch`` said
-            where ``None``.
+        cpu: compute on the CPU even if there is an accelerator; set by ``accel launch`` if
+            ``None``.
         **kwargs: ``backend``, ``init_method`` and ``timeout`` of the process group, as for
-            :class:`InitProcessGroupKwargs`. They belong to the first handle or Accelerator of the
-            process.
+            :class:`InitProcessGroupKwargs`. They take effect in the first handle or Accelerator of
+            the process.
 
     Raises:
         TypeError: an unknown option.
-        ValueError: a backend or an ``init_method`` that is unknown or cannot serve the device.
-        RuntimeError: the process already settled on another device or backend, or the processes
-            were not started by a launcher that can be understood.
+        ValueError: the backend or the ``init_method`` is unknown or cannot serve the device.
+        RuntimeError: this process already uses another device or backend, or the variables of the
+            launcher are incomplete.
 
     Example:
         >>> from accel_callbacks import PartialState
@@ -173,7 +186,7 @@ class PartialState(ProcessControl):
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device that this machine is best used with, whatever this process uses."""
+        """The accelerator of this machine, the CPU without one, whatever this process uses."""
         return own_accelerator() or torch.device("cpu")
 
     @property
@@ -193,20 +206,20 @@ class PartialState(ProcessControl):
 
     @property
     def debug(self) -> bool:
-        """Whether the processes compare what they hold before each collective (``ACCEL_DEBUG``)."""
+        """True if ranks compare what they hold before each collective (``ACCEL_DEBUG``)."""
         return self._config.debug
 
     def set_device(self) -> None:
-        """Make the device of this process torch's current one, in a new thread for example."""
+        """Make the device of this process torch's current one, for example in a new thread."""
         select_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave a process group; the one of all processes if ``None``.
+        """Destroy a process group, the default one if ``None``.
 
-        A group that the script has made itself before stays: it is the script's to destroy.
+        A default group that the script itself has made is left to the script.
 
         Args:
-            group: as made by ``torch.distributed.new_group``.
+            group: as returned by ``torch.distributed.new_group``.
         """
         if group is None:
             destroy_topology()
@@ -229,11 +242,10 @@ def _group_options(given: dict[str, Any], owner: type[Any]) -> InitProcessGroupK
 
 
 class AcceleratorState(PartialState):
-    """A :class:`PartialState` that also knows the options given by the launcher.
+    """A :class:`PartialState` with the options given by the launcher.
 
     Args:
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the launcher's where
-            ``None``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the launcher's if ``None``.
         cpu: as for :class:`PartialState`.
         **kwargs: as for :class:`PartialState`.
 
@@ -252,7 +264,7 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def of(cls, config: AcceleratorConfig) -> AcceleratorState:
-        """The state of an Accelerator with these options.
+        """Return the state of an Accelerator with these options.
 
         Example:
             >>> from accel_callbacks import AcceleratorConfig, AcceleratorState
@@ -270,5 +282,5 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision asked for."""
+        """The requested precision."""
         return self._config.mixed_precision

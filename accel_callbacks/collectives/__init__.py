@@ -1,6 +1,6 @@
 """Collectives over nested structures of tensors, and over plain objects.
 
-Every function works on one process too, where it changes nothing but the container.
+All functions also work on one process, where at most the container is a new one.
 """
 
 from accel_callbacks.collectives.debug import begin as begin

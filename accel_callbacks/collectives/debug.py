@@ -1,4 +1,4 @@
-"""What comes before a collective: the processes compare what each is about to do."""
+"""Checks before a collective; in debug mode the ranks compare what they are about to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 8  # entries of one process in a table
 
 
 class Call(NamedTuple):
-    """What one process is about to do; the place is for the reader and is not compared."""
+    """A collective that one rank is about to start; ``place`` is shown, but not compared."""
 
     text: str
     contents: tuple[str, ...] = ()
@@ -32,22 +32,22 @@ def begin(
     holds: Callable[[], Sequence[str]] = tuple,
     **arguments: Any,
 ) -> None:
-    """Refuse what would hang; in debug mode, compare what all processes are about to do.
+    """Refuse a collective that would hang; in debug mode, compare the calls of all ranks.
 
     Args:
         operation: the name of the collective.
-        debug: whether to compare; what ``ACCEL_DEBUG`` says if ``None``.
-        holds: gives what must be alike on all processes, such as :func:`contents`.
-        **arguments: of the collective, alike on all processes.
+        debug: compare the calls; read from ``ACCEL_DEBUG`` if ``None``.
+        holds: returns what must be equal on all ranks, such as :func:`contents`.
+        **arguments: of the collective, equal on all ranks.
 
     Raises:
-        DistributedOperationException: on all processes, where they differ.
-        RuntimeError: in a block in which the processes take turns.
+        DistributedOperationException: on all ranks, if their calls differ.
+        RuntimeError: in a block in which the ranks take turns.
     """
     if world_size() == 1:
         return
     refuse_in_turn(operation)
-    if not (_asked_for() if debug is None else debug):
+    if not (_debug_from_environment() if debug is None else debug):
         return
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     calls = exchange(Call(f"{operation}({given})", tuple(holds()), _place()))
@@ -58,7 +58,7 @@ def begin(
         )
 
 
-def _asked_for() -> bool:
+def _debug_from_environment() -> bool:
     text = os.environ.get("ACCEL_DEBUG")
     if text is None:
         return False
@@ -68,7 +68,7 @@ def _asked_for() -> bool:
 
 
 def contents(data: Any, text_of: Callable[[torch.Tensor], str]) -> list[str]:
-    """One line for each tensor and number of a nested structure: where it is, and what."""
+    """Return one line for each tensor and number of a nested structure: its path and its text."""
     found = leaves(data, lambda leaf: is_tensor(leaf) or is_number(leaf), by_key=True)
     return [
         f"{path or 'value'}: {text_of(value) if is_tensor(value) else 'number'}"
@@ -77,7 +77,7 @@ def contents(data: Any, text_of: Callable[[torch.Tensor], str]) -> list[str]:
 
 
 def whole(tensor: torch.Tensor, shape: Sequence[object] | None = None) -> str:
-    """Type, shape and kind of device of a tensor; ``shape`` stands in for its own."""
+    """Return dtype, shape and device type of a tensor as text; ``shape`` replaces its own."""
     sizes = ", ".join(map(str, tensor.shape if shape is None else shape))
     dense = tensor.layout is torch.strided and not tensor.is_nested
     kind = "" if dense else f"{str(tensor.layout).removeprefix('torch.')} "
@@ -86,11 +86,11 @@ def whole(tensor: torch.Tensor, shape: Sequence[object] | None = None) -> str:
 
 
 def differences(calls: Sequence[Call]) -> str:
-    """A table of what the processes are about to do, those that do the same in one row."""
+    """Return a table of the calls of all ranks, with one row for equal calls."""
     ranks: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for index, call in enumerate(calls):
         ranks.setdefault(call[:2], []).append(index)
-    usual = max(ranks.values(), key=len)  # of as many, the first
+    usual = max(ranks.values(), key=len)  # the first one in a tie
     odd = [index for index in range(len(calls)) if index not in usual]
     common = set.intersection(*(set(call.contents) for call in calls))
     verb = "differ" if len(odd) > 1 else "differs"
@@ -105,7 +105,7 @@ def differences(calls: Sequence[Call]) -> str:
 
 
 def _processes(ranks: Sequence[int]) -> str:
-    """``process 0``, or ``processes 0, 2-5``."""
+    """Return ``process 0``, or ``processes 0, 2-5``."""
     spans: list[list[int]] = []
     for index in ranks:
         if spans and index == spans[-1][-1] + 1:
@@ -117,7 +117,7 @@ def _processes(ranks: Sequence[int]) -> str:
 
 
 def _place() -> str:
-    """File and line of the call outside of this package."""
+    """Return file and line of the call, outside of this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]

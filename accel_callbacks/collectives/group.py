@@ -1,4 +1,4 @@
-"""The default group; raw object exchange."""
+"""The default process group: its ranks and store, turns, and the exchange of single objects."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ __all__ = [
     "world_size",
 ]
 
-# The block in which the processes take turns, if this thread is in one.
+# The name of the block in which the ranks take turns, if this thread is in one.
 _TURN: ContextVar[str | None] = ContextVar("accel_callbacks_turn", default=None)
-# The default groups that this process has been in; facts of the process, as the group is.
+# A number for each default group that this process has had. Global, as the default group is.
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _count = itertools.count()
 T = TypeVar("T")
 
 
 def world_size() -> int:
-    """Number of processes in the default group, 1 without one."""
+    """Return the number of ranks in the default group, 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Index of this process in the default group, 0 without one."""
+    """Return the rank of this process in the default group, 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def store() -> dist.distributed_c10d.Store:
-    """Notes between the processes of the default group, whoever made the group.
+    """Return a key-value store of the default group, with a prefix of its own.
 
-    A launcher's store outlives the group, and what an earlier group has left there is not read.
+    The store of a launcher outlives the group, and without the prefix a later group would read
+    keys that an earlier one has left. The prefix counts default groups in the order of their first
+    call of this function, which must be the same on all ranks.
     """
     if dist.group.WORLD not in _numbers:
         _numbers[dist.group.WORLD] = next(_count)
@@ -55,7 +57,10 @@ def store() -> dist.distributed_c10d.Store:
 
 
 def on_backend(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor where the group's backend takes it (a user's own group may serve one device)."""
+    """Move a tensor to a device that the group's backend serves.
+
+    Our own groups serve the CPU and the accelerator, but a group made by the user may serve one.
+    """
     backend = dist.get_backend()
     if backend == "nccl" and tensor.device.type == "cpu":
         return tensor.cuda()
@@ -64,7 +69,7 @@ def on_backend(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def turn(where: str) -> Iterator[None]:
-    """A block that processes run one after the other, so that no collective can end in it."""
+    """Context manager: mark a block that ranks run one after the other, without collectives."""
     token = _TURN.set(where)
     try:
         yield
@@ -73,12 +78,12 @@ def turn(where: str) -> Iterator[None]:
 
 
 def current_turn() -> str | None:
-    """The name of the :func:`turn` that this thread is in, None outside."""
+    """Return the name of the :func:`turn` that this thread is in, None outside."""
     return _TURN.get()
 
 
 def refuse_in_turn(operation: str) -> None:
-    """Raise where the collective would wait for processes that wait for this one."""
+    """Raise in a turn, where a collective would wait for ranks that wait for this one."""
     where = _TURN.get()
     if where is not None:
         raise RuntimeError(
@@ -88,13 +93,16 @@ def refuse_in_turn(operation: str) -> None:
 
 
 class _Unsendable(NamedTuple):
-    """Travels instead of an object that cannot, so that no process waits for it."""
+    """Sent in place of an object that cannot be pickled, so that no rank waits for it."""
 
     reason: str
 
 
 class _Seal:
-    """Packed after an object: an error before it is the object's, one after it is not."""
+    """Pickled after an object, to tell errors of pickling from those of the collective.
+
+    If pickling has reached the seal, the object was fine, and the error is not the object's.
+    """
 
     reached = False
 
@@ -104,11 +112,11 @@ class _Seal:
 
 
 def exchange(value: T) -> list[T]:
-    """What each process passed, in rank order.
+    """Collective: return the objects that all ranks passed, in rank order.
 
     Raises:
-        TypeError: on all processes, where one passed what cannot be pickled.
-        Exception: on a process that does not know the class of an object that another passed.
+        TypeError: on all ranks, if an object cannot be pickled.
+        Exception: on a rank that cannot import the class of an object of another rank.
     """
     if world_size() == 1:
         return [value]
@@ -119,6 +127,7 @@ def exchange(value: T) -> list[T]:
     except Exception as error:
         if seal.reached:
             raise
+        # The other ranks are in the collective already; complete it with the reason.
         dist.all_gather_object(held, (_unsendable(error), None))
         raise TypeError(_complaint(rank(), held[rank()][0])) from error
     parts = [part for part, _ in held]
@@ -129,7 +138,7 @@ def exchange(value: T) -> list[T]:
 
 
 def send_object(value: T, source: int) -> T:
-    """What the process ``source`` passed; raises as :func:`exchange` does."""
+    """Collective: return the object that rank ``source`` passed; raise as :func:`exchange`."""
     if world_size() == 1:
         return value
     seal = _Seal()
@@ -149,7 +158,7 @@ def send_object(value: T, source: int) -> T:
 
 
 def source_of(from_process: int) -> int:
-    """The rank to send from, if there is such a process."""
+    """Return the rank to send from, if it exists."""
     if not 0 <= from_process < world_size():
         raise ValueError(
             f"from_process={from_process} is none of the {world_size()} processes; ranks begin "

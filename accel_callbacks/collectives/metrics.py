@@ -1,4 +1,4 @@
-"""Each sample of a gathered batch once: what a loader read twice is left out."""
+"""Gather each sample of a batch once: drop the repetitions that a loader has read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Tally", "gather_counted", "gather_counted_objects"]
 
 
 class Tally(Protocol):
-    """What a prepared loader knows of its current batch; see ``DataLoaderShard``."""
+    """The counts of a prepared loader's current batch; see ``DataLoaderShard``."""
 
     real: int
     padded: int
@@ -24,7 +24,7 @@ class Tally(Protocol):
 
 
 def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
-    """Collective: gather the tensors of a structure, and its lists of objects, each sample once.
+    """Collective: gather the tensors and the lists of objects of a structure, each sample once.
 
     Args:
         data: tensors of shape ``(batch, ...)``, or lists of objects, in any nesting.
@@ -37,7 +37,7 @@ def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
         {'x': tensor([1., 1.]), 'names': ['a', 'b']}
     """
     tensors = collectives.tensors_in(data)
-    # Asked first, so that no process takes another way than the rest.
+    # Before any branch that depends on ``data``: it raises on all ranks if their structures differ.
     sizes = collectives.sizes_on_all(tensors)
     if not tensors:
         return gather_counted_objects(data, active)
@@ -49,7 +49,7 @@ def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
     def keep_real(gathered: torch.Tensor) -> torch.Tensor:
         index = next(numbers)
         each = [len(gathered) // world] * world if sizes is None else [s[index] for s in sizes]
-        # A tensor without dimensions becomes one with an entry for each process, not each sample.
+        # A tensor without dimensions becomes one with an entry for each rank, not each sample.
         keep = _counts(each, active, per_sample=tensors[index].dim() > 0)
         if keep == each:
             return gathered
@@ -62,7 +62,7 @@ def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
 
 
 def gather_counted_objects(data: Any, active: Sequence[Tally]) -> list[Any]:
-    """Collective: lists and tuples as one list with each sample once, else a list of what each had.
+    """Collective: gather lists and tuples into one list, each sample once, else one entry a rank.
 
     Example:
         >>> from accel_callbacks.collectives.metrics import gather_counted_objects
@@ -81,13 +81,13 @@ def _join(parts: Sequence[Any], active: Sequence[Tally]) -> list[Any]:
 
 
 def _counts(each: list[int], active: Sequence[Tally], *, per_sample: bool) -> list[int]:
-    """How many entries at the start of each process's piece are counted, of this many."""
+    """Return how many entries at the start of each rank's piece are kept, of this many."""
     total = sum(each)
     loader = _loader_of(total, active)
     if loader is None:
         return each
     whole = per_sample and total == loader.padded
-    if loader.kept is not None:  # a process that has read nothing new gives nothing
+    if loader.kept is not None:  # 0 for a rank that has read only repetitions
         counts = zip(loader.kept, each, strict=True)
         return [min(kept, size) if whole or not kept else size for kept, size in counts]
     if not whole:
@@ -99,26 +99,26 @@ def _counts(each: list[int], active: Sequence[Tally], *, per_sample: bool) -> li
 
 
 def _loader_of(total: int, active: Sequence[Tally]) -> Tally | None:
-    """The innermost loader; of loaders side by side, as in ``zip``, the one with such a batch."""
+    """Return the innermost loader; of loaders in a ``zip``, the one with a batch of this size."""
     if not active:
         return None
     inner = active[-1]
     if inner.padded == total:
         return inner
-    # An evaluation inside of a training loop never counts by the loader of that loop.
+    # In an evaluation inside of a training loop, the training loader's counts do not apply.
     beside = (one for one in reversed(active) if one.trained == inner.trained)
     return next((one for one in beside if one.padded == total), inner)
 
 
 class _Joined:
-    """Holds a joined list where its part was, until the tensors around it are gathered too."""
+    """A leaf that hides a joined list until the tensors around it are gathered too."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
 
 
 def _gather_lists(data: Any, active: Sequence[Tally]) -> Any:
-    """Lists without tensors, such as the texts of a batch, are joined over the processes."""
+    """Join lists without tensors, such as the texts of a batch, over all ranks."""
     found: list[list[Any]] = []
     _map_plain_lists(data, found.append)
     if not found:

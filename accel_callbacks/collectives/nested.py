@@ -1,7 +1,8 @@
-"""One walk over nested structures: containers are rebuilt as what they were, leaves are mapped.
+"""Map the leaves of nested structures, and rebuild their containers with the same classes.
 
-Containers are lists, deques, tuples, named tuples, mappings of any class and dataclasses. All
-else is a leaf; what a function does not ask for (text, sets, objects) stays as it is.
+Containers are lists, deques, tuples, named tuples, mappings of any class and dataclasses.
+Everything else is a leaf; leaves that a function does not select (strings, sets, objects) are not
+changed.
 """
 
 from __future__ import annotations
@@ -23,60 +24,61 @@ __all__ = [
     "is_tensor",
     "leaves",
     "map_leaves",
+    "map_tensors",
+    "tensors_in",
 ]
-__all__ += ["map_tensors", "tensors_in"]
 
 T = TypeVar("T")
-Items = list[tuple[Any, Any]]  # what a child is found by, and the child
+Items = list[tuple[Any, Any]]  # (index, key or field of a child, the child)
 
 
 class _Kind(NamedTuple):
-    """How to take one kind of container apart, and to make another one of the same class."""
+    """The functions that take one kind of container apart and rebuild it."""
 
     items: Callable[[Any], Items]
     rebuild: Callable[[Any, Items], Any]
     path: Callable[[Any], str]
-    cheap: bool = False  # rebuilt even where no leaf has changed
+    cheap: bool = False  # rebuilt even if no leaf has changed
 
 
 class Leaf(NamedTuple):
-    """A leaf and where it is, ``['x'][0]`` say."""
+    """A leaf and its path, for example ``['x'][0]``."""
 
     path: str
     value: Any
 
 
 def is_tensor(value: Any) -> bool:
-    """True for a tensor."""
+    """Return True for a tensor."""
     return isinstance(value, torch.Tensor)
 
 
 def is_number(value: Any) -> bool:
-    """True for Python's numbers; members of an enumeration are names, not numbers."""
+    """Return True for Python's numbers; members of an enumeration do not count."""
     return isinstance(value, (bool, int, float, complex)) and not isinstance(value, Enum)
 
 
 def is_container(value: Any) -> bool:
-    """True for what :func:`map_leaves` looks into."""
+    """Return True for the containers that :func:`map_leaves` descends into."""
     return _kind_of(value) is not None
 
 
 def is_named_tuple(value: Any) -> bool:
-    """True for instances of ``NamedTuple`` and ``namedtuple`` classes."""
+    """Return True for instances of ``NamedTuple`` and ``namedtuple`` classes."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
 
 
 def map_leaves(
     data: T, fn: Callable[[Any], Any], is_leaf: Callable[[Any], bool], *, by_key: bool = False
 ) -> T:
-    """Apply ``fn`` to each leaf that ``is_leaf`` asks for, keeping the structure.
+    """Apply ``fn`` to each leaf that ``is_leaf`` selects, keeping the structure.
 
     Args:
         data: anything.
-        fn: called on the leaves in order.
-        is_leaf: also asked about containers, which can be leaves so.
-        by_key: go through mappings in the order of their keys where these are text, so that
-            processes that filled them in another order meet.
+        fn: called with the leaves in order.
+        is_leaf: also called with containers, which are leaves where it returns True.
+        by_key: visit mappings with string keys in sorted order, so that ranks that filled them in
+            different orders pair up their collectives.
     """
     if is_leaf(data):
         return cast(T, fn(data))
@@ -96,7 +98,7 @@ def map_leaves(
 def leaves(
     data: Any, is_leaf: Callable[[Any], bool], *, by_key: bool = False, path: str = ""
 ) -> list[Leaf]:
-    """The leaves that ``is_leaf`` asks for, in the order in which :func:`map_leaves` meets them."""
+    """Return the leaves that ``is_leaf`` selects, in the order of :func:`map_leaves`."""
     if is_leaf(data):
         return [Leaf(path, data)]
     kind = _kind_of(data)
@@ -115,13 +117,13 @@ def map_tensors(data: T, fn: Callable[[torch.Tensor], Any]) -> T:
     if isinstance(data, torch.Tensor):
         return cast(T, fn(data))
     kind: Any = type(data)
-    if kind is tuple or kind is list:  # what models return, quickly
+    if kind is tuple or kind is list:  # hot path: the usual outputs of models
         return cast(T, kind([map_tensors(item, fn) for item in cast(Any, data)]))
     return map_leaves(data, fn, is_tensor, by_key=True)
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """The tensors of a nested structure, in the order in which :func:`map_tensors` meets them."""
+    """Return the tensors of a nested structure, in the order of :func:`map_tensors`."""
     return [leaf.value for leaf in leaves(data, is_tensor, by_key=True)]
 
 
@@ -142,7 +144,7 @@ def _kind_of(data: Any) -> _Kind | None:
 
 
 def _copy_of(data: Any, items: Items) -> Any:
-    """A copy with new entries; it keeps what the class knows besides (a default factory, say)."""
+    """Return a copy with new entries, and its other attributes (such as a default factory)."""
     new = copy.copy(data)
     for key, value in items:
         new[key] = value
@@ -156,7 +158,7 @@ def _copy_of_mapping(data: Any, items: Items) -> Any:
 def _copy_of_dataclass(data: Any, items: Items) -> Any:
     new = copy.copy(data)
     for name, value in items:
-        object.__setattr__(new, name, value)  # frozen ones too
+        object.__setattr__(new, name, value)  # works for frozen dataclasses too
     return new
 
 
@@ -170,7 +172,7 @@ def _values(items: Items) -> list[Any]:
 
 
 def _subscript(key: Any) -> str:
-    # The text of other objects may hold an address, which differs between processes.
+    # The repr of other objects may hold an address, which differs between ranks.
     plain = isinstance(key, (str, int, float, bytes, type(None)))
     return f"[{key!r}]" if plain else f"[{type(key).__name__}]"
 

@@ -1,4 +1,4 @@
-"""Objects, votes and meetings of all processes."""
+"""Collectives over picklable objects, flags, and the barrier."""
 
 from __future__ import annotations
 
@@ -17,27 +17,33 @@ from accel_callbacks.collectives.group import (
     world_size,
 )
 
-__all__ = ["all_objects", "any_process", "barrier", "broadcast_object", "broadcast_object_list"]
-__all__ += ["gather_object"]
+__all__ = [
+    "all_objects",
+    "any_process",
+    "barrier",
+    "broadcast_object",
+    "broadcast_object_list",
+    "gather_object",
+]
 
 T = TypeVar("T")
 
 
 def barrier(*, debug: bool | None = None) -> None:
-    """Wait until every process is here."""
+    """Block until all ranks have reached this point."""
     begin("wait_for_everyone", debug)
     if world_size() > 1:
         dist.barrier()
 
 
 def all_objects(value: T, *, operation: str = "all_objects", debug: bool | None = None) -> list[T]:
-    """One list with what each process passed, in rank order; ``operation`` is shown in errors."""
+    """Return the objects of all ranks in rank order; ``operation`` is shown in errors."""
     begin(operation, debug)
     return exchange(value)
 
 
 def any_process(flag: bool) -> bool:
-    """True on every process if it is true on one."""
+    """Return True on all ranks if the flag is True on one."""
     begin("any_process")
     if world_size() == 1:
         return flag
@@ -47,16 +53,16 @@ def any_process(flag: bool) -> bool:
 
 
 def gather_object(object: Any, *, debug: bool | None = None) -> list[Any]:
-    """One list with what all processes passed, in rank order.
+    """Gather the objects of all processes into one list, in rank order.
 
     Args:
-        object: lists and tuples are joined into one list. Anything else (a dict, a text, a number)
-            is one entry for each process, as it is. It must be picklable, to be sent.
-        debug: compare first what the processes do; what ``ACCEL_DEBUG`` says if ``None``.
+        object: a picklable object. Lists and tuples are joined into one list; anything else (a
+            dict, a string, a number) is one entry for each process.
+        debug: first compare the calls of all processes; read from ``ACCEL_DEBUG`` if ``None``.
 
     Raises:
-        TypeError: on all processes, where one passed what cannot be pickled.
-        DistributedOperationException: in debug mode, where the processes do different things.
+        TypeError: on all processes, if an object cannot be pickled.
+        DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
         >>> from accel_callbacks import gather_object
@@ -72,17 +78,17 @@ def gather_object(object: Any, *, debug: bool | None = None) -> list[Any]:
 
 
 def broadcast_object(value: T, from_process: int = 0, *, debug: bool | None = None) -> T:
-    """The object that ``from_process`` passed, on every process.
+    """Return the object that ``from_process`` passed, on every process.
 
     Args:
-        value: what to send, picklable; what the other processes pass does not matter.
+        value: the picklable object to send; it is ignored on the other processes.
         from_process: the rank that sends.
         debug: as for :func:`gather_object`.
 
     Raises:
-        ValueError: there is no such process.
-        TypeError: on all processes, where the object cannot be pickled.
-        DistributedOperationException: in debug mode, where the processes do different things.
+        ValueError: the rank does not exist.
+        TypeError: on all processes, if the object cannot be pickled.
+        DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
         >>> from accel_callbacks import broadcast_object
@@ -97,7 +103,7 @@ def broadcast_object(value: T, from_process: int = 0, *, debug: bool | None = No
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, debug: bool | None = None
 ) -> list[Any]:
-    """Fill a list in place with what ``from_process`` has in its own, and return it.
+    """Replace the items of a list by those of ``from_process`` in place, and return it.
 
     Args:
         object_list: a list of picklable objects; its length may differ on the other processes.
@@ -105,9 +111,9 @@ def broadcast_object_list(
         debug: as for :func:`gather_object`.
 
     Raises:
-        ValueError: there is no such process.
-        TypeError: not a list; or, on all processes, what cannot be pickled.
-        DistributedOperationException: in debug mode, where the processes do different things.
+        ValueError: the rank does not exist.
+        TypeError: it is no list; or, on all processes, an object cannot be pickled.
+        DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
         >>> from accel_callbacks import broadcast_object_list
@@ -117,6 +123,7 @@ def broadcast_object_list(
     source = source_of(from_process)
     begin("broadcast_object_list", debug, from_process=from_process)
     sent = send_object(object_list, source)
+    # Checked after the collective: a rank that raised before it would leave the others waiting.
     if not isinstance(object_list, list):
         raise TypeError(
             f"object_list is a {type(object_list).__name__} and cannot be filled: pass a list, or "

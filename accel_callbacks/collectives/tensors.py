@@ -1,6 +1,7 @@
-"""Gather, pad, reduce, broadcast over nested tensors.
+"""Gather, pad, reduce and broadcast nested structures of tensors.
 
-What is only moved travels as bytes, so every type arrives as it is, whatever the backend knows.
+Tensors that are only moved are sent as bytes, so that every dtype arrives unchanged even if the
+backend does not support it.
 """
 
 from __future__ import annotations
@@ -42,143 +43,13 @@ __all__ = [
     "reduce",
     "reduce_tensor",
     "rows_held",
+    "sizes_on_all",
     "sum_of",
 ]
 
-_REDUCTIONS = ("sum", "mean", "max", "min", "none")
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Detached, contiguous and resolved; sparse and nested tensors are refused."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        how = "to_padded_tensor(0)" if tensor.is_nested else "to_dense()"
-        raise TypeError(
-            f"a tensor of layout {tensor.layout} cannot be sent; convert it with .{how} first."
-        )
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = on_backend(tensor).reshape(-1)
-    # A single row cut from a matrix counts as contiguous, with the stride of the matrix.
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def _as_tensor(data: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    return data.view(like.dtype).reshape(tuple(shape)).to(like.device)
-
-
-def gather_tensor(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """Concatenate along dimension 0 in rank order; a number becomes an entry for each process.
-
-    Args:
-        tensor: alike on all processes but for its first dimension.
-        sizes: that dimension on each process; None where it is the same on all.
-    """
-    local = dense(tensor)
-    local = local.unsqueeze(0) if local.dim() == 0 else local
-    world = world_size()
-    if world == 1:
-        return local
-    counts = list(sizes) if sizes is not None else [len(local)] * world
-    row = local.element_size() * math.prod(local.shape[1:])
-    shape = (sum(counts), *local.shape[1:])
-    if row == 0 or max(counts) == 0:
-        return local.new_empty(shape)
-    mine = _as_bytes(local)
-    filler = max(counts) * row - len(mine)
-    sent = torch.cat([mine, mine.new_zeros(filler)]) if filler else mine
-    received = sent.new_empty(world, len(sent))
-    dist.all_gather(list(received.unbind(0)), sent)
-    parts = [part[: count * row] for part, count in zip(received, counts, strict=True)]
-    return _as_tensor(received.reshape(-1) if sizes is None else torch.cat(parts), local, shape)
-
-
-def broadcast_tensor(tensor: torch.Tensor, source: int) -> torch.Tensor:
-    """The tensor of the process ``source``, as a new one."""
-    local = dense(tensor)
-    if world_size() == 1 or local.numel() == 0:
-        return local.clone()
-    data = _as_bytes(local).clone()
-    dist.broadcast(data, src=source)
-    return _as_tensor(data, local, local.shape)
-
-
-def sum_of(value: float | torch.Tensor) -> torch.Tensor:
-    """The sum of a number over all processes, in double precision."""
-    total = on_backend(torch.as_tensor(value).detach()).to(torch.float64, copy=True)
-    dist.all_reduce(total)
-    return total
-
-
-def reduce_tensor(
-    tensor: torch.Tensor,
-    reduction: str,
-    scale: float,
-    weight: float | torch.Tensor | None,
-    share: torch.Tensor | None,
-) -> torch.Tensor:
-    """Combine element by element, in a type that neither rounds nor overflows on the way.
-
-    Args:
-        tensor: of the same shape on all processes.
-        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
-        scale: factor on the result.
-        weight: of this process in the mean, None where all count alike.
-        share: the sum of all weights, if there are weights.
-    """
-    local = dense(tensor)
-    _check_type(local.dtype, reduction)
-    world = world_size()
-    value = on_backend(local) if world > 1 else local
-    value = value.to(_working_type(value, reduction), copy=True)
-    if world > 1:
-        if weight is not None and share is not None:
-            factor = torch.as_tensor(weight, device=value.device).to(value.real.dtype)
-            # An empty share may hold the mean of nothing, which is no number.
-            value = torch.where(factor == 0, torch.zeros_like(value), value * factor)
-        operation = "sum" if reduction == "mean" else reduction
-        dist.all_reduce(value, getattr(dist.ReduceOp, operation.upper()))
-        if reduction == "mean":
-            value = value / (world if share is None else share.to(value.device, value.real.dtype))
-    if scale != 1:
-        value = value * scale
-    counted = reduction == "sum" or scale != 1
-    return value.to(local.device, _result_type(local.dtype, value.dtype, counted))
-
-
-def _check_type(dtype: torch.dtype, reduction: str) -> None:
-    ordered = reduction in ("sum", "mean") or not (dtype.is_complex or dtype is torch.uint64)
-    if not ordered:
-        raise TypeError(f"{reduction} of {dtype} does not exist; use another type or reduction.")
-
-
-def _is_whole(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _working_type(value: torch.Tensor, reduction: str) -> torch.dtype:
-    dtype = value.dtype
-    if _is_whole(dtype):
-        exact = torch.float32 if value.device.type == "mps" else torch.float64
-        return exact if reduction == "mean" else torch.int64
-    if dtype.is_complex:
-        return torch.complex64 if dtype is torch.complex32 else dtype
-    return dtype if dtype is torch.float64 else torch.float32
-
-
-def _result_type(given: torch.dtype, worked: torch.dtype, counted: bool) -> torch.dtype:
-    """As it went in, but means and fractions of whole numbers are floats, and bools are counted."""
-    if not _is_whole(given):
-        return given
-    if not _is_whole(worked):
-        return torch.get_default_dtype()
-    return torch.int64 if given is torch.bool and counted else given
-
-
-__all__ += ["sizes_on_all"]
-
 T = TypeVar("T")
+
+_REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
 def gather(tensor: T, *, debug: bool | None = None) -> T:
@@ -186,19 +57,20 @@ def gather(tensor: T, *, debug: bool | None = None) -> T:
 
     Args:
         tensor: a tensor or a nested structure (list, tuple, named tuple, mapping of any class,
-            dataclass) of tensors of shape ``(n, ...)`` and any type, the same structure on all
+            dataclass) of tensors of shape ``(n, ...)`` and any dtype, the same structure on all
             processes; ``n`` may differ between them. Tensors without dimensions and Python's
-            numbers give one entry for each process. Sets, text and other objects stay as they are.
-        debug: compare first what the processes hold; what ``ACCEL_DEBUG`` says if ``None``.
+            numbers give one entry for each process. Sets, strings and other objects are not
+            changed.
+        debug: first compare what the processes hold; read from ``ACCEL_DEBUG`` if ``None``.
 
     Returns:
         The same structure with detached tensors of shape ``(sum of all n, ...)``.
 
     Raises:
-        ValueError: on all processes, where they hold another structure, or tensors that differ
-            in more than their first dimension.
+        ValueError: on all processes, if their structures differ, or their tensors differ in more
+            than the first dimension.
         TypeError: a sparse tensor.
-        DistributedOperationException: in debug mode, where the processes do different things.
+        DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
         >>> import torch
@@ -211,7 +83,7 @@ def gather(tensor: T, *, debug: bool | None = None) -> T:
 
 
 def gather_sized(data: T, sizes: list[list[int]] | None) -> T:
-    """The tensors of :func:`gather`, where :func:`sizes_on_all` was asked already."""
+    """Gather the tensors as :func:`gather` does, with the sizes of :func:`sizes_on_all`."""
     if sizes is None:
         return map_tensors(data, gather_tensor)
     each = iter(zip(*sizes, strict=True))
@@ -219,7 +91,7 @@ def gather_sized(data: T, sizes: list[list[int]] | None) -> T:
 
 
 def numbers_to_tensors(data: T) -> T:
-    """Collective: each of Python's numbers as a tensor with an entry for each process."""
+    """Collective: replace each of Python's numbers by a tensor with an entry for each rank."""
     own = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
     if not own:
         return data
@@ -234,9 +106,9 @@ def _tensor_of_numbers(numbers: tuple[Any, ...]) -> torch.Tensor:
 
 
 def sizes_on_all(data: Any) -> list[list[int]] | None:
-    """Collective: for each process the first dimension of each tensor, None if they are alike.
+    """Collective: return the first dimension of each tensor for each rank, None if all are equal.
 
-    torch gathers what differs into garbage, so the processes compare what they hold beforehand.
+    torch's all_gather returns garbage for shapes that differ, so they are compared beforehand.
 
     Raises:
         ValueError: see :func:`gather`.
@@ -249,16 +121,17 @@ def sizes_on_all(data: Any) -> list[list[int]] | None:
 
 
 def rows_held(data: Any) -> list[str]:
-    """What must be alike to be gathered: all but the first dimension of each tensor."""
+    """Return what must be equal on all ranks to gather: all but the first dimension of tensors."""
     return contents(data, lambda tensor: whole(tensor, ("*", *tensor.shape[1:])))
 
 
 def _compare(operation: str, alike: list[str], own: list[int]) -> list[list[int]] | None:
-    """Collective: what each process has for ``own``, None if it is the same.
+    """Collective: return ``own`` of each rank, None if it is the same on all.
 
     Raises:
-        ValueError: on all processes, where ``alike`` is not.
+        ValueError: on all ranks, if ``alike`` differs.
     """
+    # One small all-gather of a digest in the usual case; the objects follow only if it differs.
     text = repr((alike, own)).encode()
     mark = torch.tensor(list(hashlib.blake2b(text, digest_size=16).digest()), dtype=torch.uint8)
     marks = gather_tensor(on_backend(mark)).reshape(world_size(), -1)
@@ -279,22 +152,22 @@ def pad_across_processes(
     *,
     debug: bool | None = None,
 ) -> T:
-    """Pad each tensor along ``dim`` to the largest size that any process has there.
+    """Pad each tensor along ``dim`` to the largest size on any process.
 
     Args:
         tensor: a tensor or nested structure; tensors may differ between processes along ``dim``.
-        dim: the dimension to pad, from the end if negative; tensors that lack it stay as they are.
+        dim: the dimension to pad, from the end if negative; tensors without it are not changed.
         pad_index: the value to fill with.
         pad_first: put the padding in front instead of behind.
         debug: as for :func:`gather`.
 
     Returns:
-        The same structure; tensors that need no padding are returned as they are.
+        The same structure; tensors that need no padding are the same objects.
 
     Raises:
-        ValueError: on all processes, where they hold another structure, or tensors that differ
-            in more than this dimension.
-        DistributedOperationException: in debug mode, where the processes do different things.
+        ValueError: on all processes, if their structures differ, or their tensors differ in more
+            than this dimension.
+        DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
         >>> import torch
@@ -334,7 +207,7 @@ def _has(tensor: torch.Tensor, dim: int) -> bool:
 def _padder(
     dim: int, largest: Any, value: float, first: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Pads one tensor after the other, each to the next size of ``largest``."""
+    """Return a function that pads each tensor it is called with to the next size of ``largest``."""
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
         missing = next(largest) - tensor.shape[dim] if _has(tensor, dim) else 0
@@ -360,15 +233,15 @@ def reduce(
 
     Args:
         tensor: a tensor, a number, or a nested structure of them, of the same shape on all
-            processes. Types stay as they are, and whole numbers exact, but their mean is a float
-            and the sum of bools counts those that are true. Low precision is summed in float32.
-        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for what this
-            process has.
-        scale: factor on the result; a float other than 1 makes floats of whole numbers.
-        weight: with ``"mean"``, how much this process counts, for example its number of
-            samples, so that unequal shares give the true mean. Where it is 0, what this process
-            has does not matter. Give it on all processes or on none (``None``, all count alike).
-        debug: compare first what the processes hold; what ``ACCEL_DEBUG`` says if ``None``.
+            processes. Dtypes are kept, and integers are exact, but their mean is a float and the
+            sum of bools counts those that are true. Low precision is summed in float32.
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for this process's
+            own values.
+        scale: factor on the result; a float other than 1 turns integers into floats.
+        weight: with ``"mean"``, the weight of this process, for example its number of samples, so
+            that unequal shares give the true mean. With 0, the values of this process are ignored.
+            Pass it on all processes or on none (``None``, equal weights).
+        debug: first compare what the processes hold; read from ``ACCEL_DEBUG`` if ``None``.
 
     Returns:
         The same structure with new, detached tensors.
@@ -376,7 +249,7 @@ def reduce(
     Raises:
         ValueError: an unknown reduction, or a weight with another reduction than the mean.
         TypeError: a sparse tensor, or ``"max"`` and ``"min"`` of complex numbers.
-        DistributedOperationException: in debug mode, where the processes do different things.
+        DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
         >>> import torch
@@ -421,11 +294,11 @@ def _scaled(data: T, scale: float) -> T:
 def _reduce_numbers(
     data: T, reduction: str, scale: float, weight: float | torch.Tensor | None
 ) -> T:
-    """Python's numbers are combined in Python: exact, and of mixed kinds."""
+    """Combine Python's numbers in Python, where they are exact and may be of mixed types."""
     own = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
     if not own:
         return data
-    alone = world_size() == 1  # and then weighs all that there is
+    alone = world_size() == 1  # the weight is then irrelevant, even if it is 0
     held = exchange((1.0 if weight is None or alone else float(weight), own))
     weights = [weight for weight, _ in held]
     each = iter(zip(*(numbers for _, numbers in held), strict=True))
@@ -446,7 +319,7 @@ def _mean(numbers: tuple[Any, ...], weights: list[float]) -> Any:
 def _extreme(numbers: tuple[Any, ...], largest: bool) -> Any:
     odd = next((number for number in numbers if number != number), None)
     if odd is not None:
-        return odd  # no number is above or below it
+        return odd  # nan, as torch's max and min return it
     return max(numbers) if largest else min(numbers)
 
 
@@ -459,7 +332,7 @@ _COMBINE: dict[str, Callable[[tuple[Any, ...], list[float]], Any]] = {
 
 
 def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) -> T:
-    """Give every process the tensors and numbers that ``from_process`` holds.
+    """Broadcast the tensors and numbers of ``from_process`` to every process.
 
     Args:
         tensor: a tensor, a number, or a nested structure of them, of the same shape and type on
@@ -471,9 +344,9 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
         The same structure with new, detached tensors.
 
     Raises:
-        ValueError: there is no such process.
+        ValueError: the rank does not exist.
         TypeError: a sparse tensor.
-        DistributedOperationException: in debug mode, where the processes do different things.
+        DistributedOperationException: in debug mode, if the calls of the processes differ.
 
     Example:
         >>> import torch
@@ -489,3 +362,131 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
         return sent
     each = iter(send_object(own, source))
     return map_leaves(sent, lambda _: next(each), is_number, by_key=True)
+
+
+def gather_tensor(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """Concatenate along dimension 0 in rank order; a scalar becomes an entry for each rank.
+
+    Args:
+        tensor: of the same dtype and shape on all ranks, except for its first dimension.
+        sizes: that dimension on each rank; None if it is the same on all.
+    """
+    local = dense(tensor)
+    local = local.unsqueeze(0) if local.dim() == 0 else local
+    world = world_size()
+    if world == 1:
+        return local
+    counts = list(sizes) if sizes is not None else [len(local)] * world
+    row = local.element_size() * math.prod(local.shape[1:])
+    shape = (sum(counts), *local.shape[1:])
+    if row == 0 or max(counts) == 0:
+        return local.new_empty(shape)
+    mine = _as_bytes(local)
+    filler = max(counts) * row - len(mine)
+    sent = torch.cat([mine, mine.new_zeros(filler)]) if filler else mine
+    received = sent.new_empty(world, len(sent))
+    dist.all_gather(list(received.unbind(0)), sent)
+    parts = [part[: count * row] for part, count in zip(received, counts, strict=True)]
+    return _as_tensor(received.reshape(-1) if sizes is None else torch.cat(parts), local, shape)
+
+
+def broadcast_tensor(tensor: torch.Tensor, source: int) -> torch.Tensor:
+    """Return the tensor of rank ``source``, as a new one."""
+    local = dense(tensor)
+    if world_size() == 1 or local.numel() == 0:
+        return local.clone()
+    data = _as_bytes(local).clone()
+    dist.broadcast(data, src=source)
+    return _as_tensor(data, local, local.shape)
+
+
+def reduce_tensor(
+    tensor: torch.Tensor,
+    reduction: str,
+    scale: float,
+    weight: float | torch.Tensor | None,
+    share: torch.Tensor | None,
+) -> torch.Tensor:
+    """Combine element by element, in a dtype that neither rounds nor overflows in between.
+
+    Args:
+        tensor: of the same shape on all ranks.
+        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+        scale: factor on the result.
+        weight: of this rank in the mean, None for equal weights.
+        share: the sum of all weights, if there are weights.
+    """
+    local = dense(tensor)
+    _check_type(local.dtype, reduction)
+    world = world_size()
+    value = on_backend(local) if world > 1 else local
+    value = value.to(_working_type(value, reduction), copy=True)
+    if world > 1:
+        if weight is not None and share is not None:
+            factor = torch.as_tensor(weight, device=value.device).to(value.real.dtype)
+            # A rank without samples may hold the mean of nothing, and 0 * nan is nan.
+            value = torch.where(factor == 0, torch.zeros_like(value), value * factor)
+        operation = "sum" if reduction == "mean" else reduction
+        dist.all_reduce(value, getattr(dist.ReduceOp, operation.upper()))
+        if reduction == "mean":
+            value = value / (world if share is None else share.to(value.device, value.real.dtype))
+    if scale != 1:
+        value = value * scale
+    counted = reduction == "sum" or scale != 1
+    return value.to(local.device, _result_type(local.dtype, value.dtype, counted))
+
+
+def sum_of(value: float | torch.Tensor) -> torch.Tensor:
+    """Return the sum of a number over all ranks, in double precision."""
+    total = on_backend(torch.as_tensor(value).detach()).to(torch.float64, copy=True)
+    dist.all_reduce(total)
+    return total
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached, contiguous and resolved tensor; raise for sparse and nested ones."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        how = "to_padded_tensor(0)" if tensor.is_nested else "to_dense()"
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} cannot be sent; convert it with .{how} first."
+        )
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = on_backend(tensor).reshape(-1)
+    # A tensor of one element counts as contiguous with any stride, and view(uint8) wants 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def _as_tensor(data: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return data.view(like.dtype).reshape(tuple(shape)).to(like.device)
+
+
+def _check_type(dtype: torch.dtype, reduction: str) -> None:
+    ordered = reduction in ("sum", "mean") or not (dtype.is_complex or dtype is torch.uint64)
+    if not ordered:
+        raise TypeError(f"{reduction} of {dtype} does not exist; use another type or reduction.")
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _working_type(value: torch.Tensor, reduction: str) -> torch.dtype:
+    dtype = value.dtype
+    if _is_whole(dtype):
+        exact = torch.float32 if value.device.type == "mps" else torch.float64
+        return exact if reduction == "mean" else torch.int64
+    if dtype.is_complex:
+        return torch.complex64 if dtype is torch.complex32 else dtype
+    return dtype if dtype is torch.float64 else torch.float32
+
+
+def _result_type(given: torch.dtype, worked: torch.dtype, counted: bool) -> torch.dtype:
+    """Return the given dtype, but float for means and fractions of integers, int64 for counts."""
+    if not _is_whole(given):
+        return given
+    if not _is_whole(worked):
+        return torch.get_default_dtype()
+    return torch.int64 if given is torch.bool and counted else given

@@ -21,7 +21,7 @@ _SWITCHES = (
 
 @dataclass(frozen=True)
 class DataLoaderConfiguration:
-    """How prepared loaders share their data among the processes.
+    """Options of all prepared loaders: how they share their data among the processes.
 
     Args:
         split_batches: the batch size of a loader is that of all processes together, and must be
@@ -29,24 +29,24 @@ class DataLoaderConfiguration:
         dispatch_batches: only the main process reads, and sends each process its part. ``None``
             (default) is ``False``: each process reads its own part.
         even_batches: fill the last batch of an epoch up with samples of its start, so that all
-            processes get the same number of them. On by default. Off, nothing is read twice: the
-            last samples are split as evenly as it goes, and where there are fewer of them than
+            processes get the same number of samples. On by default. If off, no sample is read
+            twice: the last samples are split as evenly as possible, and if they are fewer than the
             processes they join the batch before, so that all processes still take the same
-            number of steps. Streams that are sharded at the source are always filled up: their
-            shards are uneven, and no sample is to be lost.
+            number of steps. Streams that are sharded at the source are always filled up, because
+            their shards are uneven and would lose samples otherwise.
         use_seedable_sampler: ``shuffle=True`` gives the orders of
             :class:`accel_callbacks.SeedableRandomSampler`, which are those of Hugging Face
             Accelerate. Off by default. The order is a function of seed and epoch either way.
-        data_seed: the seed of the order; torch's seed where ``None``.
+        data_seed: the seed of the order; torch's seed if ``None``.
         non_blocking: do not wait for copies from pinned memory to the device. On by default.
-        use_stateful_dataloader: a stream with ``state_dict`` and ``load_state_dict`` is resumed
-            through them (default). Off, it is read again up to the place, which is also exact
-            for what such a state leaves out: that of a Hugging Face dataset lacks the samples in
-            its shuffle buffer.
+        use_stateful_dataloader: resume a stream from its ``state_dict``, if it has one (default).
+            If off, the stream is read again up to its position, which is also exact for what such
+            a state lacks: that of a Hugging Face dataset does not hold the samples in its shuffle
+            buffer.
 
     Raises:
-        TypeError: a value of another type.
-        ValueError: a negative seed.
+        TypeError: a value has the wrong type.
+        ValueError: the seed is negative.
 
     Example:
         >>> from accel_callbacks.data.config import DataLoaderConfiguration
@@ -75,16 +75,16 @@ class DataLoaderConfiguration:
 
     def _check(self, name: str, kind: type, allowed: str) -> None:
         value = getattr(self, name)
-        # A bool is an int to Python, and no seed.
+        # isinstance(True, int) is true, but a bool is no seed.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise TypeError(f"{name}={value!r} must be {allowed}.")
 
 
 def checked_config(config: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """The configuration that was given, or the default one.
+    """Return the given configuration, or the default one.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is no :class:`DataLoaderConfiguration`.
 
     Example:
         >>> from accel_callbacks.data.config import checked_config
@@ -96,17 +96,17 @@ def checked_config(config: DataLoaderConfiguration | None) -> DataLoaderConfigur
     if not isinstance(config, DataLoaderConfiguration):
         raise TypeError(
             f"dataloader_config={config!r} must be a DataLoaderConfiguration(...) of "
-            "accel_callbacks; one of another library has to be made anew."
+            "accel_callbacks, not of another library."
         )
     return config
 
 
 def checked_rng_types(rng_types: Iterable[Any] | None) -> tuple[Any, ...]:
-    """The random generators to synchronise, none where ``None``.
+    """Return the random generators to synchronize, none for ``None``.
 
     Raises:
-        TypeError: a single name instead of several.
-        ValueError: an unknown one.
+        TypeError: a single name instead of a list.
+        ValueError: an unknown name.
 
     Example:
         >>> from accel_callbacks.data.config import checked_rng_types

@@ -1,4 +1,4 @@
-"""Batches on the device of this process, the next one on its way while one is computed with."""
+"""Move batches to the device, the next one during the computation on the current one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Iterable[str] | None = None,
 ) -> Any:
-    """A nested structure with its tensors (and all that has ``.to``) on a device.
+    """Return a nested structure with its tensors (and objects that have ``.to``) on a device.
 
     Args:
-        tensor: tensors in lists, tuples, named tuples, dicts or dataclasses; the rest stays.
-        device: where to.
+        tensor: tensors in lists, tuples, named tuples, dicts or dataclasses; other values are not
+            changed.
+        device: the target device.
         non_blocking: do not wait for copies from pinned memory.
-        skip_keys: keys of dicts, on any level, whose values stay where they are.
+        skip_keys: keys of dicts, on any level, whose values are not moved.
 
     Example:
         >>> import torch
@@ -56,15 +57,15 @@ def _send(item: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
             for key, one in item.items()
         }
         return moved if kind is dict else _like(item, moved)
-    return map_leaves(item, lambda one: _send(one, device, non_blocking, skipped), _has_own_way)
-
-
-def _has_own_way(item: Any) -> bool:
-    return isinstance(item, (_Movable, Mapping))
+    return map_leaves(
+        item,
+        lambda one: _send(one, device, non_blocking, skipped),
+        lambda one: isinstance(one, (_Movable, Mapping)),
+    )
 
 
 def _like(item: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """A mapping of the same class; it keeps what the class knows besides."""
+    """Return a mapping of the same class with these entries, and its other attributes."""
     if not isinstance(item, MutableMapping):
         return type(item)(entries)  # type: ignore[call-arg]
     new = copy(item)
@@ -76,16 +77,16 @@ def _like(item: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 def _send_object(item: Any, device: Any, non_blocking: bool) -> Any:
     try:
         return item.to(device, non_blocking=non_blocking)
-    except TypeError:  # many a ``to`` takes a device only
+    except TypeError:  # some take a device only
         return item.to(device)
 
 
 class _Movable(ABC):
-    """Whatever has a method ``to`` (a field of that name, as in a letter, is none)."""
+    """Any class with a method ``to`` (a field named ``to``, as of an e-mail, does not count)."""
 
     @abstractmethod
     def to(self, device: Any) -> Any:
-        """The same on another device."""
+        """Return the object on another device."""
 
     @classmethod
     def __subclasshook__(cls, kind: type) -> bool:
@@ -93,12 +94,12 @@ class _Movable(ABC):
 
 
 def device_feed(device: torch.device, non_blocking: bool = True) -> Feed | None:
-    """What brings the batches of a loader to the device, ``None`` where they are there already.
+    """Return the feed that moves a loader's batches to the device, ``None`` for the CPU.
 
     Args:
-        device: where to.
-        non_blocking: copy the next batch while the current one is computed with, where the device
-            can do both at once; from pinned memory the copy does not hold up the program either.
+        device: the target device.
+        non_blocking: copy the next batch during the computation on the current one, if the device
+            has streams; from pinned memory, the copy does not block the program either.
 
     Example:
         >>> import torch
@@ -120,11 +121,11 @@ def _moved(pairs: Pairs, device: torch.device, non_blocking: bool) -> Pairs:
 
 
 class StreamFeed:
-    """Copies one batch ahead, on a stream of its own.
+    """Copy one batch ahead, on a side stream.
 
     Args:
-        device: where to.
-        module: the torch module of that kind of device, ``torch.cuda`` say.
+        device: the target device.
+        module: the torch module of that device type, for example ``torch.cuda``.
     """
 
     def __init__(self, device: torch.device, module: Any) -> None:
@@ -139,25 +140,26 @@ class StreamFeed:
                 copy = _send_tensors(batch, self._device)
                 copied = side.record_event()
             if ahead is not None:
-                yield self._handed_over(*ahead)
+                yield self._hand_over(*ahead)
             ahead = copy, delivery, copied
         if ahead is not None:
-            yield self._handed_over(*ahead)
+            yield self._hand_over(*ahead)
 
-    def _handed_over(self, batch: Any, delivery: Delivery, copied: Any) -> tuple[Any, Delivery]:
-        """The batch for the stream that computes, when its copy is done."""
+    def _hand_over(self, batch: Any, delivery: Delivery, copied: Any) -> tuple[Any, Delivery]:
+        """Return the batch for the computing stream, which waits for the copy."""
         stream = self._module.current_stream(self._device)
         stream.wait_event(copied)
         for tensor in _tensors_in(batch):
             if tensor.device.type == self._device.type:
-                # Its memory is of the side stream: not to be used there again before it is done.
+                # The caching allocator would reuse the memory for the next copy on the side
+                # stream as soon as the tensor is freed, while kernels still read it.
                 tensor.record_stream(stream)
-        # Objects with a ``to`` of their own hide their tensors, so they are copied here.
+        # Objects with their own ``to`` hide their tensors, so they are copied on this stream.
         return send_to_device(batch, self._device, non_blocking=True), delivery
 
 
 def _send_tensors(item: Any, device: torch.device) -> Any:
-    """The structure with its tensors on their way; other objects with ``to`` stay."""
+    """Return the structure with its tensors being copied; other objects with ``to`` are not."""
     if isinstance(item, torch.Tensor):
         return item.to(device, non_blocking=True)
     if isinstance(item, _Movable):
@@ -170,6 +172,6 @@ def _is_movable(item: Any) -> bool:
 
 
 def _tensors_in(item: Any) -> list[torch.Tensor]:
-    """All but those inside of objects that move by themselves."""
+    """Return the tensors, except those inside of objects with their own ``to``."""
     found = (leaf.value for leaf in leaves(item, _is_movable))
     return [one for one in found if isinstance(one, torch.Tensor)]

@@ -1,4 +1,9 @@
-"""The main rank reads for all."""
+"""Rank 0 reads for all ranks, and sends each rank its part of every batch.
+
+A batch travels as a header of fixed size (broadcast), its structure without the tensors (scattered
+as objects, only if it differs from that of the batch before), and the bytes of the tensors (sent
+point to point). So a steady loop costs one small broadcast and one send per rank and batch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from accel_callbacks.data.stream import State, StatefulSource, StreamSource
 from accel_callbacks.errors import RemoteError
 
 __all__ = [
-    "AlreadyTold",
+    "AlreadySent",
     "CollatePieces",
     "DataLoaderDispatcher",
     "DispatchSource",
@@ -30,14 +35,14 @@ __all__ = [
     "WholeShares",
 ]
 
-_ALIGNED = 16  # so that a tensor of any type can begin there
-_HEAD = 6  # of a header, before what each process keeps
+_ALIGNED = 16  # bytes; a tensor of any dtype can start at a multiple
+_HEAD = 6  # integers in a header, before one for each rank: kind, new structure, four numbers
 _BATCH, _END = 0, 1
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a tensor in a structure, and in the bytes that are sent."""
+    """A placeholder for a tensor in a structure, with its position in the bytes."""
 
     start: int
     dtype: torch.dtype
@@ -45,17 +50,17 @@ class _Slot:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """Where the next tensor may begin."""
+        """First aligned position after the tensor."""
         return self.start + -(-self.size // _ALIGNED) * _ALIGNED
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is no more than its numbers, one after the other."""
+    """Return whether a tensor is fully described by its elements in order."""
     odd = tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided
     return type(tensor) is torch.Tensor and not odd
 
@@ -66,25 +71,25 @@ def _is_slot(item: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Failed:
-    """Sent instead of a structure."""
+    """An error of rank 0, sent in place of a structure."""
 
     report: str
 
 
 def _wire() -> torch.device:
-    """Where tensors travel: a user's own group may be NCCL alone."""
+    """Return the device of tensors to send: a group made by the user may be NCCL only."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _packed(batch: Any) -> tuple[Any, torch.Tensor]:
-    """(the structure with slots for tensors, the bytes of the tensors)."""
+def _pack(batch: Any) -> tuple[Any, torch.Tensor]:
+    """Return (the structure with slots for tensors, the bytes of the tensors)."""
     tensors: list[tuple[_Slot, torch.Tensor]] = []
     end = 0
 
     def slot(tensor: torch.Tensor) -> Any:
         nonlocal end
         if not _is_plain(tensor):
-            return tensor  # travels with the structure
+            return tensor  # pickled with the structure
         place = _Slot(end, tensor.dtype, tuple(tensor.shape))
         tensors.append((place, tensor))
         end = place.end
@@ -98,7 +103,7 @@ def _packed(batch: Any) -> tuple[Any, torch.Tensor]:
     return layout, data
 
 
-def _unpacked(layout: Any, data: torch.Tensor) -> Any:
+def _unpack(layout: Any, data: torch.Tensor) -> Any:
     def tensor(slot: _Slot) -> torch.Tensor:
         flat = data[slot.start : slot.start + slot.size]
         return flat.view(slot.dtype).reshape(slot.shape)
@@ -107,16 +112,16 @@ def _unpacked(layout: Any, data: torch.Tensor) -> Any:
 
 
 def _bytes_of(layout: Any) -> int:
-    """Length of the data that belongs to a layout."""
+    """Return the size of the data of a layout."""
     return max((leaf.value.end for leaf in leaves(layout, _is_slot)), default=0)
 
 
 def _signature(layout: Any) -> Any:
-    """Something equal for equal layouts; raises TypeError where that cannot be told."""
+    """Return a value that is equal for equal layouts; raise TypeError for other objects."""
     kind = type(layout)
     if layout is None or kind in (_Slot, str, bytes, bool, int):
         return kind, layout
-    if kind is float:
+    if kind is float:  # repr, because nan != nan and 0.0 == -0.0
         return kind, repr(layout)
     if kind in (list, tuple) or hasattr(layout, "_fields"):
         return kind, tuple(_signature(item) for item in layout)
@@ -126,14 +131,14 @@ def _signature(layout: Any) -> Any:
 
 
 class Sender:
-    """The main process's end. What it sends is what :class:`Receiver` waits for, call by call."""
+    """The sending end, on rank 0; its calls and those of :class:`Receiver` pair up in order."""
 
     def __init__(self) -> None:
-        self._known: Any = None
+        self._known: Any = None  # signatures of the structures that the receivers have
 
     def batch(self, pieces: list[Any], numbers: list[int], kept: list[int]) -> None:
-        """Send each process its piece; ``kept`` has an entry for each process."""
-        packed = [_packed(piece) for piece in pieces]
+        """Send each rank its piece; ``kept`` has an entry for each rank."""
+        packed = [_pack(piece) for piece in pieces]
         layouts = [layout for layout, _ in packed]
         try:
             known: Any = [_signature(layout) for layout in layouts[1:]]
@@ -152,11 +157,11 @@ class Sender:
                 work.wait()
 
     def end(self) -> None:
-        """Tell that the pass is over."""
+        """Send the end of the pass."""
         self._head(_END, False, [0, 0, 0, 0], [0] * dist.get_world_size())
 
     def failure(self, report: str) -> None:
-        """Tell that there will be no further batch, and why."""
+        """Send an error in place of the next batch."""
         self._known = None
         world = dist.get_world_size()
         self._head(_BATCH, True, [0, 0, 0, 0], [0] * world)
@@ -167,7 +172,10 @@ class Sender:
         dist.broadcast(head, src=0)
 
     def _structures(self, layouts: list[Any]) -> None:
-        """Send what is no tensor. What cannot be pickled releases the others with an error."""
+        """Send the structures; if one cannot be pickled, send that error in their place.
+
+        The other ranks are waiting for the scatter, and would wait for ever otherwise.
+        """
         own: list[Any] = [None]
         try:
             dist.scatter_object_list(own, layouts, src=0)
@@ -175,11 +183,11 @@ class Sender:
             self._known = None
             failed = _Failed(f"a batch cannot be sent to the other processes: {problem!r}")
             dist.scatter_object_list(own, [failed] * len(layouts), src=0)
-            raise AlreadyTold(problem) from problem
+            raise AlreadySent(problem) from problem
 
 
-class AlreadyTold(Exception):
-    """The other processes know of this failure."""
+class AlreadySent(Exception):
+    """A failure that the other ranks have received already."""
 
     def __init__(self, problem: Exception) -> None:
         super().__init__(problem)
@@ -187,10 +195,10 @@ class AlreadyTold(Exception):
 
 
 class Receiver:
-    """The end of the other processes.
+    """The receiving end, on all ranks but rank 0.
 
     Args:
-        pinned: receive into pinned memory, so that copies to the device need not be waited for.
+        pinned: receive into pinned memory, so that copies to the device are asynchronous.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -198,10 +206,10 @@ class Receiver:
         self._layout: Any = None
 
     def batch(self) -> tuple[Any, list[int], list[int]] | None:
-        """(this process's piece, numbers, kept) as they were sent; None at the end.
+        """Return (this rank's piece, numbers, kept) as they were sent, None at the end.
 
         Raises:
-            RemoteError: the main process failed.
+            RemoteError: rank 0 failed.
         """
         wire = _wire()
         head = torch.empty(_HEAD + dist.get_world_size(), dtype=torch.int64, device=wire)
@@ -220,7 +228,7 @@ class Receiver:
         data = torch.empty(size, dtype=torch.uint8, device=wire, pin_memory=self._pins(wire))
         if size:
             dist.recv(data, src=0)
-        return _unpacked(self._layout, data.cpu()), numbers[:4], numbers[4:]
+        return _unpack(self._layout, data.cpu()), numbers[:4], numbers[4:]
 
     def _pins(self, wire: torch.device) -> bool:
         return self._pinned and wire.type == "cpu"
@@ -229,10 +237,10 @@ class Receiver:
 class DataLoaderDispatcher(DataLoaderShard):
     """A prepared loader whose dataset is read by the main process only, for all processes.
 
-    Made by ``Accelerator.prepare`` where ``DataLoaderConfiguration(dispatch_batches=True)`` says
-    so. It gives each process the samples that it would have read itself, and resumes alike. It
-    is meant for data that only one process can reach: reading takes as long as for one process,
-    and each batch is sent.
+    Made by ``Accelerator.prepare`` with ``DataLoaderConfiguration(dispatch_batches=True)``. It
+    gives each process the samples that it would have read itself, and resumes in the same way. It
+    is meant for data that only one process can reach: reading is as slow as on one process, and
+    every batch is sent.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -247,11 +255,11 @@ class DataLoaderDispatcher(DataLoaderShard):
 
 
 class CollatePieces:
-    """Collate the part of each process by itself, as each process would have done.
+    """Collate the part of each rank separately, as that rank itself would have done.
 
     Args:
         collate_fn: the user's.
-        whole: collate the parts together, as one batch to be sliced, and tell their sizes.
+        whole: collate the parts together, as one batch to be sliced, and return their sizes.
 
     Example:
         >>> from accel_callbacks.data.dispatch import CollatePieces
@@ -266,14 +274,14 @@ class CollatePieces:
         self.whole = whole
 
     def __call__(self, pieces: list[Any]) -> Any:
-        """The batch of each process, or (one batch, the sizes of the parts)."""
+        """Return the batch of each rank, or (one batch, the sizes of the parts)."""
         if self.whole:
             return self.collate_fn(list(chain(*pieces))), [len(piece) for piece in pieces]
         return [self.collate_fn(piece) for piece in pieces]
 
 
 class _PieceReader(Dataset[Any]):
-    """Reads a list of indices for each process from the user's dataset."""
+    """Read a list of indices for each rank from the user's dataset."""
 
     def __init__(self, dataset: Any, batched: bool) -> None:
         self.dataset = dataset
@@ -292,11 +300,11 @@ class _PieceReader(Dataset[Any]):
 
 
 class WholeShares(ShareSource):
-    """The parts of all processes of each global batch of a map-style dataset.
+    """The parts of all ranks of each global batch of a map-style dataset.
 
     Args:
-        source: the part of one process.
-        setting: how many processes there are.
+        source: the source of one rank.
+        setting: the number of ranks, and the options.
     """
 
     def __init__(self, source: ShareSource, setting: Setting) -> None:
@@ -306,7 +314,7 @@ class WholeShares(ShareSource):
         self._collate = CollatePieces(self._loader.collate_fn, whole=whole)
 
     def loader_options(self) -> dict[str, Any]:
-        """The arguments that make a torch loader read the parts of all processes."""
+        """Return the arguments with which a torch loader reads the parts of all ranks."""
         reader = _PieceReader(self._loader.dataset, self._batched)
         options = {"dataset": reader, "sampler": self, "batch_size": None}
         return options | {"collate_fn": self._collate}
@@ -320,16 +328,16 @@ class WholeShares(ShareSource):
 
 
 class DispatchSource(StatefulSource):
-    """Deliver what the main process reads for this process.
+    """The batches that rank 0 reads for this rank.
 
     Args:
-        inner: yields the parts of all processes (:class:`WholeShares`, or a stream that was
-            opened for every rank); read in the main process.
+        inner: yields the parts of all ranks (:class:`WholeShares`, or a stream opened for every
+            rank); read on rank 0.
         loader: the user's.
-        setting: which process this is.
+        setting: the rank and the options.
 
     Raises:
-        ValueError: the setting is not about the processes that there are.
+        ValueError: the setting has another number of processes than the process group.
     """
 
     def __init__(
@@ -343,7 +351,7 @@ class DispatchSource(StatefulSource):
             )
         self._inner = inner
         self._rank, self._world = setting.rank, setting.world_size
-        # Ready batches are not cut.
+        # Ready batches are not sliced.
         self._slice = None if loader.batch_sampler is None else setting.slice_fn
         self._pinned = loader.pin_memory and torch.accelerator.is_available()
         self._problem: Exception | None = None
@@ -355,7 +363,7 @@ class DispatchSource(StatefulSource):
 
     @property
     def sampler(self) -> Any:
-        """What the order comes from, ``None`` for a stream."""
+        """The sampler that the order comes from, ``None`` for a stream."""
         return getattr(self._inner, "sampler", None)
 
     @sampler.setter
@@ -374,7 +382,7 @@ class DispatchSource(StatefulSource):
 
     @property
     def fresh_workers(self) -> bool:  # type: ignore[override]
-        """Whether workers of the last pass cannot be used for this one."""
+        """True if persistent workers of the last pass cannot be used for this one."""
         return isinstance(self._inner, StatefulSource) and self._inner.fresh_workers
 
     @property
@@ -388,7 +396,7 @@ class DispatchSource(StatefulSource):
         return self._inner.remainder
 
     def loader_options(self) -> dict[str, Any]:
-        """The arguments for a torch loader; those of the other processes read nothing."""
+        """Return the arguments of the torch loader; those of ranks other than 0 read nothing."""
         options = self._inner.loader_options()
         if self._reads:
             return options
@@ -399,40 +407,40 @@ class DispatchSource(StatefulSource):
         return options | idle
 
     def steps(self) -> int:
-        """Batches of a whole epoch; TypeError if that cannot be known."""
+        """Return the batches of an epoch; raise TypeError if they cannot be known."""
         return self._inner.steps()
 
     def remaining(self) -> int | None:
-        """Batches left in the epoch that was begun, ``None`` if unknown."""
+        """Return the batches left in the current epoch, ``None`` if unknown."""
         return None if self._problem else self._inner.remaining()
 
-    def begun(self) -> int:
-        """Batches of this epoch before the position that was begun at."""
-        if isinstance(self._inner, StreamSource):  # which has begun in the main process only
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
+        if isinstance(self._inner, StreamSource):  # started on rank 0 only
             return self._position // self._inner.total_batch_size
-        return 0 if self._problem else self._inner.begun()
+        return 0 if self._problem else self._inner.first_batch()
 
     def position_of(self, batches: int) -> int:
-        """Global samples before this batch of the epoch that was begun."""
+        """Return the global samples before this batch of the current epoch."""
         return 0 if self._problem else self._inner.position_of(batches)
 
     def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """What the random generators of loader workers are seeded with."""
+        """Return the seed of the random generators in loader workers."""
         return self._inner.worker_seed(seed, epoch, position)
 
     def restore(self, state: State | None) -> None:
-        """Remember where to go on; ``None`` is the beginning."""
+        """Store where to resume; ``None`` is the beginning."""
         if isinstance(self._inner, StatefulSource):
             self._inner.restore(state)
 
     def problem(self, state: State | None) -> str | None:
-        """Why a resume from this state cannot be exact, ``None`` if it is."""
+        """Return why a resume from this state cannot be exact, ``None`` if it is."""
         if isinstance(self._inner, StatefulSource):
             return self._inner.problem(state)
         return None
 
     def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Get ready; a stream is not touched in the other processes."""
+        """Prepare a pass; ranks other than 0 do not touch a stream."""
         self._problem, self._position = None, position
         if self._world > 1 and not self._reads and isinstance(self._inner, StreamSource):
             return
@@ -441,10 +449,10 @@ class DispatchSource(StatefulSource):
         except Exception as problem:
             if self._world == 1:
                 raise
-            self._problem = problem  # the other processes wait for a batch, and get this
+            self._problem = problem  # the other ranks wait for a batch, so deliver() sends it
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
-        """This process's part of each batch, with its counts."""
+        """Yield this rank's part of each batch, with its counts."""
         if self._world == 1:
             for item, delivery in self._inner.deliver(items):
                 yield self._pieces(item)[0], delivery
@@ -465,10 +473,10 @@ class DispatchSource(StatefulSource):
                 numbers = [delivery.real, delivery.padded, last, delivery.kept is not None]
                 sender.batch(pieces, [int(number) for number in numbers], kept)
                 yield pieces[0], delivery
-        except AlreadyTold as told:
-            raise told.problem from None
+        except AlreadySent as sent:
+            raise sent.problem from None
         except Exception as problem:
-            with suppress(Exception):  # the others may be gone; the first error is the one to see
+            with suppress(Exception):  # the others may be gone; this error is the one to be seen
                 sender.failure("".join(traceback.format_exception(problem)))
             raise
         sender.end()
@@ -481,7 +489,7 @@ class DispatchSource(StatefulSource):
             yield piece, Delivery(real, padded, known, kept if counted else None)
 
     def _pieces(self, item: Any) -> list[Any]:
-        """The part of each process, sliced from one batch if the user does that."""
+        """Return the part of each rank, sliced from one batch if there is a ``slice_fn``."""
         if self._slice is None:
             return list(item)
         batch, sizes = item

@@ -1,9 +1,9 @@
-"""Streams that are sharded at the source, as those of Hugging Face datasets are.
+"""Streams that are sharded at the source, such as those of Hugging Face datasets.
 
-A dataset counts as one if it has ``num_shards`` and ``shard(num_shards=, index=)``. Each process
-reads only its own shards. These may be uneven, so the processes tell each other with each batch
-what they have, and go on together until all have come to their end: no sample is lost, whatever
-``even_batches`` says, and no process waits for another.
+A dataset counts as one if it has ``num_shards`` and ``shard(num_shards=, index=)``. Each rank
+reads only its own shards. These may be uneven, so the ranks exchange with each batch what they
+have, and continue together until all have reached their end: no sample is lost, whatever
+``even_batches`` is, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from torch.utils.data import DataLoader
 from accel_callbacks import collectives
 from accel_callbacks.data.iterable import IterableShards, has_state
 from accel_callbacks.data.sampler import mix_seed
+from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery, Setting
-from accel_callbacks.data.stream import State, StatefulSource, StreamSource, leads_to, ready_kept
+from accel_callbacks.data.stream import State, StatefulSource, StreamSource, leads_to
 from accel_callbacks.distributed.failures import share_failure
 
 __all__ = ["AgreedSource", "can_shard", "own_shards"]
 
 
 def can_shard(dataset: Any, world_size: int) -> bool:
-    """Whether each of so many processes can read shards of its own.
+    """Return whether the dataset has shards for this number of ranks.
 
     Raises:
-        ValueError: it is split over processes already.
+        ValueError: the dataset is split over processes already.
     """
     if world_size > 1 and getattr(dataset, "_distributed", None) is not None:
         raise ValueError(
@@ -43,7 +44,7 @@ def can_shard(dataset: Any, world_size: int) -> bool:
 
 
 def own_shards(loader: DataLoader[Any], batch_size: int | None, setting: Setting) -> AgreedSource:
-    """The source of this process, for a dataset that :func:`can_shard`."""
+    """Return the source of this rank, for a dataset that :func:`can_shard`."""
     whole: Any = loader.dataset
     dataset = whole.shard(num_shards=setting.world_size, index=setting.rank)
     shards = IterableShards(
@@ -58,7 +59,7 @@ def own_shards(loader: DataLoader[Any], batch_size: int | None, setting: Setting
 
 
 def _exchange(*numbers: int) -> list[list[int]]:
-    """Collective: the numbers of all processes, in rank order; the same many on each."""
+    """Collective: return the numbers of all ranks in rank order; equally many on each."""
     own = collectives.on_backend(torch.tensor(numbers))
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
@@ -66,14 +67,14 @@ def _exchange(*numbers: int) -> list[list[int]]:
 
 
 class AgreedSource(StatefulSource):
-    """Batches of this process's own shards, in step with the other processes.
+    """Batches of this rank's own shards, in step with the other ranks.
 
-    A process that has run out repeats its last batch, of which then nothing is kept.
+    A rank that has run out repeats its last batch, of which no sample is then kept.
 
     Args:
-        inner: this process's own shards, as a stream of one process.
-        batch_size: samples of one process; ``None`` for ready batches, which count as one.
-        setting: which process this is.
+        inner: this rank's own shards, as a stream of a single rank.
+        batch_size: samples of one rank; ``None`` for ready batches, which count as one.
+        setting: the rank and the options.
     """
 
     def __init__(self, inner: StreamSource, batch_size: int | None, setting: Setting) -> None:
@@ -88,16 +89,16 @@ class AgreedSource(StatefulSource):
 
     @property
     def even_batches(self) -> bool:
-        """Always: where all samples are to be read, processes that run out need repetitions."""
+        """Always True: ranks that run out need repetitions until all samples are read."""
         return True
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        """Accept any; see above."""
+        """Ignore the value."""
 
     @property
     def fresh_workers(self) -> bool:  # type: ignore[override]
-        """Whether workers of the last pass cannot be used for this one."""
+        """True if persistent workers of the last pass cannot be used for this one."""
         return self._inner.fresh_workers
 
     @property
@@ -107,41 +108,41 @@ class AgreedSource(StatefulSource):
 
     @property
     def remainder(self) -> int:
-        """Unknown: shards may be uneven."""
+        """Always -1, unknown: shards may be uneven."""
         return -1
 
     def loader_options(self) -> dict[str, Any]:
-        """The arguments that make a torch loader read from this source."""
+        """Return the arguments with which a torch loader reads from this source."""
         return self._inner.loader_options()
 
     def steps(self) -> int:
-        """TypeError: the longest shards decide, and no process knows them all."""
-        raise TypeError("a stream that is sharded at the source does not know its length.")
+        """Raise TypeError: the longest shards decide, and no rank knows them all."""
+        raise TypeError("a stream that is sharded at the source has no known length.")
 
     def remaining(self) -> int | None:
-        """Unknown, likewise."""
+        """Return ``None``, unknown for the same reason."""
         return None
 
-    def begun(self) -> int:
-        """Full batches of this epoch before the position that was begun at."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass, by full batches."""
         return 0 if self._begun is None else self._begun[1] // self._size
 
     def position_of(self, batches: int) -> int:
-        """Global samples before this batch of the epoch, as long as no process has run out."""
+        """Return the global samples before this batch, as long as no rank has run out."""
         return batches * self._size
 
     def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """Other noise on each rank, the same after a resume."""
+        """Return a seed that differs between ranks, and is the same after a resume."""
         return mix_seed(seed, epoch, self._setting.rank)
 
     def restore(self, state: State | None) -> None:
-        """Remember where to go on; ``None`` is the beginning."""
+        """Store where to resume; ``None`` is the beginning."""
         self._restored, self._begun = state, None
         exact = state is not None and self.problem(state) is None
         self._inner.restore(state["stream"] if state is not None and exact else None)
 
     def problem(self, state: State | None) -> str | None:
-        """Why a resume from this state cannot be exact, ``None`` if it is."""
+        """Return why a resume from this state cannot be exact, ``None`` if it is."""
         if state is None:
             return None
         own = state.get("own")
@@ -154,25 +155,25 @@ class AgreedSource(StatefulSource):
         return self._inner.problem(state["stream"])
 
     def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Begin this process's shards, and note what the processes then drop together."""
+        """Prepare a pass over this rank's shards, and count what all ranks drop together first."""
         if self._begun != (epoch, position):
             self._begun = (epoch, position)
-            self._inner_position, self._skip = self._way_to(epoch, position)
+            self._inner_position, self._skip = self._route_to(epoch, position)
         self._inner.begin(seed, epoch, self._inner_position)
 
-    def _way_to(self, epoch: int, position: int) -> tuple[int, int]:
-        """(position in the own shards, global samples dropped after that)."""
+    def _route_to(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return (position in this rank's shards, global samples dropped after that)."""
         state = self._restored
         problem = self.problem(state)
         if state is not None and problem is None and leads_to(state, epoch, position):
-            own = state["stream"]  # None where this process has had nothing yet
+            own = state["stream"]  # None if this rank has read nothing yet
             return own["position"] if own else 0, position - state["position"]
         if position:
             self._inner.warn_of_skipping(position, problem)
         return 0, position
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
-        """Each batch with its counts, until all processes have come to their end."""
+        """Yield each batch with its counts, until all ranks have reached their end."""
         assert self._begun is not None
         epoch, position = self._begun
         dropped = 0
@@ -188,7 +189,7 @@ class AgreedSource(StatefulSource):
     def _steps(
         self, mine: Iterator[tuple[Any, Delivery]]
     ) -> Iterator[tuple[Any, Delivery, State | None]]:
-        """What all processes deliver in one step, with the place in the own shards after it."""
+        """Yield each step of all ranks, with the position in this rank's shards after it."""
         held: Any = None
         size = 0
         stream = self._place_at_rest()
@@ -198,14 +199,17 @@ class AgreedSource(StatefulSource):
             real = 0 if entry is None else entry[1].real
             goes_on = entry is not None and not entry[1].last
             table = _exchange(real, real or size, goes_on, failure is not None)
+            # The flag comes with the counts, so that a good step costs no extra collective.
             if any(row[3] for row in table):
-                _report_failure(failure)
+                share_failure(failure, "reading the data")
+                if failure is not None:
+                    raise failure
             reals, sizes, others = ([row[i] for row in table] for i in range(3))
             if not any(reals) or (self._drop_last and not all(reals)):
                 return
             if entry is not None:
                 held, size, stream = entry[0], real, entry[1].state
-            if not all(sizes):  # some process has never had a batch to repeat
+            if not all(sizes):  # a rank without any batch yet borrows one to repeat
                 giver = next(rank for rank, count in enumerate(reals) if count)
                 lent = collectives.broadcast_object(held, from_process=giver)
                 held, size = (held, size) if size else (lent, reals[giver])
@@ -214,7 +218,7 @@ class AgreedSource(StatefulSource):
             yield held, self._delivery(reals, sizes, last=not more), stream
 
     def _place_at_rest(self) -> State | None:
-        """Where a process goes on that has run out before the place that was restored."""
+        """Return the restored position of a rank that had run out before it, None without one."""
         state, begun = self._restored, self._begun
         if state is None or begun is None or self.problem(state) is not None:
             return None
@@ -237,10 +241,3 @@ def _next_or_error(
         return next(mine, None), None
     except Exception as problem:
         return None, problem
-
-
-def _report_failure(failure: Exception | None) -> None:
-    """Collective: raise the own failure, or the one of another process."""
-    share_failure(failure, "reading the data")
-    if failure is not None:
-        raise failure

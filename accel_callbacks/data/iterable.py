@@ -1,4 +1,4 @@
-"""Sharding of iterable datasets."""
+"""Shard iterable datasets: every rank reads the whole stream and keeps its own pieces."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["CollateShare", "IterableDatasetShard", "IterableShards", "Piece", "h
 
 
 class Piece(NamedTuple):
-    """What one process gets of a global batch, and where the stream goes on after it.
+    """One rank's part of a global batch, and where the stream continues after it.
 
     Args:
-        batch: the samples of this process, collated on the way. For a reader of all processes'
-            parts, a list of them.
+        batch: the samples of this rank, collated later. For a reader of all ranks' parts, a list
+            of them.
         real: samples of the global batch, each counted once (ready batches count as one).
         padded: the same with the repetitions.
-        worker: index of the worker process that read it, 0 without any.
-        mark: that worker's place after it: ``read`` (samples of this pass so far), ``ended``, and
-            the dataset's own ``state`` if it has any.
+        worker: index of the worker process that read it, 0 without workers.
+        mark: that worker's position after it: ``read`` (samples of this pass so far), ``ended``,
+            and the dataset's own ``state`` if it has one.
     """
 
     batch: Any
@@ -38,27 +38,22 @@ class Piece(NamedTuple):
     mark: dict[str, Any]
 
 
-def has_state(dataset: Any) -> bool:
-    """Whether a dataset can say where it is, and go on there."""
-    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 class IterableShards(IterableDataset["Piece | None"]):
-    """Reads the whole stream and keeps this process's piece of each global batch.
+    """A dataset that reads the whole stream and yields this rank's piece of each global batch.
 
     The tail is filled up with its own samples, so that it is the same after a resume. If not
-    ``even``, it is split as evenly as it goes, and joins the batch before it where it has fewer
-    samples than there are processes.
+    ``even``, it is split as evenly as possible, and joins the batch before it if it has fewer
+    samples than there are ranks.
 
     Args:
         dataset: the user's.
-        batch_size: samples of one process; ``None`` if the dataset yields ready batches, of which
-            each process then gets one.
-        drop_last: leave out what does not fill a global batch.
-        rank: this process.
+        batch_size: samples of one rank; ``None`` if the dataset yields ready batches, of which
+            each rank then gets one.
+        drop_last: drop a tail that does not fill a global batch.
+        rank: of this process.
         world_size: number of processes.
-        every_rank: yield the pieces of all processes, as a list.
-        stateful: ask the dataset for its state after each batch.
+        every_rank: yield the pieces of all ranks, as a list.
+        stateful: take the state of the dataset after each batch.
 
     Example:
         >>> from accel_callbacks.data.iterable import IterableShards
@@ -86,13 +81,14 @@ class IterableShards(IterableDataset["Piece | None"]):
         self.every_rank = every_rank
         self.stateful = stateful
         self.resume: Mapping[str, Any] | None = None  # where the next pass begins
-        # In shared memory, so that a loader worker which outlives an epoch sees the next one.
+        # (epoch, seed, even) in shared memory: persistent workers keep their copy of this object
+        # over epochs, and would not see a plain attribute change.
         self._pass = torch.tensor([0, 0, 1])
         self._pass.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def even(self) -> bool:
-        """Fill the tail up with repetitions."""
+        """True if the tail is filled up with repetitions."""
         return bool(self._pass[2])
 
     @even.setter
@@ -101,40 +97,42 @@ class IterableShards(IterableDataset["Piece | None"]):
 
     @property
     def size(self) -> int:
-        """What the dataset yields for a full global batch."""
+        """Items of the dataset in a full global batch."""
         return (self.batch_size or 1) * self.world_size
 
     def set_pass(self, seed: int, epoch: int) -> None:
-        """The dataset is told the epoch with its next pass, or its generator is seeded."""
+        """Set the epoch of the next pass, and the seed of the dataset's generator in it."""
         self._pass[0], self._pass[1] = epoch, mix_seed(seed, epoch)
 
     def __len__(self) -> int:
-        """Samples of the whole stream; TypeError if it does not know."""
+        """Samples of the whole stream; TypeError if the dataset has no length."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Piece | None]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
         set_dataset_epoch(self.dataset, int(self._pass[0]), int(self._pass[1]))
-        # Once only: a worker that outlives this pass begins the next at its beginning.
+        # Used once: a persistent worker starts its next pass at the beginning of the stream.
         resume, self.resume = self.resume, None
         mark: Mapping[str, Any] = {"read": 0, "ended": False, "state": None}
         if resume is not None:
             mark = resume["workers"][worker]
-            if worker < resume["turn"]:  # workers take turns from the first one on
+            if worker < resume["turn"]:
+                # torch asks the workers in turn, from worker 0 on. The next batch is that of
+                # worker ``turn``, so those before it yield a placeholder first.
                 yield None
         if mark["ended"]:
-            if mark["state"] is not None and self.stateful:  # for the pass after this one
+            if mark["state"] is not None and self.stateful:  # for the next pass
                 self.dataset.load_state_dict(mark["state"])  # type: ignore[attr-defined]
             return
-        stream, read = self._go_on(mark), mark["read"]
+        stream, read = self._continue_from(mark), mark["read"]
         batches = self._batches(stream, read)
         joins = self.world_size > 1 and self.batch_size is not None and not self.even
         for items, place in self._joined(batches) if joins else batches:
-            yield self._cut(items, worker, place)
+            yield self._share(items, worker, place)
 
-    def _go_on(self, mark: Mapping[str, Any]) -> Iterator[Any]:
-        """The stream from a mark on: through the state of the dataset, else by reading up to it."""
+    def _continue_from(self, mark: Mapping[str, Any]) -> Iterator[Any]:
+        """Iterate the stream from a mark: by the dataset's state, else by reading up to it."""
         if mark["state"] is not None and self.stateful:
             dataset: Any = self.dataset
             fresh = None
@@ -142,7 +140,9 @@ class IterableShards(IterableDataset["Piece | None"]):
                 fresh = deepcopy(dataset.state_dict())
                 dataset.load_state_dict(mark["state"])
                 stream = iter(dataset)
-                return chain(list(islice(stream, 1)), stream)  # some look at it only now
+                # Some datasets apply the state only with their first item, so one is read within
+                # the try block.
+                return chain(list(islice(stream, 1)), stream)
             except Exception as problem:
                 with suppress(Exception):
                     dataset.load_state_dict(fresh)
@@ -156,13 +156,14 @@ class IterableShards(IterableDataset["Piece | None"]):
     def _batches(
         self, stream: Iterator[Any], read: int
     ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-        """What is read for each global batch, with the mark after it."""
+        """Yield the items of each global batch, with the mark after it."""
         while items := list(islice(stream, self.size)):
             read += len(items)
             ended = len(items) < self.size
             if ended and self.drop_last:
                 return
-            # Taken now: reading on would move it. At its end a dataset may have begun anew.
+            # Taken before the next items are read, which changes it. Not at the end, where the
+            # dataset may have reset itself for its next pass.
             known = self.stateful and not ended
             state = deepcopy(self.dataset.state_dict()) if known else None  # type: ignore[attr-defined]
             yield items, {"read": read, "ended": ended, "state": state}
@@ -170,7 +171,7 @@ class IterableShards(IterableDataset["Piece | None"]):
     def _joined(
         self, batches: Iterator[tuple[list[Any], dict[str, Any]]]
     ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-        """Put a tail that has no sample for each process to the batch before it."""
+        """Join a tail of fewer samples than ranks with the batch before it."""
         held: tuple[list[Any], dict[str, Any]] | None = None
         for items, mark in batches:
             if held is None:
@@ -182,7 +183,8 @@ class IterableShards(IterableDataset["Piece | None"]):
                 held = items, mark
         if held is None:
             return
-        # The rest of a pass that was begun elsewhere is filled up: else it would be lost.
+        # An error only if the full pass is that short. The short rest of a resumed pass is filled
+        # up instead, because it would be lost otherwise.
         if len(held[0]) < self.world_size and held[1]["read"] == len(held[0]):
             raise ValueError(
                 f"a pass over {type(self.dataset).__name__} has {len(held[0])} samples (of one "
@@ -192,7 +194,7 @@ class IterableShards(IterableDataset["Piece | None"]):
             )
         yield held
 
-    def _cut(self, items: list[Any], worker: int, mark: dict[str, Any]) -> Piece:
+    def _share(self, items: list[Any], worker: int, mark: dict[str, Any]) -> Piece:
         whole = self.even or self.batch_size is None or len(items) < self.world_size
         real = len(items)
         padded = -(-real // self.world_size) * self.world_size if whole else real
@@ -210,21 +212,11 @@ class IterableShards(IterableDataset["Piece | None"]):
         return split_evenly(items, rank, self.world_size)
 
 
-def set_dataset_epoch(dataset: Any, epoch: int, seed: int) -> None:
-    """Tell a dataset the epoch; one that has a generator instead gets it seeded."""
-    set_epoch = getattr(dataset, "set_epoch", None)
-    generator = getattr(dataset, "generator", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-    elif isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-
-
 class CollateShare:
-    """Collate the samples of a share with the user's function and keep what belongs to it.
+    """Collate the samples of a :class:`Piece`, and keep its other fields.
 
     Args:
-        collate_fn: the user's, or one that calls it for each process.
+        collate_fn: the user's, or one that calls it for each rank.
 
     Example:
         >>> from accel_callbacks.data.iterable import CollateShare, Piece
@@ -236,25 +228,25 @@ class CollateShare:
         self.collate_fn = collate_fn
 
     def __call__(self, piece: Piece | None) -> Piece | None:
-        """Collate the samples, pass the rest on."""
+        """Return the piece with its samples collated."""
         return None if piece is None else piece._replace(batch=self.collate_fn(piece.batch))
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process, one by one; every process iterates the whole dataset.
+    """The samples of one rank, one by one; every rank iterates the whole dataset.
 
-    ``Accelerator.prepare`` needs none of it: it is for loaders that are put together by hand.
+    It is for loaders that are built by hand; ``Accelerator.prepare`` needs no such wrapper.
 
     Args:
-        dataset: any iterable; told the epoch by ``set_epoch``, or else its ``generator`` is
-            seeded with the epoch.
-        batch_size: samples of a batch of one process, or with ``split_batches`` of all together.
-        drop_last: leave out what does not fill a batch on all processes.
-        num_processes: how many processes share the dataset.
-        process_index: which of them this is.
+        dataset: any iterable; its ``set_epoch`` is called with the epoch, or else its
+            ``generator`` is seeded with it.
+        batch_size: samples of a batch of one rank, or with ``split_batches`` of a global batch.
+        drop_last: drop a tail that does not fill a batch on all ranks.
+        num_processes: number of processes that share the dataset.
+        process_index: index of this process among them.
         split_batches: see ``batch_size``.
-        even_batches: fill the last batch up with the first samples. Off, its samples are split as
-            evenly as it goes, and none is yielded twice.
+        even_batches: fill the last batch up with the first samples. If False, its samples are
+            split as evenly as possible, and none is yielded twice.
 
     Raises:
         ValueError: ``split_batches``, and the batch size is no multiple of ``num_processes``.
@@ -293,21 +285,21 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def _size(self) -> int:
-        """Samples of a batch of all processes."""
+        """Samples of a global batch."""
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
         set_dataset_epoch(self.dataset, epoch, epoch)
 
     def __len__(self) -> int:
-        """Samples of this process; TypeError where the dataset has no length."""
+        """Samples of this rank; TypeError if the dataset has no length."""
         full, tail = divmod(len(self.dataset), self._size)
         return full * self._share(self._size) + (0 if self.drop_last else self._share(tail))
 
     def _share(self, samples: int) -> int:
-        """How many of a batch of so many samples this process yields."""
+        """Return how many samples of such a batch this rank yields."""
         if samples and self.even_batches:
             samples = self._size
         return len(split_evenly(range(samples), self.process_index, self.num_processes))
@@ -324,3 +316,18 @@ class IterableDatasetShard(IterableDataset[Any]):
                 if self.even_batches:
                     batch += islice(cycle(list(opening)), self._size - len(batch))
             yield from split_evenly(batch, self.process_index, self.num_processes)
+
+
+def set_dataset_epoch(dataset: Any, epoch: int, seed: int) -> None:
+    """Set the epoch of a dataset with ``set_epoch``, else seed its generator if it has one."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    generator = getattr(dataset, "generator", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+
+
+def has_state(dataset: Any) -> bool:
+    """Return whether a dataset has ``state_dict`` and ``load_state_dict``."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))

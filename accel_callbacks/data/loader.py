@@ -1,4 +1,4 @@
-"""DataLoaderShard: resumable at any sample."""
+"""The prepared loader: reads this rank's share, and resumes at any sample."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["DataLoaderShard", "LoopEvents", "keep_workers", "stop_workers"]
 
 _TAKEN_OVER = (
     "another pass over this prepared loader was begun before this one ended, and a loader has one "
-    "place in its data: prepare a second DataLoader(...) over the dataset, and use that inside of "
-    "(or beside) the loop over this one."
+    "position in its data: prepare a second DataLoader(...) over the dataset, and use that inside "
+    "of (or beside) the loop over this one."
 )
 
 
 def keep_workers(loader: DataLoader[Any]) -> None:
-    """Let the persistent workers of a loader end with it, at once.
+    """Shut the persistent workers down as soon as their loader is collected.
 
-    A loader belongs to a circle of objects, and in one the queues to its workers may be closed
-    before the workers are told to end: they then find out by themselves, seconds later.
+    A loader is part of a reference cycle. When the garbage collector frees the cycle, it may close
+    the queues to the workers before they are told to stop, and they then notice seconds later.
     """
     iterator = getattr(loader, "_iterator", None)
     known: tuple[Any, Any] = getattr(loader, "_workers_end", (None, None))
     if iterator is None or (known[0] is not None and known[0]() is iterator):
         return
     end = weakref.finalize(loader, iterator._shutdown_workers)
-    end.atexit = False  # torch has its own way out there
+    end.atexit = False  # torch itself stops the workers at exit
     loader._workers_end = weakref.ref(iterator), end
 
 
 def stop_workers(loader: DataLoader[Any]) -> None:
-    """End the workers now; the next pass starts others.
+    """Shut the workers down now; the next pass starts new ones.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -52,29 +52,29 @@ def stop_workers(loader: DataLoader[Any]) -> None:
 
 
 class LoopEvents(Protocol):
-    """Who is told about iteration: it adds the hooks around the batches."""
+    """The loop around the batches of a loader, which adds the hooks."""
 
     def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
-        """Iterate ``loader.batches()``, with everything that belongs around it."""
+        """Iterate ``loader.batches()``, firing the hooks around each batch."""
 
 
 class DataLoaderShard(DataLoader[Any]):
-    """A torch DataLoader that reads this process's share, in an order it can return to.
+    """A torch DataLoader that reads this rank's share, in an order that can be reproduced.
 
     Made by ``Accelerator.prepare``. Each ``for`` over it is one epoch; the order is a function
     of the seed and the epoch, and the position is a count of global samples, so that a resume
-    continues at the exact sample, on the same or another number of processes.
+    continues at the exact sample, on the same or another number of ranks.
 
     Attributes:
         epoch: index of the current pass, -1 before the first.
-        position: samples of this epoch delivered so far, over all processes.
+        position: samples of this epoch delivered so far, over all ranks.
         real: samples of the current global batch, each counted once.
         padded: samples of the current global batch as read, repetitions included.
-        done: training has read it to its end in the epoch of the run that is open.
+        done: training has read it to its end in the current epoch of the run.
         kept: see :class:`accel_callbacks.data.sources.Delivery`.
-        left: batches left in the epoch with the current one, ``None`` if unknown.
+        left: batches left in the epoch, the current one included; ``None`` if unknown.
         origin: the torch loader that was prepared.
-        rng_types: the random generators that each pass synchronises.
+        rng_types: the random generators that each pass synchronizes.
 
     Example:
         >>> import torch
@@ -119,7 +119,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._next_epoch: int | None = None
         self._start: int | None = None
         self._opened = 0
-        # Where a stream goes on after the current batch, and after the one before it.
+        # From which a stream continues after the current batch, and after the one before it.
         self._stream: Mapping[str, Any] | None = None
         self._stream_before: Mapping[str, Any] | None = None
         self._before: tuple[int, int, bool, int | None, bool] = (-1, 0, False, None, False)
@@ -128,7 +128,7 @@ class DataLoaderShard(DataLoader[Any]):
         return self._events.iterate(self)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this process."""
+        """Batches of an epoch on this rank."""
         return self._source.steps()
 
     @property
@@ -138,13 +138,13 @@ class DataLoaderShard(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the dataset, over all processes; TypeError if it does not know."""
+        """Samples of the dataset, over all ranks; TypeError if it has no length."""
         dataset: Any = self.dataset
         return int(dataset.total_length if hasattr(dataset, "total_length") else len(dataset))
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch that was delivered is the last of this pass, which is still open."""
+        """True while the last batch of a pass is the current one."""
         return self.on_last
 
     @property
@@ -154,10 +154,10 @@ class DataLoaderShard(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Fill the last batch up with repetitions; may be set, for the next pass.
+        """True if the last batch is filled up with repetitions; may be set, for the next pass.
 
         Raises:
-            ValueError: set to ``False`` for a loader that cannot do without.
+            ValueError: set to ``False`` for a loader of ready batches.
         """
         return self._source.even_batches
 
@@ -166,7 +166,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._source.even_batches = even
 
     def get_sampler(self) -> Any:
-        """The sampler that the order comes from, ``None`` for a stream."""
+        """Return the sampler that the order comes from, ``None`` for a stream."""
         return getattr(self._source, "sampler", None)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -176,18 +176,19 @@ class DataLoaderShard(DataLoader[Any]):
         self._source.sampler = sampler  # type: ignore[attr-defined]
 
     def batches(self) -> Iterator[Any]:
-        """The batches of the next epoch, or the rest of the one that was resumed, on the device."""
+        """Yield the batches of the next epoch, or the rest of a resumed one, on the device."""
         if self._skip_pass:
             self._skip_pass, self.finished = False, True
             return
         self._begin()
         self.left = self._source.remaining()
-        self.batch_index = self._source.begun()
+        self.batch_index = self._source.first_batch()
         assert isinstance(self.generator, torch.Generator)
         self.generator.manual_seed(self._source.worker_seed(self.seed, self.epoch, self.position))
         self._opened += 1
         opened = self._opened
-        here = vars(self)  # torch's DataLoader looks at each attribute that is set; these are ours
+        # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
+        here = vars(self)
         try:
             for item, (real, padded, last, kept, state) in self._deliver():
                 left = self.left
@@ -203,11 +204,11 @@ class DataLoaderShard(DataLoader[Any]):
                     here["left"] = left - 1
             self.finished = True
         finally:
-            if opened == self._opened:  # no newer pass has taken the place of this one
+            if opened == self._opened:  # no newer pass has replaced this one
                 self.on_last = False
 
     def _deliver(self) -> Iterator[tuple[Any, Delivery]]:
-        """What the source delivers, on the device; counts travel with each batch."""
+        """Yield the source's batches with their counts, on the device."""
         if isinstance(self._source, StatefulSource) and self._source.fresh_workers:
             stop_workers(self)
         items = super().__iter__()
@@ -230,8 +231,8 @@ class DataLoaderShard(DataLoader[Any]):
             self._seek(start, continues)
 
     def _seek(self, start: int, continues: bool) -> None:
-        """Begin at a batch of the epoch; where a resumed epoch is at its end, of the next one."""
-        if continues and start < self._source.begun() and self._source.remaining() == 0:
+        """Start at a batch of the epoch, or of the next one if a resumed epoch is at its end."""
+        if continues and start < self._source.first_batch() and self._source.remaining() == 0:
             self.epoch += 1
             self.position = 0
             self._source.begin(self.seed, self.epoch, 0)
@@ -241,7 +242,7 @@ class DataLoaderShard(DataLoader[Any]):
             self._source.begin(self.seed, self.epoch, position)
 
     def _synchronize(self) -> None:
-        """Give all processes the random generators of the main one, if that was asked for."""
+        """Set random generators to their state on rank 0, if ``rng_types`` names any."""
         if not self.rng_types:
             return
         from accel_callbacks.distributed.rng import synchronize_rng_states
@@ -252,35 +253,40 @@ class DataLoaderShard(DataLoader[Any]):
         synchronize_rng_states(types, own)
 
     def set_epoch(self, epoch: int) -> None:
-        """Use this epoch's order in the next pass; without it, passes count up from 0."""
+        """Use this epoch's order in the next pass; by default passes count up from 0."""
         if epoch != self.epoch:
             self._continue = False
         self._next_epoch = epoch
 
     def start_at(self, batch: int | None) -> None:
-        """Begin the next pass at this batch of its epoch; see ``skip_first_batches``."""
+        """Start the next pass at this batch of its epoch; see ``skip_first_batches``."""
         self._start = batch
 
     def end_pass(self) -> None:
-        """The loop over this epoch was left: the next pass is a new epoch."""
+        """End an epoch whose loop was left early; the next pass is a new epoch."""
         self.finished = True
         self._continue = False
 
     def rewind(self) -> None:
-        """Begin again with the first epoch."""
+        """Start over with the first epoch."""
         self.end_pass()
         self.begin_epoch(counted=True)
         self.epoch = -1
 
     def begin_epoch(self, *, counted: bool) -> None:
-        """An epoch begins, ``counted`` by ``run.epochs`` or one that is a pass of a plain loop."""
-        if self._nothing_left:  # of two in a ``zip``, the second is not asked for its empty rest
+        """Reset the state of an epoch; ``counted`` if it is one of ``run.epochs``.
+
+        Args:
+            counted: False for a single pass in a plain loop.
+        """
+        # A zip stops at its first empty loader, and does not ask a second one for its empty rest.
+        if self._nothing_left:
             self._continue = self._nothing_left = False
         if counted:
             self.done = self._skip_pass = False
 
     def undo_pass(self) -> None:
-        """It was only a look at the first batch: the next pass is this one again."""
+        """Undo the start of this pass, which only peeked at the first batch."""
         self.epoch, self.position, self._continue, self._next_epoch, self.finished = self._before
         self._stream = self._stream_before
 
@@ -289,10 +295,10 @@ class DataLoaderShard(DataLoader[Any]):
         self._skip_pass = True
 
     def state_dict(self, *, again: bool = False) -> dict[str, Any]:
-        """Seed, epoch, and how many global samples of it were delivered; the place in a stream.
+        """Return seed, epoch, and position, with the state of a stream.
 
         Args:
-            again: as it was before the current batch, which is to be delivered again.
+            again: return the state before the current batch, so that it is delivered again.
         """
         stream = self._stream_before if again else self._stream
         return {
@@ -307,13 +313,13 @@ class DataLoaderShard(DataLoader[Any]):
         }
 
     def resume_problem(self, state: Mapping[str, Any]) -> str | None:
-        """Why a resume from this state would not be exact, ``None`` if it is."""
+        """Return why a resume from this state cannot be exact, ``None`` if it is."""
         if isinstance(self._source, StatefulSource):
             return self._source.problem(state.get("stream"))
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, with the next ``for``."""
+        """Continue from ``state`` with the next ``for``."""
         self.seed = state["seed"]
         self.epoch = state["epoch"]
         self.position = state["position"]
@@ -323,5 +329,5 @@ class DataLoaderShard(DataLoader[Any]):
         self._stream = state.get("stream")
         if isinstance(self._source, StatefulSource):
             self._source.restore(self._stream)
-        # An evaluation is not continued, it is run again.
+        # Only training is continued; an evaluation starts over.
         self._continue = self.epoch >= 0 and self.trained and not self.finished

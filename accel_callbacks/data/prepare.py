@@ -1,4 +1,4 @@
-"""From a torch DataLoader to a prepared one."""
+"""Turn a torch DataLoader into a prepared one: pick its source by dataset and sampler."""
 
 from __future__ import annotations
 
@@ -32,16 +32,9 @@ from accel_callbacks.data.shard import BatchPlan, SamplePlan, ShareSource
 from accel_callbacks.data.sources import Setting, Source
 from accel_callbacks.data.stream import StreamSource, check_even
 
-__all__ = [
-    "dispatched",
-    "open_stream",
-    "order_seed",
-    "prepare_data_loader",
-    "prepare_loader",
-    "share_of",
-]
+__all__ = ["order_seed", "prepare_data_loader", "prepare_loader", "share_of"]
 
-_KEPT = (
+_LOADER_OPTIONS = (
     "num_workers",
     "pin_memory",
     "timeout",
@@ -52,17 +45,157 @@ _KEPT = (
 )
 
 
-def open_stream(loader: DataLoader[Any], batch_size: int | None, setting: Setting) -> Source:
-    """The source of an iterable dataset.
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | str | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = True,
+    use_stateful_dataloader: bool = True,
+) -> DataLoaderShard:
+    """Return a prepared loader without an Accelerator; no hooks fire around its batches.
+
+    With several processes it is a collective, which all must call. For the options that are not
+    explained here, see :class:`accel_callbacks.DataLoaderConfiguration`.
 
     Args:
-        loader: the user's.
-        batch_size: samples of one process; ``None`` if the dataset yields ready batches.
-        setting: which process this is, and the options.
+        dataloader: any torch loader.
+        device: the device of the batches, with ``put_on_device``.
+        num_processes: number of processes that share the data; by default those of the process
+            group, else 1.
+        process_index: index of this process among them; by default its rank, else 0.
+        split_batches: the batch size is that of all processes together.
+        put_on_device: move batches to ``device``; off by default.
+        rng_types: random generators that each pass sets to their state on the main process.
+        dispatch_batches: the main process reads for all.
+        even_batches: fill the last batch up with repetitions.
+        slice_fn_for_dispatch: slices the part of one process from a batch that is dispatched.
+        use_seedable_sampler: shuffle as :class:`accel_callbacks.SeedableRandomSampler` does.
+        data_seed: the seed of the order.
+        non_blocking: do not wait for copies from pinned memory.
+        use_stateful_dataloader: resume a stream from its own state, if it has one.
 
     Raises:
-        ValueError: ready batches cannot be split, or the dataset is sharded already.
+        ValueError: the loader shards already or cannot be sharded with these options, or
+            ``put_on_device`` without a device.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from accel_callbacks import prepare_data_loader
+        >>> loader = prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=1)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [6, 7]]
     """
+    if put_on_device and device is None:
+        raise ValueError("put_on_device=True needs a device: pass device= too.")
+    config = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    world = collectives.world_size() if num_processes is None else num_processes
+    rank = collectives.rank() if process_index is None else process_index
+    if not 0 <= rank < world:
+        raise ValueError(f"process_index={rank} must be below num_processes={world}, from 0 on.")
+    feed = device_feed(torch.device(device), non_blocking) if put_on_device and device else None
+    return prepare_loader(
+        dataloader,
+        Setting(rank, world, config, slice_fn_for_dispatch),
+        events=_NoEvents(),
+        feed=feed,
+        seed=order_seed(dataloader, config, 0),
+        rng_types=checked_rng_types(rng_types),
+    )
+
+
+class _NoEvents:
+    """Events of a loader without an Accelerator: only the batches."""
+
+    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
+        return loader.batches()
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    setting: Setting,
+    *,
+    events: LoopEvents,
+    feed: Feed | None,
+    seed: int,
+    rng_types: Sequence[Any] = (),
+) -> DataLoaderShard:
+    """Rebuild a torch DataLoader as a :class:`DataLoaderShard` for this process.
+
+    Raises:
+        ValueError: the loader shards already, or cannot be sharded with these options.
+    """
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
+    # torch draws a base seed at every iter(), from the global generator if there is no other.
+    options["generator"] = torch.Generator()
+    options |= {"origin": loader, "rng_types": rng_types}
+    source = _source_of(loader, setting)
+    kind = DataLoaderDispatcher if setting.config.dispatch_batches else DataLoaderShard
+    return kind(source, events=events, feed=feed, seed=seed, **options)
+
+
+def _source_of(loader: DataLoader[Any], setting: Setting) -> Source:
+    """Return the source that the prepared loader reads from."""
+    _refuse_sharded(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return _open_stream(loader, setting)
+    return _open_shares(loader, setting)
+
+
+def _refuse_sharded(loader: DataLoader[Any]) -> None:
+    inside = getattr(loader.batch_sampler, "sampler", None)
+    for one in (loader.batch_sampler, loader.sampler, inside):
+        if isinstance(one, (DistributedSampler, BatchSamplerShard)):
+            raise ValueError(
+                f"the loader has a {type(one).__name__}, and prepare() shards too: drop the "
+                "sampler and pass shuffle=True instead."
+            )
+
+
+def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
+    """Return the source of a map-style dataset: ready batches, samples, or a custom sampler's."""
+    config, rank, world = setting.config, setting.rank, setting.world_size
+    batches: Any = loader.batch_sampler
+    size = share_of(getattr(batches, "batch_size", None), setting)
+    if batches is None:
+        if config.split_batches:
+            raise ValueError(
+                "a loader with batch_size=None reads ready batches, and split_batches=True cannot "
+                "split them: give it a batch_size."
+            )
+        plan: Any = SamplePlan(1, False, rank, world)
+        source = ShareSource(loader, plan, _seedable(loader.sampler, config), batched=False)
+    elif type(batches) is BatchSampler:
+        plan = SamplePlan(size or 1, batches.drop_last, rank, world)
+        source = ShareSource(loader, plan, _seedable(batches.sampler, config), batched=True)
+    else:
+        plan = BatchPlan(rank, world, split=config.split_batches, batch_size=size)
+        source = ShareSource(loader, plan, _seedable(batches, config), batched=True)
+    source.even_batches = config.even_batches
+    if config.dispatch_batches:
+        return DispatchSource(WholeShares(source, setting), loader, setting)
+    return source
+
+
+def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
+    """Return the source of an iterable dataset, of samples or of ready batches."""
+    batch_size = share_of(loader.batch_size, setting)
     config, dataset = setting.config, cast(Iterable[Any], loader.dataset)
     if batch_size is None and config.split_batches:
         raise ValueError(
@@ -90,127 +223,11 @@ def open_stream(loader: DataLoader[Any], batch_size: int | None, setting: Settin
     return DispatchSource(stream, loader, setting)
 
 
-def dispatched(source: ShareSource, loader: DataLoader[Any], setting: Setting) -> Source:
-    """The same source, read by the main process for all, if the options say so."""
-    if not setting.config.dispatch_batches:
-        return source
-    return DispatchSource(WholeShares(source, setting), loader, setting)
-
-
-def _own_seed(loader: DataLoader[Any]) -> int:
-    """What this process would seed the order with: torch's seed and that of its own generator."""
-    own = getattr(loader, "generator", None)
-    seeds = [own.initial_seed()] if isinstance(own, torch.Generator) else []
-    return mix_seed(torch.initial_seed(), *seeds)
-
-
-def order_seed(loader: DataLoader[Any], config: DataLoaderConfiguration, number: int) -> int:
-    """Collective: the seed of a loader's order, the same on all processes.
-
-    A generator may be seeded otherwise on each process; the main one decides.
-
-    Args:
-        loader: what is going to be prepared.
-        config: may name the seed.
-        number: of this loader among those prepared, so that two are shuffled independently.
-    """
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        sampler = _seedable(sampler, config)
-        if isinstance(sampler, SeedableRandomSampler):
-            own = sampler.initial_seed if config.data_seed is None else config.data_seed
-            return collectives.broadcast_object(own)
-    own = _own_seed(loader) if config.data_seed is None else config.data_seed
-    return mix_seed(collectives.broadcast_object(own), number)
-
-
-def prepare_loader(
-    loader: DataLoader[Any],
-    setting: Setting,
-    *,
-    events: LoopEvents,
-    feed: Feed | None,
-    seed: int,
-    rng_types: Sequence[Any] = (),
-) -> DataLoaderShard:
-    """Rebuild a torch DataLoader as a :class:`DataLoaderShard` for this process.
-
-    Raises:
-        ValueError: the loader shards already, or cannot be sharded as the setting says.
-    """
-    options = {name: getattr(loader, name) for name in _KEPT}
-    options["generator"] = torch.Generator()  # so that the program's own generator is left alone
-    options |= {"origin": loader, "rng_types": rng_types}
-    source = _source_of(loader, setting)
-    kind = DataLoaderDispatcher if setting.config.dispatch_batches else DataLoaderShard
-    return kind(source, events=events, feed=feed, seed=seed, **options)
-
-
-def _source_of(loader: DataLoader[Any], setting: Setting) -> Source:
-    """What the prepared loader reads from."""
-    _refuse_sharded(loader)
-    kind = _stream if isinstance(loader.dataset, IterableDataset) else _shares
-    return kind(loader, setting)
-
-
-def _refuse_sharded(loader: DataLoader[Any]) -> None:
-    inside = getattr(loader.batch_sampler, "sampler", None)
-    for one in (loader.batch_sampler, loader.sampler, inside):
-        if isinstance(one, (DistributedSampler, BatchSamplerShard)):
-            raise ValueError(
-                f"the loader has a {type(one).__name__}, and prepare() shards too: drop the "
-                "sampler and pass shuffle=True instead."
-            )
-
-
-def _stream(loader: DataLoader[Any], setting: Setting) -> Source:
-    return open_stream(loader, share_of(loader.batch_size, setting), setting)
-
-
-def _shares(loader: DataLoader[Any], setting: Setting) -> Source:
-    """A map-style dataset: with batch_size=None, a batch size, or a batch sampler of its own."""
-    config, rank, world = setting.config, setting.rank, setting.world_size
-    batches: Any = loader.batch_sampler
-    size = share_of(getattr(batches, "batch_size", None), setting)
-    if batches is None:
-        if config.split_batches:
-            raise ValueError(
-                "a loader with batch_size=None reads ready batches, and split_batches=True cannot "
-                "split them: give it a batch_size."
-            )
-        plan: Any = SamplePlan(1, False, rank, world)
-        source = ShareSource(loader, plan, _seedable(loader.sampler, config), batched=False)
-    elif type(batches) is BatchSampler:
-        plan = SamplePlan(size or 1, batches.drop_last, rank, world)
-        source = ShareSource(loader, plan, _seedable(batches.sampler, config), batched=True)
-    else:
-        plan = BatchPlan(rank, world, split=config.split_batches, batch_size=size)
-        source = ShareSource(loader, plan, _seedable(batches, config), batched=True)
-    source.even_batches = config.even_batches
-    return dispatched(source, loader, setting)
-
-
-def _seedable(sampler: Any, config: DataLoaderConfiguration) -> Any:
-    """The sampler (or batch sampler) with its random order one that can be compared."""
-    if not config.use_seedable_sampler:
-        return sampler
-    if type(sampler) is RandomSampler:
-        return SeedableRandomSampler(
-            sampler.data_source,
-            sampler.replacement,
-            sampler._num_samples,
-            data_seed=config.data_seed,
-        )
-    if type(getattr(sampler, "sampler", None)) is RandomSampler:
-        sampler = copy(sampler)  # the program's own stays as it is
-        sampler.sampler = _seedable(sampler.sampler, config)
-    return sampler
-
-
 def share_of(batch_size: int | None, setting: Setting) -> int | None:
-    """The batch size of one process, where a loader was given this one.
+    """Return the batch size of one rank for a loader of this batch size.
 
     Raises:
-        ValueError: it is that of all processes, and cannot be split.
+        ValueError: with ``split_batches``, if it cannot be split evenly.
 
     Example:
         >>> from accel_callbacks.data.config import DataLoaderConfiguration
@@ -229,82 +246,43 @@ def share_of(batch_size: int | None, setting: Setting) -> int | None:
     return batch_size // setting.world_size
 
 
-class _JustBatches:
-    """Nothing happens around the batches."""
+def _seedable(sampler: Any, config: DataLoaderConfiguration) -> Any:
+    """Return the sampler with a SeedableRandomSampler for a RandomSampler, if that is set."""
+    if not config.use_seedable_sampler:
+        return sampler
+    if type(sampler) is RandomSampler:
+        return SeedableRandomSampler(
+            sampler.data_source,
+            sampler.replacement,
+            sampler._num_samples,
+            data_seed=config.data_seed,
+        )
+    if type(getattr(sampler, "sampler", None)) is RandomSampler:
+        sampler = copy(sampler)  # the user's own is not changed
+        sampler.sampler = _seedable(sampler.sampler, config)
+    return sampler
 
-    def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
-        return loader.batches()
 
+def order_seed(loader: DataLoader[Any], config: DataLoaderConfiguration, number: int) -> int:
+    """Collective: return the seed of a loader's order, the same on all ranks.
 
-def prepare_data_loader(
-    dataloader: DataLoader[Any],
-    device: torch.device | str | None = None,
-    num_processes: int | None = None,
-    process_index: int | None = None,
-    split_batches: bool = False,
-    put_on_device: bool = False,
-    rng_types: Sequence[Any] | None = None,
-    dispatch_batches: bool | None = None,
-    even_batches: bool = True,
-    slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    use_seedable_sampler: bool = False,
-    data_seed: int | None = None,
-    non_blocking: bool = True,
-    use_stateful_dataloader: bool = True,
-) -> DataLoaderShard:
-    """A loader for one process, without an Accelerator: no hooks fire around its batches.
-
-    With several processes, all must call it alike. For the options that are not explained here,
-    see :class:`accel_callbacks.DataLoaderConfiguration`.
+    Generators may be seeded differently on each rank; the seed of rank 0 is used.
 
     Args:
-        dataloader: any torch loader.
-        device: where batches go, if they go somewhere.
-        num_processes: how many share the data; those of the process group by default, else 1.
-        process_index: which of them this is; likewise.
-        split_batches: the batch size is that of all processes together.
-        put_on_device: move batches to ``device``; off by default.
-        rng_types: random generators that each pass takes over from the main process.
-        dispatch_batches: the main process reads for all.
-        even_batches: fill the last batch up with repetitions.
-        slice_fn_for_dispatch: takes a process's part of a batch that is dispatched.
-        use_seedable_sampler: shuffle as :class:`accel_callbacks.SeedableRandomSampler` does.
-        data_seed: the seed of the order.
-        non_blocking: do not wait for copies from pinned memory.
-        use_stateful_dataloader: resume a stream through its own state, if it has one.
-
-    Raises:
-        ValueError: the loader shards already or cannot be sharded as the options say, or
-            ``put_on_device`` without a device.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> from accel_callbacks import prepare_data_loader
-        >>> loader = prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=1)
-        >>> [batch.tolist() for batch in loader]
-        [[2, 3], [6, 7]]
+        loader: the loader to be prepared.
+        config: may hold the seed.
+        number: index of this loader among the prepared ones, so that each is shuffled
+            independently.
     """
-    if put_on_device and device is None:
-        raise ValueError("put_on_device=True needs to know where: pass device= too.")
-    config = DataLoaderConfiguration(
-        split_batches=split_batches,
-        dispatch_batches=dispatch_batches,
-        even_batches=even_batches,
-        use_seedable_sampler=use_seedable_sampler,
-        data_seed=data_seed,
-        non_blocking=non_blocking,
-        use_stateful_dataloader=use_stateful_dataloader,
-    )
-    world = collectives.world_size() if num_processes is None else num_processes
-    rank = collectives.rank() if process_index is None else process_index
-    if not 0 <= rank < world:
-        raise ValueError(f"process_index={rank} must be below num_processes={world}, from 0 on.")
-    feed = device_feed(torch.device(device), non_blocking) if put_on_device and device else None
-    return prepare_loader(
-        dataloader,
-        Setting(rank, world, config, slice_fn_for_dispatch),
-        events=_JustBatches(),
-        feed=feed,
-        seed=order_seed(dataloader, config, 0),
-        rng_types=checked_rng_types(rng_types),
-    )
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        sampler = _seedable(sampler, config)
+        if isinstance(sampler, SeedableRandomSampler):
+            own = sampler.initial_seed if config.data_seed is None else config.data_seed
+            return collectives.broadcast_object(own)
+    if config.data_seed is not None:
+        own = config.data_seed
+    else:
+        generator = getattr(loader, "generator", None)
+        seeds = [generator.initial_seed()] if isinstance(generator, torch.Generator) else []
+        own = mix_seed(torch.initial_seed(), *seeds)
+    return mix_seed(collectives.broadcast_object(own), number)

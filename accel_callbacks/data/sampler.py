@@ -1,4 +1,4 @@
-"""Seeded order and the sampler shards."""
+"""Seeded sampler orders, and the batch sampler of one rank for loaders built by hand."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MASK = (1 << 64) - 1
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A RandomSampler whose order is that of ``torch.randperm``, seeded by its seed plus the epoch.
+    """A RandomSampler with the order of ``torch.randperm``, seeded with its seed plus the epoch.
 
     Each pass is the next epoch, unless :meth:`set_epoch` is called. No generator of the program
     is drawn from. The orders are those of the class of this name in Hugging Face Accelerate.
 
     Args:
-        data_source: what is sampled from.
+        data_source: the dataset to sample from.
         replacement: draw with replacement; off by default.
         num_samples: samples of an epoch, all by default.
-        generator: its initial seed is the seed where ``data_seed`` is ``None``; it stays as it is.
-        data_seed: the seed; torch's (``torch.manual_seed``) where nothing says one.
+        generator: its initial seed is the seed if ``data_seed`` is ``None``; it is not changed.
+        data_seed: the seed; torch's (``torch.manual_seed``) if there is no other.
 
     Raises:
         ValueError: ``num_samples`` is not positive.
@@ -66,28 +66,28 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def order(self, seed: int, epoch: int) -> list[int]:
-        """The order of an epoch, as a function of the seed and the epoch alone."""
+        """Return the order of an epoch, a function of the seed and the epoch alone."""
         assert isinstance(self.generator, torch.Generator)
         self.generator.manual_seed(seed + epoch)
         return list(super().__iter__())
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process, of a batch sampler that all processes hold alike.
+    """The batches of one rank, from a batch sampler that is the same on all ranks.
 
-    Process r takes batches r, r + num_processes, ... or, with ``split_batches``, the r-th slice
-    of each batch. ``prepare`` needs no such wrapper: it is for loaders that are built by hand.
+    Rank r takes batches r, r + num_processes, ... or, with ``split_batches``, the r-th slice of
+    each batch. It is for loaders that are built by hand; ``prepare`` needs no such wrapper.
 
     Args:
-        batch_sampler: yields lists of indices, in the same order on all processes. One without
+        batch_sampler: yields lists of indices, in the same order on all ranks. One without
             ``batch_size`` may yield batches of any size.
-        num_processes: how many processes share it.
-        process_index: which of them this is.
+        num_processes: number of processes that share it.
+        process_index: index of this process among them.
         split_batches: slice each batch; its ``batch_size`` must be a multiple of
             ``num_processes``.
-        even_batches: go on with samples (without a ``batch_size``, batches) from the start where
-            the last ones do not go around, so that all processes get as many of the same size.
-            Off, some get fewer.
+        even_batches: fill the last step up with samples (without a ``batch_size``, batches) from
+            the start, so that all ranks get equally many batches of equal size. If False, some
+            ranks get fewer.
 
     Raises:
         ValueError: ``split_batches`` with a batch size that cannot be split.
@@ -125,28 +125,28 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of all processes."""
+        """Batches of all ranks."""
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the batch sampler and its sampler the epoch, as far as they want to know."""
+        """Set the epoch of the batch sampler and of its sampler, if they have ``set_epoch``."""
         for one in (self.batch_sampler, self.sampler):
-            tell = getattr(one, "set_epoch", None)
-            if callable(tell):
-                tell(epoch)
+            set_epoch = getattr(one, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        at_once = 1 if self.split_batches else self.num_processes
+        per_step = 1 if self.split_batches else self.num_processes
         opening: list[list[Any]] = []
         batches = iter(self.batch_sampler)
-        while group := list(islice(batches, at_once)):
+        while group := list(islice(batches, per_step)):
             opening = opening or group
             piece = self._piece(group, opening)
             if piece:
                 yield list(piece)
 
     def _piece(self, group: list[list[Any]], opening: list[list[Any]]) -> Sequence[Any]:
-        """What this process reads of the batches of one step; empty if there is nothing for it."""
+        """Return this rank's part of the batches of one step, empty if it has none."""
         rank, size, world = self.process_index, self.batch_size, self.num_processes
         whole = len(group) == (1 if self.split_batches else world)
         full = whole and (size is None or all(len(batch) == size for batch in group))
@@ -164,20 +164,20 @@ class BatchSamplerShard(BatchSampler):
         return samples[rank * each : (rank + 1) * each]
 
     def __len__(self) -> int:
-        """Batches of this process."""
-        at_once = 1 if self.split_batches else self.num_processes
-        full, more = divmod(len(self.batch_sampler), at_once)
+        """Batches of this rank."""
+        per_step = 1 if self.split_batches else self.num_processes
+        full, more = divmod(len(self.batch_sampler), per_step)
         if self.even_batches and not self.drop_last:
             return full + (more > 0)
         if self.drop_last:
             return full
         if not self.split_batches:
             return full + (self.process_index < more)
-        tail = self._samples_over()
+        tail = self._tail()
         return full - (0 < tail <= self.process_index * (self.batch_size // self.num_processes))
 
-    def _samples_over(self) -> int:
-        """Samples after the full batches; 0 where the sampler does not say how many it has."""
+    def _tail(self) -> int:
+        """Return the number of samples after the full batches, 0 if the sampler has no length."""
         try:
             return len(self.sampler) % self.batch_size  # type: ignore[arg-type]
         except TypeError:
@@ -185,7 +185,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 def mix_seed(*numbers: int) -> int:
-    """One well-spread 63-bit seed from several small numbers (splitmix64, chained).
+    """Return one well-spread 63-bit seed for several small numbers (splitmix64, chained).
 
     Example:
         >>> from accel_callbacks.data.sampler import mix_seed
@@ -202,14 +202,14 @@ def mix_seed(*numbers: int) -> int:
 
 
 def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
-    """All that a sampler (or batch sampler) yields in this epoch, the same on every process.
+    """Return all that a sampler (or batch sampler) yields in an epoch, the same on every rank.
 
-    The sampler runs with every random generator it may draw from seeded by (seed, epoch), and
-    the generators of the program are put back as they were. A
-    :class:`accel_callbacks.SeedableRandomSampler` is asked for its own order of this seed.
+    While the sampler runs, every random generator that it may draw from is seeded with
+    (seed, epoch); the program's generators are restored afterwards. The order of a
+    :class:`accel_callbacks.SeedableRandomSampler` is its own for this seed.
 
     Args:
-        sampler: any finite sampler; one with ``set_epoch`` is told the epoch.
+        sampler: any finite sampler; its ``set_epoch`` is called if it has one.
         seed: the seed of the run's data order.
         epoch: index of the pass over the data, from 0.
 
@@ -234,7 +234,7 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
             for generator in own:
                 generator.manual_seed(mixed)
             for owner in _with_inner(sampler):
-                _tell(owner, seed, epoch)
+                _set_epoch(owner, seed, epoch)
             return list(sampler)
     finally:
         for generator, state in zip(own, before, strict=True):
@@ -242,12 +242,12 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
 
 
 def _with_inner(sampler: Any) -> tuple[Any, Any]:
-    """A batch sampler (say), and the sampler inside it."""
+    """Return the sampler and the sampler inside it, as a batch sampler has one."""
     return sampler, getattr(sampler, "sampler", None)
 
 
-def _tell(sampler: Any, seed: int, epoch: int) -> None:
-    """The epoch, to a sampler that wants to know, and the seed to one that has its own."""
+def _set_epoch(sampler: Any, seed: int, epoch: int) -> None:
+    """Set the epoch of a sampler that has ``set_epoch``, and the seed of one that has its own."""
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = seed
     set_epoch = getattr(sampler, "set_epoch", None)
@@ -256,14 +256,14 @@ def _tell(sampler: Any, seed: int, epoch: int) -> None:
 
 
 def _generators_of(sampler: Any) -> list[torch.Generator]:
-    """The generators of a sampler and of the sampler inside it."""
+    """Return the generators of a sampler and of the sampler inside it."""
     found = (getattr(owner, "generator", None) for owner in _with_inner(sampler))
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU generators of Python, torch and (where it is loaded) NumPy for a block."""
+    """Context manager: seed the CPU generators of Python, torch and, if imported, NumPy."""
     python_state = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None

@@ -1,4 +1,4 @@
-"""Which samples this rank reads: map-style."""
+"""Shard map-style datasets: plan the samples that each rank reads at each step."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ __all__ = [
     "Share",
     "ShareSource",
     "fill_up",
+    "ready_kept",
     "refuse_too_few",
     "split_evenly",
 ]
@@ -29,14 +30,14 @@ Batches = Sequence[Sequence[Any]]
 
 
 class Share(NamedTuple):
-    """The part of one global batch that this process reads.
+    """The part of one global batch that this rank reads.
 
     Args:
-        indices: what this process reads, padding included; the same length on all processes
-            (for a batch sampler or without padding, they may differ).
-        real: samples of the global batch, counted once.
-        padded: samples that all processes read together; the last ``padded - real`` of them, in
-            rank order, are repetitions.
+        indices: of this rank's samples, padding included; the same number on all ranks (it may
+            differ for a batch sampler or without padding).
+        real: samples of the global batch, each counted once.
+        padded: samples that all ranks read together; the last ``padded - real`` of them, in rank
+            order, are repetitions.
     """
 
     indices: Sequence[Any]
@@ -45,11 +46,11 @@ class Share(NamedTuple):
 
 
 class Plan(Protocol):
-    """How the samples of an epoch are spread over steps and processes."""
+    """The distribution of an epoch's samples over steps and ranks."""
 
     @property
     def rank(self) -> int:
-        """The process whose shares these are."""
+        """The rank whose shares these are."""
 
     @property
     def total_batch_size(self) -> int | None:
@@ -57,77 +58,35 @@ class Plan(Protocol):
 
     @property
     def drop_last(self) -> bool:
-        """Whether the samples over the full batches are left out."""
+        """True if the samples after the last full batch are dropped."""
 
     def check(self, order: Sequence[Any]) -> None:
-        """Raise ValueError if the processes cannot take the same number of steps."""
+        """Raise ValueError if the ranks cannot take the same number of steps."""
 
     def shares(self, order: Sequence[Any], position: int) -> Iterator[Share]:
-        """This process's share of each global batch after ``position`` global samples."""
+        """Yield this rank's share of each global batch after ``position`` global samples."""
 
     def steps(self, total: int) -> int | None:
-        """Global batches of an order of this length; ``None`` if only the order itself tells."""
+        """Return the number of steps of an order of this length, ``None`` if batch sizes vary."""
 
     def remaining(self, order: Sequence[Any], position: int) -> int:
-        """Global batches after ``position`` global samples."""
+        """Return the number of global batches after ``position`` global samples."""
 
     def position_of(self, order: Sequence[Any], step: int) -> int:
-        """Global samples before this global batch; all of them for a later one."""
-
-
-def split_evenly(samples: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
-    """The contiguous piece of one process; the first ones get one sample more where needed.
-
-    Example:
-        >>> from accel_callbacks.data.shard import split_evenly
-        >>> [list(split_evenly(range(5), rank, 2)) for rank in range(2)]
-        [[0, 1, 2], [3, 4]]
-    """
-    each, more = divmod(len(samples), world_size)
-    first = rank * each + min(rank, more)
-    return samples[first : first + each + (rank < more)]
-
-
-def fill_up(
-    samples: Sequence[Any], opening: Sequence[Any], rank: int, world_size: int
-) -> Sequence[Any]:
-    """The piece of one process, all as long; samples of ``opening`` (of an epoch) fill them up.
-
-    Example:
-        >>> from accel_callbacks.data.shard import fill_up
-        >>> [fill_up([7, 8, 9], [0, 1], rank, 2) for rank in range(2)]
-        [[7, 8], [9, 0]]
-    """
-    each = -(-len(samples) // world_size)
-    piece = list(samples[rank * each : (rank + 1) * each])
-    filler = max(rank * each - len(samples), 0)
-    while len(piece) < each:
-        piece.append(opening[filler % len(opening)])
-        filler += 1
-    return piece
-
-
-def refuse_too_few(samples: int, world_size: int) -> None:
-    """Without repetitions, each process needs a sample of its own in each step."""
-    if 0 < samples < world_size:
-        raise ValueError(
-            f"the epoch has {samples} samples for {world_size} processes, and with "
-            "even_batches=False none is read twice: leave even_batches on for this loader, or "
-            "start fewer processes."
-        )
+        """Return the global samples before this step; all of them beyond the last step."""
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Global batch k is the next ``batch_size * world_size`` samples of the order.
+    """A plan in which global batch k is the next ``batch_size * world_size`` samples of the order.
 
-    Process r reads the r-th contiguous piece. The last batch of an epoch is split evenly, and
-    at most ``world_size - 1`` samples from the start of the epoch fill it up, so that every
-    process takes the same number of steps and the repetitions are the last in rank order.
+    Rank r reads the r-th contiguous piece. The last batch of an epoch is split evenly, and at most
+    ``world_size - 1`` samples from the start of the epoch fill it up, so that all ranks take the
+    same number of steps and the repetitions are the last in rank order.
 
-    If not ``even``, nothing fills it up: some processes have one sample more, and a tail of fewer
-    samples than processes joins the batch before. Only a resume in that tail, of a run that had
-    another number of processes, still fills up: the alternative is to lose it.
+    If not ``even``, nothing is filled up: some ranks read one sample more, and a tail of fewer
+    samples than ranks joins the batch before it. Only a resume in that tail, of a run that had
+    another number of ranks, still fills up, because the tail would be lost otherwise.
 
     Example:
         >>> from accel_callbacks.data.shard import SamplePlan
@@ -151,12 +110,12 @@ class SamplePlan:
         return self.batch_size * self.world_size
 
     def check(self, order: Sequence[Any]) -> None:
-        """Raise ValueError if the processes cannot take the same number of steps."""
+        """Raise ValueError if the ranks cannot take the same number of steps."""
         if not self.even and not self.drop_last:
             refuse_too_few(len(order), self.world_size)
 
     def _layout(self, samples: int) -> tuple[int, int]:
-        """(full batches, size of another one after them or 0) for this many samples."""
+        """Return (number of full batches, size of one more batch after them or 0)."""
         full, tail = divmod(samples, self.total_batch_size)
         if self.drop_last:
             return full, 0
@@ -165,23 +124,23 @@ class SamplePlan:
         return full - 1, self.total_batch_size + tail
 
     def steps(self, total: int) -> int:
-        """Global batches of a whole epoch, for an order of this length."""
+        """Return the number of steps of an order of this length."""
         full, tail = self._layout(total)
         return full + (tail > 0)
 
     def remaining(self, order: Sequence[Any], position: int) -> int:
-        """Global batches after ``position`` global samples."""
+        """Return the number of global batches after ``position`` global samples."""
         return self.steps(max(len(order) - position, 0))
 
     def position_of(self, order: Sequence[Any], step: int) -> int:
-        """Global samples before this global batch; all of them for a later one."""
+        """Return the global samples before this step; all of them beyond the last step."""
         full, tail = self._layout(len(order))
         if step > full:
             return full * self.total_batch_size + tail
         return step * self.total_batch_size
 
     def shares(self, order: Sequence[Any], position: int) -> Iterator[Share]:
-        """This process's share of each global batch after ``position`` global samples."""
+        """Yield this rank's share of each global batch after ``position`` global samples."""
         full, tail = self._layout(max(len(order) - position, 0))
         size = self.total_batch_size
         for step in range(full):
@@ -200,23 +159,23 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """For a custom batch sampler: at step k, process r reads batch ``k * world_size + r``.
+    """A plan for a custom batch sampler: at step k, rank r reads batch ``k * world_size + r``.
 
     The last step is filled up with batches from the start of the epoch. Positions still count
     samples.
 
-    If not ``even``, the batches over the full steps are split over the processes, and where they
-    have fewer samples than there are processes, they and the step before are split together.
+    If not ``even``, the batches after the last full step are split over the ranks; if they hold
+    fewer samples than there are ranks, they are split together with the step before.
 
-    With ``split``, each batch of the sampler is that of all processes, and is split over them;
+    With ``split``, each batch of the sampler is a global batch, and is split over the ranks;
     samples from the start of the epoch fill it up, unless ``even`` is off.
 
     Args:
         rank: index of this process.
         world_size: number of processes.
         even: fill the last step up with repetitions.
-        split: split each batch over the processes.
-        batch_size: of one process, if the sampler says so; its batches may still be smaller.
+        split: split each batch over the ranks.
+        batch_size: of one rank, if the sampler has one; its batches may still be smaller.
 
     Example:
         >>> from accel_callbacks.data.shard import BatchPlan
@@ -231,50 +190,53 @@ class BatchPlan:
     split: bool = False
     batch_size: int | None = None
 
-    drop_last = False  # the sampler has left out what it leaves out
+    drop_last = False  # a sampler that drops the last batch has done so already
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples of a full global batch, if the sampler says how large its batches are."""
+        """Samples of a full global batch, ``None`` if the sampler has no batch size."""
         return None if self.batch_size is None else self.batch_size * self.world_size
 
     @property
-    def _at_once(self) -> int:
+    def _per_step(self) -> int:
         """Batches of the sampler in a full step."""
         return 1 if self.split else self.world_size
 
     def check(self, order: Batches) -> None:
-        """Raise ValueError if the processes cannot take the same number of steps."""
+        """Raise ValueError if the ranks cannot take the same number of steps."""
         if not self.even:
             refuse_too_few(sum(map(len, order)), self.world_size)
 
     def steps(self, total: int) -> int | None:
-        """Global batches of an epoch of this many batches; ``None`` if their sizes decide."""
+        """Return the steps of an epoch of this many batches; ``None`` if their sizes decide."""
         certain = self.even or (not self.split and total % self.world_size == 0)
-        return -(-total // self._at_once) if certain else None
+        return -(-total // self._per_step) if certain else None
 
     def remaining(self, order: Batches, position: int) -> int:
-        """Global batches after ``position`` global samples."""
+        """Return the number of global batches after ``position`` global samples."""
         return len(self._groups(order, position))
 
     def position_of(self, order: Batches, step: int) -> int:
-        """Global samples before this global batch; all of them for a later one."""
+        """Return the global samples before this step; all of them beyond the last step."""
         groups = self._groups(order, 0)
         return sum(len(batch) for group in groups[:step] for batch in group)
 
     def shares(self, order: Batches, position: int) -> Iterator[Share]:
-        """This process's samples in each global batch after ``position`` global samples."""
+        """Yield this rank's share of each global batch after ``position`` global samples."""
         for group in self._groups(order, position):
             yield self._share(group, order)
 
     def _groups(self, order: Batches, position: int) -> list[list[Sequence[Any]]]:
-        """The batches of each step."""
-        first, count = self._begun(order, position), self._at_once
+        """Return the sampler's batches of each step."""
+        first, count = self._batches_before(order, position), self._per_step
         groups = [list(order[i : i + count]) for i in range(first, len(order), count)]
         return groups if self.even else self._joined(groups)
 
     def _joined(self, groups: list[list[Sequence[Any]]]) -> list[list[Sequence[Any]]]:
-        """What has no sample for each process goes with what is before (the first, after) it."""
+        """Join a step that has fewer samples than ranks with the step before it.
+
+        If the first step is such a one, it joins the step after it.
+        """
         joined: list[list[Sequence[Any]]] = []
         for group in groups:
             if joined and self.world_size > min(_samples(group), _samples(joined[-1])):
@@ -296,8 +258,8 @@ class BatchPlan:
         opening = list(chain(*order[:world]))
         return Share(fill_up(samples, opening, self.rank, world), real, -(-real // world) * world)
 
-    def _begun(self, order: Batches, position: int) -> int:
-        """The sampler's batches that lie whole before ``position``."""
+    def _batches_before(self, order: Batches, position: int) -> int:
+        """Return the number of the sampler's batches that end at or before ``position``."""
         first = seen = 0
         while first < len(order) and seen + len(order[first]) <= position:
             seen += len(order[first])
@@ -309,15 +271,57 @@ def _samples(group: Sequence[Sequence[Any]]) -> int:
     return sum(map(len, group))
 
 
-class ShareSource:
-    """The batches of a map-style dataset, through a plan over the sampler's order.
+def split_evenly(samples: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
+    """Return the contiguous piece of one rank; the first ranks get one sample more if needed.
 
-    It is the ``batch_sampler`` of the prepared loader (its ``sampler`` where ``batch_size=None``).
+    Example:
+        >>> from accel_callbacks.data.shard import split_evenly
+        >>> [list(split_evenly(range(5), rank, 2)) for rank in range(2)]
+        [[0, 1, 2], [3, 4]]
+    """
+    each, more = divmod(len(samples), world_size)
+    first = rank * each + min(rank, more)
+    return samples[first : first + each + (rank < more)]
+
+
+def fill_up(
+    samples: Sequence[Any], opening: Sequence[Any], rank: int, world_size: int
+) -> Sequence[Any]:
+    """Return the piece of one rank, of equal length on all; ``opening`` fills the last ones up.
+
+    Example:
+        >>> from accel_callbacks.data.shard import fill_up
+        >>> [fill_up([7, 8, 9], [0, 1], rank, 2) for rank in range(2)]
+        [[7, 8], [9, 0]]
+    """
+    each = -(-len(samples) // world_size)
+    piece = list(samples[rank * each : (rank + 1) * each])
+    filler = max(rank * each - len(samples), 0)
+    while len(piece) < each:
+        piece.append(opening[filler % len(opening)])
+        filler += 1
+    return piece
+
+
+def refuse_too_few(samples: int, world_size: int) -> None:
+    """Raise if an epoch has fewer samples than ranks, none of which may be read twice."""
+    if 0 < samples < world_size:
+        raise ValueError(
+            f"the epoch has {samples} samples for {world_size} processes, and with "
+            "even_batches=False none is read twice: leave even_batches on for this loader, or "
+            "start fewer processes."
+        )
+
+
+class ShareSource:
+    """The batches of a map-style dataset, by a plan over the sampler's order.
+
+    It is the ``batch_sampler`` of the prepared loader (its ``sampler`` if ``batch_size=None``).
 
     Attributes:
-        batch_size: of one process, as far as it is known.
-        drop_last: as the loader was given it.
-        sampler: what the order comes from; may be replaced, for the next pass.
+        batch_size: of one rank, ``None`` if unknown.
+        drop_last: that of the user's loader.
+        sampler: the source of the order; may be replaced, for the next pass.
     """
 
     def __init__(
@@ -365,7 +369,7 @@ class ShareSource:
             return -1
 
     def loader_options(self) -> dict[str, Any]:
-        """The arguments that make a torch loader read from this source."""
+        """Return the arguments with which a torch loader reads from this source."""
         options: dict[str, Any] = {"dataset": self._loader.dataset}
         options["collate_fn"] = self._loader.collate_fn
         if self._batched:
@@ -373,7 +377,7 @@ class ShareSource:
         return options | {"sampler": self, "batch_size": None}
 
     def steps(self) -> int:
-        """Batches of a whole epoch; where their sizes decide, of the epoch begun last."""
+        """Return the batches of an epoch; if their sizes decide, those of the current epoch."""
         steps = self._plan.steps(len(self.sampler))
         if steps is None:
             order = epoch_order(self.sampler, 0, 0) if self._order is None else self._order
@@ -381,23 +385,23 @@ class ShareSource:
         return steps
 
     def remaining(self) -> int:
-        """Batches left in the epoch that was begun."""
+        """Return the batches left in the current epoch."""
         return self._current.remaining(self._order, self._position)
 
-    def begun(self) -> int:
-        """Batches of this epoch before the position that was begun at."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
         return self._current.remaining(self._order, 0) - self.remaining()
 
     def position_of(self, batches: int) -> int:
-        """Global samples before this batch of the epoch that was begun (of its end, at most)."""
+        """Return the global samples before this batch of the current epoch (its end at most)."""
         return self._current.position_of(self._order, batches)
 
     def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """Other noise on each rank and after each resume."""
+        """Return a seed for the workers that differs between ranks and after each resume."""
         return mix_seed(seed, epoch, position, self._plan.rank)
 
     def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Get the order of this epoch ready."""
+        """Compute the order of this epoch, for a pass from this position on."""
         self._order = epoch_order(self.sampler, seed, epoch)
         self._current = self._plan
         self._current.check(self._order)
@@ -413,20 +417,27 @@ class ShareSource:
         return self.steps()
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
-        """Each batch of the torch loader with its counts."""
-        whole = Delivery(0, 0)
+        """Yield each batch of the torch loader with its counts."""
+        full = Delivery(0, 0)
         for item in items:
-            # Batches arrive in the order in which their indices were drawn, workers or not.
+            # torch delivers batches in the order of their indices, with workers too.
             _, real, padded = share = self._shares.popleft()
             if real != padded:
-                yield item, Delivery(real, padded, kept=self._kept(share))
+                # Ready batches are repeated as a whole, and their samples are not counted.
+                kept = None if self._batched else ready_kept(share.real, share.padded)
+                yield item, Delivery(real, padded, kept=kept)
                 continue
-            if real != whole.real:  # one serves for all full batches
-                whole = Delivery(real, padded)
-            yield item, whole
+            if real != full.real:  # hot path: full batches share one object
+                full = Delivery(real, padded)
+            yield item, full
 
-    def _kept(self, share: Share) -> list[int] | None:
-        """Ready batches are repeated as a whole, and nobody knows how many samples they have."""
-        if self._batched:
-            return None
-        return [sys.maxsize if rank < share.real else 0 for rank in range(share.padded)]
+
+def ready_kept(real: int, padded: int) -> list[int]:
+    """Return ``kept`` of a step of ready batches: those of the first ``real`` ranks count.
+
+    Example:
+        >>> from accel_callbacks.data.shard import ready_kept
+        >>> [kept > 0 for kept in ready_kept(2, 3)]
+        [True, True, False]
+    """
+    return [sys.maxsize if rank < real else 0 for rank in range(padded)]

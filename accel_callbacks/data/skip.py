@@ -1,4 +1,4 @@
-"""Beginning in the middle of an epoch, as scripts do that count their own steps."""
+"""Start in the middle of an epoch, for scripts that count their own steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_callbacks.data.loader import DataLoaderShard
 
 __all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_first_batches"]
+
+_LOADER_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+)
 
 
 class SkipBatchSampler(BatchSampler):
@@ -42,13 +53,13 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader:
-    """A view of a loader, whose passes begin at a later batch of the epoch.
+    """A view of a loader whose passes start at a later batch of the epoch.
 
-    Made by :func:`skip_first_batches`. It has all attributes of the loader that it is a view of.
+    Made by :func:`skip_first_batches`. It has all attributes of its loader.
 
     Args:
         loader: prepared or not.
-        skip_batches: where passes begin, in batches from the start of the epoch.
+        skip_batches: number of batches to skip at the start of the epoch.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -66,7 +77,7 @@ class SkipDataLoader:
         if not isinstance(loader, DataLoaderShard):
             yield from _rest_of(loader, self.skip_batches)
             return
-        # Said when the pass begins, so that no other pass over the loader takes it.
+        # Set when the pass starts, so that no other pass over the loader uses it.
         loader.start_at(self.skip_batches)
         try:
             yield from loader
@@ -77,16 +88,16 @@ class SkipDataLoader:
         return max(len(self.loader) - self.skip_batches, 0)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # of an empty copy, which would ask for ever
+        if name == "loader":  # an empty copy (of pickle, copy) would recurse
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 def _rest_of(loader: DataLoader[Any], batches: int) -> Iterator[Any]:
-    """A plain loader from this batch on; a map-style dataset is not read before it."""
+    """Iterate a plain loader from this batch on; a map-style dataset is not read before it."""
     if isinstance(loader.dataset, IterableDataset):
         return islice(loader, batches, None)
-    options = {name: getattr(loader, name) for name in _KEPT}
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     if loader.batch_sampler is None:
         options |= {"sampler": SkipBatchSampler(loader.sampler, batches), "batch_size": None}
     else:
@@ -94,36 +105,24 @@ def _rest_of(loader: DataLoader[Any], batches: int) -> Iterator[Any]:
     return iter(DataLoader(loader.dataset, **options))
 
 
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-)
-
-
 def skip_first_batches(
     dataloader: DataLoader[Any] | SkipDataLoader, num_batches: int = 0
 ) -> SkipDataLoader:
-    """A view of a loader that leaves the first batches of an epoch out.
+    """Return a view of a loader that skips the first batches of an epoch.
 
-    The place is counted from the start of the epoch. So the usual recipe is exact: after
-    ``load_state``, a pass over the view gives the rest of the epoch that was interrupted, and the
-    loader itself then gives the next one. (It is not needed: a prepared loader goes on by itself.)
+    Batches are counted from the start of the epoch. So the usual recipe is exact: after
+    ``load_state``, a pass over the view is the rest of the interrupted epoch, and a pass over the
+    loader itself is then the next one. (It is not needed: a prepared loader continues without it.)
     Without ``load_state``, a pass over the view is the next epoch without its first batches. The
-    loader moves with its view: its epoch, its position and its end are right in both.
+    loader advances with its view: its epoch, its position and its end are those of the view.
 
     Args:
-        dataloader: prepared or not, with any dataset. Samples of a map-style one are not read to
-            be skipped.
-        num_batches: how many to leave out; more than there are leave nothing.
+        dataloader: prepared or not, with any dataset. Skipped samples of a map-style one are not
+            read.
+        num_batches: number of batches to skip; a larger number than there are leaves none.
 
     Returns:
-        The view. Its length is the number of batches left, if the loader has one.
+        The view. Its length is the number of batches left, if the loader has a length.
 
     Raises:
         ValueError: ``num_batches`` is negative.

@@ -1,4 +1,4 @@
-"""What a prepared loader reads from, and what it learns with each batch."""
+"""The interface between a prepared loader and the source that it reads from."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Delivery", "Setting", "Source"]
 
 @dataclass(frozen=True)
 class Setting:
-    """For which process a source reads, and how.
+    """The rank that a source reads for, and the options of the loader.
 
     Args:
         rank: index of this process.
         world_size: number of processes.
         config: the options of all loaders.
-        slice_fn: the user's ``slice_fn_for_dispatch``, if there is one.
+        slice_fn: the user's ``slice_fn_for_dispatch``, if any.
 
     Example:
         >>> from accel_callbacks.data.sources import Setting
@@ -37,12 +37,13 @@ class Delivery(NamedTuple):
     """The counts of one global batch.
 
     Args:
-        real: its samples over all processes, each counted once.
-        padded: its samples as read by all processes, repetitions included.
-        last: whether it is the last of its epoch; ``None`` where the loader's own count says so.
-        kept: for each process, how many samples at the start of its piece are no repetitions;
-            ``None`` where the repetitions are the last ``padded - real`` samples in rank order.
-        state: what leads on from after this batch, where a position is not enough.
+        real: its samples over all ranks, each counted once.
+        padded: its samples as read by all ranks, repetitions included.
+        last: True if it is the last of its epoch; ``None`` if the loader counts its batches.
+        kept: for each rank, the number of samples at the start of its piece that are no
+            repetitions; ``None`` if the repetitions are the last ``padded - real`` samples in rank
+            order.
+        state: from which a pass continues after this batch, if a position is not enough.
     """
 
     real: int
@@ -53,7 +54,7 @@ class Delivery(NamedTuple):
 
 
 class Source(Protocol):
-    """What a prepared loader reads from.
+    """The source of a prepared loader's batches.
 
     Attributes:
         even_batches: fill the tail up with repetitions; may be set, for the next pass.
@@ -70,25 +71,25 @@ class Source(Protocol):
         """Samples of an epoch over its full global batches; -1 if unknown or dropped."""
 
     def loader_options(self) -> dict[str, Any]:
-        """The arguments that make a torch loader read from this source."""
+        """Return the arguments with which a torch loader reads from this source."""
 
     def steps(self) -> int:
-        """Batches of a whole epoch; TypeError if that cannot be known."""
+        """Return the batches of an epoch; raise TypeError if they cannot be known."""
 
     def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Get ready to read this epoch from this position."""
+        """Prepare a pass over this epoch from this position on."""
 
     def remaining(self) -> int | None:
-        """Batches left in the epoch that was begun, ``None`` if unknown."""
+        """Return the batches left in the current epoch, ``None`` if unknown."""
 
-    def begun(self) -> int:
-        """Batches of this epoch before the position that was begun at."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
 
     def position_of(self, batches: int) -> int:
-        """Global samples before this batch of the epoch that was begun (of its end, at most)."""
+        """Return the global samples before this batch of the current epoch (its end at most)."""
 
     def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """What the random generators of loader workers are seeded with."""
+        """Return the seed of the random generators in loader workers."""
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
-        """Each batch of the torch loader with its counts."""
+        """Yield each batch of the torch loader with its counts."""

@@ -1,11 +1,10 @@
-"""Streams: position, state, way back."""
+"""Read iterable datasets, and resume them at a position or from their own state."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks.data.iterable import CollateShare, IterableShards, Piece
 from accel_callbacks.data.sampler import mix_seed
+from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "StreamSource",
     "check_even",
     "leads_to",
-    "ready_kept",
     "stream_problems",
     "take_own",
     "with_own",
@@ -30,66 +29,22 @@ __all__ = [
 State = Mapping[str, Any]
 
 
-def take_own(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Take out of the states of loaders what is this process's own; a note of it stays.
-
-    Example:
-        >>> from accel_callbacks.data.stream import take_own
-        >>> loaders = {"0": {"stream": {"own": {"world": 2}, "position": 4}}, "1": {}}
-        >>> take_own(loaders), loaders["0"]
-        ({'0': {'own': {'world': 2}, 'position': 4}}, {'stream': {'own': {'world': 2}}})
-    """
-    streams = {key: state["stream"] for key, state in loaders.items() if "stream" in state}
-    own = {key: stream for key, stream in streams.items() if "own" in stream}
-    for key, stream in own.items():
-        loaders[key]["stream"] = {"own": stream["own"]}
-    return own
-
-
-def with_own(
-    loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
-) -> dict[str, Any]:
-    """The state of a loader with this process's own part, if there is one."""
-    own = ({} if local is None else local.get("streams", {})).get(key)
-    return {**loaders[key], **({} if own is None else {"stream": own})}
-
-
-def stream_problems(
-    prepared: Mapping[str, Any], loaders: Mapping[str, Any], local: Mapping[str, Any] | None
-) -> list[str]:
-    """Why streams that are continued do not go on exactly.
-
-    Args:
-        prepared: the loaders that are there.
-        loaders: their saved states.
-        local: what this process saved for itself, if it is that process.
-    """
-    states = {key: with_own(loaders, local, key) for key in prepared}
-    problems = {
-        key: prepared[key].resume_problem(state)
-        for key, state in states.items()
-        if state["trained"] and not state["finished"] and state["position"]
-    }
-    return [problem for problem in problems.values() if problem is not None]
-
-
 class StatefulSource(ABC):
-    """A source whose place is more than a count of samples.
+    """A source whose position is more than a count of samples.
 
     Attributes:
-        fresh_workers: worker processes that outlived the last pass cannot be used for the one
-            that was begun.
+        fresh_workers: persistent workers of the last pass cannot be used for the current one.
     """
 
     fresh_workers: bool
 
     @abstractmethod
     def restore(self, state: State | None) -> None:
-        """Remember a ``Delivery.state``, for a pass that begins there or later in that epoch."""
+        """Store a ``Delivery.state``, for a pass that starts there or later in that epoch."""
 
     @abstractmethod
     def problem(self, state: State | None) -> str | None:
-        """Why a resume from this state cannot be exact, ``None`` if it is."""
+        """Return why a resume from this state cannot be exact, ``None`` if it is."""
 
 
 class StreamSource(StatefulSource):
@@ -98,7 +53,7 @@ class StreamSource(StatefulSource):
     Args:
         loader: the user's.
         shards: reads the stream, in each worker process.
-        collate_fn: makes the batch of this process; the loader's own if ``None``.
+        collate_fn: collates the batch of this rank; the loader's own if ``None``.
     """
 
     def __init__(
@@ -111,7 +66,7 @@ class StreamSource(StatefulSource):
         self._collate = CollateShare(collate_fn or loader.collate_fn)
         self._workers = loader.num_workers
         self._begun: tuple[int, int] | None = None  # (epoch, position)
-        self._again: State | None = None  # how the pass that was begun last can be begun again
+        self._again: State | None = None  # from which the current pass can be started once more
         self._first: State | None = None  # the dataset before any pass
         self._restored: State | None = None
         self._rewind = self._warned = self.fresh_workers = False
@@ -129,7 +84,7 @@ class StreamSource(StatefulSource):
 
     @property
     def drop_last(self) -> bool:
-        """Whether what does not fill a global batch is left out."""
+        """True if a tail that does not fill a global batch is dropped."""
         return self._shards.drop_last
 
     @property
@@ -148,42 +103,42 @@ class StreamSource(StatefulSource):
             return -1
 
     def loader_options(self) -> dict[str, Any]:
-        """The arguments that make a torch loader read from this source."""
+        """Return the arguments with which a torch loader reads from this source."""
         return {"dataset": self._shards, "batch_size": None, "collate_fn": self._collate}
 
     def steps(self) -> int:
-        """Batches of a whole epoch; TypeError where the dataset has no length."""
+        """Return the batches of an epoch; raise TypeError if the dataset has no length."""
         shards = self._shards
         full, tail = divmod(len(shards), shards.size)
         joins = not shards.even and full and tail < shards.world_size
         return full if shards.drop_last or joins else full + (tail > 0)
 
     def remaining(self) -> int | None:
-        """A stream may end earlier than its length says, so the end is found by reading ahead."""
+        """Return ``None``: a stream may end before its length, so its end is found by reading."""
         return None
 
-    def begun(self) -> int:
-        """Batches of this epoch before the position that was begun at."""
+    def first_batch(self) -> int:
+        """Return the index in the epoch of the first batch of this pass."""
         return 0 if self._begun is None else self._begun[1] // self._shards.size
 
     def position_of(self, batches: int) -> int:
-        """Global samples before this batch of the epoch."""
+        """Return the global samples before this batch of the epoch."""
         return batches * self._shards.size
 
     def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """The same stream on every rank and after a resume."""
+        """Return a seed that is the same on all ranks and after a resume, as the stream must be."""
         return mix_seed(seed, epoch)
 
-    # --- where a pass begins ------------------------------------------------------------------
+    # --- the start of a pass --------------------------------------------------------------------
 
     def restore(self, state: State | None) -> None:
-        """Remember where to go on; ``None`` is the beginning."""
+        """Store where to resume; ``None`` is the beginning of the stream."""
         self._restored = deepcopy(state)
         self._begun = None
         self._rewind = True
 
     def problem(self, state: State | None) -> str | None:
-        """Why a resume from this state cannot be exact, ``None`` if it is."""
+        """Return why a resume from this state cannot be exact, ``None`` if it is."""
         if state is None:
             return None
         if "own" in state:
@@ -196,10 +151,10 @@ class StreamSource(StatefulSource):
         return None
 
     def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Tell the dataset the epoch, and find the way to the position."""
+        """Set the epoch of the dataset, and choose how to reach the position."""
         again = self._begun == (epoch, position)
         if not again:
-            self._again, self._skip = self._way_to(epoch, position)
+            self._again, self._skip = self._route_to(epoch, position)
         self._begun = (epoch, position)
         self._shards.set_pass(seed, epoch)
         self._shards.resume = self._again
@@ -210,11 +165,11 @@ class StreamSource(StatefulSource):
             self._first = self._at_rest()
         self._rewind = False
 
-    def _way_to(self, epoch: int, position: int) -> tuple[State | None, int]:
-        """(where the readers begin, global samples that are dropped after that)."""
+    def _route_to(self, epoch: int, position: int) -> tuple[State | None, int]:
+        """Return (state from which the readers start, global samples to drop after that)."""
         state, problem = self._restored, self.problem(self._restored)
         usable = state is not None and problem is None
-        if state is not None and usable and state["epoch"] < epoch:  # of a pass before this one
+        if state is not None and usable and state["epoch"] < epoch:  # of an earlier pass
             self._restored, usable = None, False
             first = state["workers"][0]
             if position == 0 and self._workers == 0 and first["ended"] and first["state"]:
@@ -222,22 +177,23 @@ class StreamSource(StatefulSource):
         if position == 0:
             return (self._first if self._rewind else None), 0
         if state is not None and usable and leads_to(state, epoch, position):
-            self._tell(state)
+            self._warn_if_state_is_missing(state)
             return state, position - state["position"]
         self.warn_of_skipping(position, problem)
-        # One reader counts to the sample; of several, only the order of their batches is known.
+        # One reader skips by sample. Of several readers only the order of their batches is known,
+        # so whole batches are read and dropped in deliver().
         if self._workers < 2:
             return {"turn": 0, "workers": [_mark(position)]}, 0
         return None, position
 
-    def _tell(self, state: State) -> None:
-        """Say so if the way to a known place is to read up to it."""
+    def _warn_if_state_is_missing(self, state: State) -> None:
+        """Warn if the samples before a saved position must be read, for lack of a dataset state."""
         marks = [mark for mark in state["workers"] if mark["read"] and not mark["ended"]]
         if marks and (not self._shards.stateful or any(mark["state"] is None for mark in marks)):
             self.warn_of_skipping(state["position"], None)
 
     def warn_of_skipping(self, position: int, problem: str | None) -> None:
-        """Say that samples are read to be dropped: once, or why it has to be."""
+        """Warn that samples are read and dropped: once, or each time there is a problem."""
         if self._warned and problem is None:
             return
         self._warned = True
@@ -249,17 +205,17 @@ class StreamSource(StatefulSource):
         )
 
     def _at_rest(self) -> State | None:
-        """The dataset in this process as it is between two passes."""
+        """Return the state of the dataset in this process between two passes, if it has one."""
         if self._workers or not self._shards.stateful:
             return None
-        with suppress(Exception):  # some have none before their first pass
+        with suppress(Exception):  # some datasets have no state before their first pass
             return _one_reader(deepcopy(self._shards.dataset.state_dict()))  # type: ignore[attr-defined]
         return None
 
-    # --- a pass -------------------------------------------------------------------------------
+    # --- a pass ---------------------------------------------------------------------------------
 
     def deliver(self, items: Iterator[Piece | None]) -> Iterator[tuple[Any, Delivery]]:
-        """Each batch with its counts, one behind, without those before the position."""
+        """Yield each batch after the position with its counts, one batch behind the reader."""
         assert self._begun is not None
         epoch, position = self._begun
         resumed = self._shards.resume
@@ -287,12 +243,12 @@ class StreamSource(StatefulSource):
     def _delivery(self, piece: Piece, state: State) -> Delivery:
         kept = None
         if self._shards.batch_size is None and piece.real < piece.padded:
-            # Ready batches are repeated as a whole, and nobody counts their samples.
+            # Ready batches are repeated as a whole, and their samples are not counted.
             kept = ready_kept(piece.real, piece.padded)
         return Delivery(piece.real, piece.padded, last=False, kept=kept, state=state)
 
     def _ended(self, state: State | None) -> State:
-        """The state after the last batch: the next pass of the dataset begins where it is now."""
+        """Return the state after the last batch: the next pass continues from the dataset's own."""
         assert state is not None
         rest = self._at_rest()
         after = None if rest is None else rest["workers"][0]["state"]
@@ -300,18 +256,22 @@ class StreamSource(StatefulSource):
         return {**state, "workers": ended}
 
 
+def _mark(read: int) -> dict[str, Any]:
+    return {"read": read, "ended": False, "state": None}
+
+
+def _one_reader(state: Any) -> State:
+    """Return the start of a pass for a single reader, with the dataset in this state."""
+    return {"turn": 0, "workers": [{"read": 0, "ended": False, "state": state}]}
+
+
 def leads_to(state: State, epoch: int, position: int) -> bool:
-    """Whether a place is in this epoch, and not after this position."""
+    """Return whether a state is of this epoch and not after this position."""
     return bool(state["epoch"] == epoch and state["position"] <= position)
 
 
-def ready_kept(real: int, padded: int) -> Sequence[int]:
-    """Whole batches that are kept: those of the first processes."""
-    return [sys.maxsize if rank < real else 0 for rank in range(padded)]
-
-
 def check_even(even: bool, batch_size: int | None) -> None:
-    """Raise ValueError where there is nothing that could be split."""
+    """Raise ValueError for ``even_batches=False`` with ready batches, which cannot be split."""
     if not even and batch_size is None:
         raise ValueError(
             "a loader with batch_size=None reads ready batches, which cannot be split: give it a "
@@ -319,10 +279,44 @@ def check_even(even: bool, batch_size: int | None) -> None:
         )
 
 
-def _mark(read: int) -> dict[str, Any]:
-    return {"read": read, "ended": False, "state": None}
+def take_own(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Split this rank's own part off the states of loaders; a note of it stays in them.
+
+    Example:
+        >>> from accel_callbacks.data.stream import take_own
+        >>> loaders = {"0": {"stream": {"own": {"world": 2}, "position": 4}}, "1": {}}
+        >>> take_own(loaders), loaders["0"]
+        ({'0': {'own': {'world': 2}, 'position': 4}}, {'stream': {'own': {'world': 2}}})
+    """
+    streams = {key: state["stream"] for key, state in loaders.items() if "stream" in state}
+    own = {key: stream for key, stream in streams.items() if "own" in stream}
+    for key, stream in own.items():
+        loaders[key]["stream"] = {"own": stream["own"]}
+    return own
 
 
-def _one_reader(state: Any) -> State:
-    """The beginning of a pass for the one reader, with the dataset in this state."""
-    return {"turn": 0, "workers": [{"read": 0, "ended": False, "state": state}]}
+def with_own(
+    loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
+) -> dict[str, Any]:
+    """Return the state of a loader, with this rank's own part if there is one."""
+    own = ({} if local is None else local.get("streams", {})).get(key)
+    return {**loaders[key], **({} if own is None else {"stream": own})}
+
+
+def stream_problems(
+    prepared: Mapping[str, Any], loaders: Mapping[str, Any], local: Mapping[str, Any] | None
+) -> list[str]:
+    """Return why streams that are resumed in mid-epoch cannot continue exactly.
+
+    Args:
+        prepared: the prepared loaders.
+        loaders: their saved states.
+        local: the state that this rank saved for itself, ``None`` if no rank of this index did.
+    """
+    states = {key: with_own(loaders, local, key) for key in prepared}
+    problems = {
+        key: prepared[key].resume_problem(state)
+        for key, state in states.items()
+        if state["trained"] and not state["finished"] and state["position"]
+    }
+    return [problem for problem in problems.values() if problem is not None]

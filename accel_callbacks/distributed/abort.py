@@ -1,4 +1,9 @@
-"""An error that ends a run on one process ends it on all, and says there what it was."""
+"""Abort the run on all ranks if an error ends it on one, and report there which error it was.
+
+torch alone leaves the other ranks in their collective until the timeout, 30 minutes by default.
+Here the failing rank publishes its error in the store of the group and then closes its connections.
+The collectives of the other ranks fail at once, and these ranks find the published error.
+"""
 
 from __future__ import annotations
 
@@ -21,45 +26,49 @@ from accel_callbacks.collectives import rank, store, world_size
 from accel_callbacks.errors import RemoteError
 
 __all__ = [
-    "begin_again",
+    "abort_group",
     "cut",
     "end_with",
-    "finish_spared",
     "group_is_torn",
     "refuse_torn",
+    "rejoin_group",
     "spare",
-    "tear_group",
+    "wait_for_exempt_groups",
     "watch_others",
 ]
 
-_REPORT, _ENDED, _GONE, _AGAIN = "failure", "ended", "gone", "again"  # at the store
-_LONGEST_REPORT = 20_000  # characters; the end of a traceback is what counts
-_LINGER = 5.0  # seconds that the process which keeps the store waits for its readers
-_SILENCE = 30.0  # seconds that a save still waits for a process that neither answers nor reports
-_LOOK_EVERY = 1.0  # seconds between looks at the store, where collectives run on a device
+# Keys in the store of the group. "failure" holds the first error as JSON; "ended/{rank}" is set by
+# each rank whose run has ended; "gone" counts the ranks whose process exits after an error;
+# "again" counts the ranks that join a new group, and is the prefix of that group's own keys.
+_REPORT, _ENDED, _GONE, _AGAIN = "failure", "ended", "gone", "again"
+_LONGEST_REPORT = 20_000  # characters; a longer traceback loses its beginning
+_LINGER = 5.0  # seconds that rank 0, which serves the store, waits at exit for its readers
+_SAVE_TIMEOUT = 30.0  # seconds that a save still waits for a rank that neither answers nor reports
+_POLL_EVERY = 1.0  # seconds between polls of the store, where collectives run on a device
 _UNUSED_TAG = 2**31 - 77
+# Parts of the messages with which collectives fail on a closed connection.
 _SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "process group")
 
-# The group that an error has broken; as much a fact of the process as the group itself.
-_torn: weakref.ref[Any] | None = None
-# Groups in which a save goes on while the run ends, and what waits for its end here.
-_spared: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+# The default group that was aborted. Global, as the default group is.
+_aborted: weakref.ref[Any] | None = None
+# Groups that stay open while the run is aborted, with a function that waits until they are unused.
+_exempt: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
 _exit_hook_set = False
-_has_readers = True  # others may want to read here what ended the run
+_has_readers = True  # False if the published error tells the other ranks nothing new
 
 
 def end_with(error: BaseException, where: str) -> BaseException:
-    """Tell all processes of the error that ends the run here; returns the error to raise.
+    """Abort the run on all ranks because of an error on this one; return the error to raise.
 
-    The first error is published, then this process breaks its connections, so that nobody waits
-    for it. A process that was thrown out of a collective this way finds the published error.
+    The error is published first, then this rank closes its connections, so that no rank waits for
+    it. A rank whose collective fails this way finds the published error.
 
     Args:
-        error: what ends the run on this process.
-        where: what ended, for the error of the others.
+        error: the error that ends the run on this rank.
+        where: what ended, for the error on the other ranks.
 
     Returns:
-        ``error``, or a :class:`RemoteError` where it only follows from another process's error.
+        ``error``, or a :class:`RemoteError` if it is only a consequence of another rank's error.
 
     Example:
         >>> from accel_callbacks.distributed.abort import end_with
@@ -70,162 +79,28 @@ def end_with(error: BaseException, where: str) -> BaseException:
         return error
     global _has_readers
     remote, _has_readers = None, True
-    told = isinstance(error, RemoteError)  # by the process that failed, which publishes its error
-    with suppress(Exception):  # the store is gone with the process that kept it
-        notes = store()
-        if not told and _is_disconnect(error):
-            remote = _report_of_another(notes)
-            # A process that was killed tells nothing, and it is all that the others could read.
+    # A RemoteError came from a rank that publishes its error itself.
+    is_remote = isinstance(error, RemoteError)
+    with suppress(Exception):  # the store is gone if rank 0 is
+        reports = store()
+        if not is_remote and _is_disconnect(error):
+            remote = _report_of_another(reports)
+            # Without a report the other rank was killed, and this rank can only publish the
+            # disconnect that all the others see themselves: no reason to linger for readers.
             _has_readers = remote is not None
             if remote is None:
-                _limit_spared()
-        if not told and remote is None and not group_is_torn():
-            notes.compare_set(_REPORT, "", _encode(error, where))
-    tear_group()
+                _limit_exempt()
+        if not is_remote and remote is None and not group_is_torn():
+            # compare_set, because the first error counts: later ones mostly follow from it.
+            reports.compare_set(_REPORT, "", _encode(error, where))
+    abort_group()
     with suppress(Exception):
         store().set(f"{_ENDED}/{rank()}", "")
     return remote or error
 
 
-def group_is_torn() -> bool:
-    """Whether the process group is of no more use, because an error ended a run in it.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import group_is_torn
-        >>> group_is_torn()
-        False
-    """
-    return _torn is not None and dist.is_initialized() and _torn() is dist.group.WORLD
-
-
-def refuse_torn(action: str) -> None:
-    """Say what to do instead of a collective that cannot work any more.
-
-    Raises:
-        RuntimeError: an error has ended a run in this process group.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import refuse_torn
-        >>> refuse_torn("save_state")
-    """
-    if group_is_torn():
-        raise RuntimeError(
-            f"{action}: the processes have parted with the error that ended the run. Make a new "
-            "Accelerator, and prepare anew, on all of them; or let the script end."
-        )
-
-
-def tear_group() -> None:
-    """Make each collective that waits for this process fail on the others, now and later.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import tear_group
-        >>> tear_group()
-    """
-    global _torn, _exit_hook_set
-    if world_size() == 1 or group_is_torn():
-        return
-    _torn = weakref.ref(dist.group.WORLD)
-    if not _exit_hook_set:
-        atexit.register(_part_at_exit)
-        _exit_hook_set = True
-    for group in _groups():
-        if group not in _spared:
-            cut(group)
-
-
-def spare(group: Any, until: Callable[[], None] | None) -> None:
-    """Let what goes on in a group go on when an error ends the run; None for no longer.
-
-    Args:
-        group: a process group that a thread uses.
-        until: waits for that thread.
-
-    Example:
-        >>> from accel_callbacks.distributed.abort import finish_spared, spare
-        >>> group = frozenset({"stands for a group"})
-        >>> spare(group, lambda: print("waited"))
-        >>> finish_spared()
-        waited
-        >>> spare(group, None)
-    """
-    if until is None:
-        _spared.pop(group, None)
-    else:
-        _spared[group] = until
-
-
-def _limit_spared() -> None:
-    """A machine that is cut off closes no connection, and never ends its part of a save."""
-    for group in list(_spared):
-        limit = threading.Timer(_SILENCE, _cut_if_silent, [group])
-        limit.daemon = True
-        limit.start()
-
-
-def _cut_if_silent(group: Any) -> None:
-    with suppress(Exception):
-        # A process that was only slow has ended its run by now, and still does its part.
-        if group not in _spared or store().check([f"{_ENDED}/{r}" for r in range(world_size())]):
-            return
-    cut(group)
-
-
-def finish_spared() -> None:
-    """Wait until nothing goes on in any group: they are about to be left."""
-    for until in list(_spared.values()):
-        until()
-
-
-def cut(group: Any) -> None:
-    """Make each collective of one group fail that waits for this process, now and later."""
-    with suppress(Exception):
-        _close_connections(group)
-    with suppress(Exception):
-        _abort_devices(group)
-
-
-def _groups() -> list[Any]:
-    known = getattr(dist.distributed_c10d, "_world", None)
-    return list(known.pg_map) if known is not None else [dist.group.WORLD]
-
-
-def _close_connections(group: Any) -> None:
-    """A receive of gloo that times out closes all connections of its group, on both ends.
-
-    Tried with each process, because a receive from one that is gone already does not wait.
-    """
-    for other in sorted({*dist.get_process_group_ranks(group)} - {rank()}):
-        with suppress(RuntimeError):
-            work = dist.irecv(torch.empty(1), other, group=group, tag=_UNUSED_TAG)
-            assert work is not None
-            work.wait(timedelta(milliseconds=1))
-
-
-def _abort_devices(group: Any) -> None:
-    """NCCL and its like."""
-    for kind in group._device_types:
-        if kind.type != "cpu":
-            group._get_backend(kind).abort()
-
-
-def _encode(error: BaseException, where: str) -> str:
-    details = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
-    return json.dumps({"rank": rank(), "where": where, "details": details})
-
-
-def _report_of_another(notes: dist.distributed_c10d.Store) -> RemoteError | None:
-    """What another process has published; it does so before it breaks anything."""
-    with suppress(dist.DistError):
-        # A process between the failing one and this one may be faster than the report.
-        notes.wait([_REPORT], timedelta(seconds=2))
-        report = json.loads(notes.get(_REPORT))
-        return RemoteError(**report) if report["rank"] != rank() else None
-    return None
-
-
 def _is_disconnect(error: BaseException) -> bool:
-    """Whether this error, or one it was raised from, is what a broken collective raises."""
+    """Return whether this error, or one in its chain, is what an aborted collective raises."""
     return any(
         isinstance(one, dist.DistError)
         or (isinstance(one, RuntimeError) and any(sign in str(one) for sign in _SIGNS))
@@ -241,8 +116,80 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _part_at_exit() -> None:
-    """The others must not wait for a process that has ended, and want to read why."""
+def _report_of_another(reports: dist.distributed_c10d.Store) -> RemoteError | None:
+    """Return the error that another rank has published, None without one."""
+    with suppress(dist.DistError):
+        # Waited for: a rank publishes before it aborts, but the disconnect may have come from a
+        # third rank in between, faster than the report.
+        reports.wait([_REPORT], timedelta(seconds=2))
+        report = json.loads(reports.get(_REPORT))
+        return RemoteError(**report) if report["rank"] != rank() else None
+    return None
+
+
+def _encode(error: BaseException, where: str) -> str:
+    details = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
+    return json.dumps({"rank": rank(), "where": where, "details": details})
+
+
+def group_is_torn() -> bool:
+    """Return whether an error has aborted the default process group.
+
+    Example:
+        >>> from accel_callbacks.distributed.abort import group_is_torn
+        >>> group_is_torn()
+        False
+    """
+    return _aborted is not None and dist.is_initialized() and _aborted() is dist.group.WORLD
+
+
+def refuse_torn(action: str) -> None:
+    """Raise if the default process group was aborted, naming what to do instead of ``action``.
+
+    Raises:
+        RuntimeError: an error has aborted the process group.
+
+    Example:
+        >>> from accel_callbacks.distributed.abort import refuse_torn
+        >>> refuse_torn("save_state")
+    """
+    if group_is_torn():
+        raise RuntimeError(
+            f"{action}: the error that ended the run has aborted the process group. Make a new "
+            "Accelerator, and prepare again, on all processes; or let the script end."
+        )
+
+
+def abort_group() -> None:
+    """Make every collective that waits for this rank fail on the other ranks, now and later.
+
+    Example:
+        >>> from accel_callbacks.distributed.abort import abort_group
+        >>> abort_group()
+    """
+    global _aborted, _exit_hook_set
+    if world_size() == 1 or group_is_torn():
+        return
+    _aborted = weakref.ref(dist.group.WORLD)
+    if not _exit_hook_set:
+        atexit.register(_linger_at_exit)
+        _exit_hook_set = True
+    for group in _groups():
+        if group not in _exempt:
+            cut(group)
+
+
+def _groups() -> list[Any]:
+    known = getattr(dist.distributed_c10d, "_world", None)
+    return list(known.pg_map) if known is not None else [dist.group.WORLD]
+
+
+def _linger_at_exit() -> None:
+    """Count this rank as gone, and keep the store up until the other ranks have read the error.
+
+    Rank 0 serves the store. If its process ended at once, the others would find no reason for
+    their failed collective.
+    """
     if not group_is_torn():
         return
     with suppress(Exception):
@@ -254,67 +201,147 @@ def _part_at_exit() -> None:
             time.sleep(0.05)
 
 
-def watch_others() -> Callable[[], None]:
-    """Where collectives run on a device: look out for errors of others; returns what ends it.
+def cut(group: Any) -> None:
+    """Make every collective of one group that waits for this rank fail, now and later."""
+    with suppress(Exception):
+        _close_connections(group)
+    with suppress(Exception):
+        _abort_devices(group)
 
-    gloo notices by itself that a connection is closed, NCCL waits for ever.
+
+def _close_connections(group: Any) -> None:
+    """Close the gloo connections of a group, on both ends, by a receive that times out.
+
+    gloo has no abort, but a receive that times out closes all pairs of its group. It is tried with
+    every rank, because a receive from a rank that is gone already fails without a timeout.
+    """
+    for other in sorted({*dist.get_process_group_ranks(group)} - {rank()}):
+        with suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1), other, group=group, tag=_UNUSED_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+
+def _abort_devices(group: Any) -> None:
+    """Abort the communicators of NCCL and of other device backends."""
+    for kind in group._device_types:
+        if kind.type != "cpu":
+            group._get_backend(kind).abort()
+
+
+def spare(group: Any, until: Callable[[], None] | None) -> None:
+    """Exempt a group from an abort of the run; ``None`` ends the exemption.
+
+    A background save keeps its group this way, and is completed although the run has failed.
+
+    Args:
+        group: a process group that a thread uses.
+        until: blocks until that thread has finished.
+
+    Example:
+        >>> from accel_callbacks.distributed.abort import spare, wait_for_exempt_groups
+        >>> group = frozenset({"stands for a group"})
+        >>> spare(group, lambda: print("waited"))
+        >>> wait_for_exempt_groups()
+        waited
+        >>> spare(group, None)
+    """
+    if until is None:
+        _exempt.pop(group, None)
+    else:
+        _exempt[group] = until
+
+
+def wait_for_exempt_groups() -> None:
+    """Block until all exempt groups are unused, because they are about to be destroyed."""
+    for until in list(_exempt.values()):
+        until()
+
+
+def _limit_exempt() -> None:
+    """Abort the exempt groups too after a while, if a rank was lost without a report.
+
+    A machine that loses its network closes no connection, and never does its part of a save.
+    """
+    for group in list(_exempt):
+        limit = threading.Timer(_SAVE_TIMEOUT, _cut_if_rank_lost, [group])
+        limit.daemon = True
+        limit.start()
+
+
+def _cut_if_rank_lost(group: Any) -> None:
+    with suppress(Exception):
+        # If all ranks have ended their run, each of them was only slow and still does its part.
+        if group not in _exempt or store().check([f"{_ENDED}/{r}" for r in range(world_size())]):
+            return
+    cut(group)
+
+
+def watch_others() -> Callable[[], None]:
+    """Watch for errors of other ranks if collectives run on a device; return what stops it.
+
+    gloo notices a closed connection without help, NCCL waits until its timeout.
     """
     if all(kind.type == "cpu" for group in _groups() for kind in group._device_types):
         return lambda: None
-    over = threading.Event()
-    thread = threading.Thread(target=_look_out, args=(store(), over), daemon=True)
+    stopped = threading.Event()
+    thread = threading.Thread(target=_watch, args=(store(), stopped), daemon=True)
     thread.start()
 
     def stop() -> None:
-        over.set()
+        stopped.set()
         thread.join()
 
     return stop
 
 
-def _look_out(notes: dist.distributed_c10d.Store, over: threading.Event) -> None:
-    """Break this process's connections too once another process has published an error."""
-    while not over.wait(_LOOK_EVERY):
+def _watch(notes: dist.distributed_c10d.Store, stopped: threading.Event) -> None:
+    """Abort this rank's groups too once another rank has published an error."""
+    while not stopped.wait(_POLL_EVERY):
         with suppress(Exception):
             if notes.check([_REPORT]):
-                tear_group()
+                abort_group()
                 return
 
 
-def begin_again(backend: str, timeout: timedelta | None) -> None:
-    """After an error: leave the broken group and join a new one, with all processes.
+def rejoin_group(backend: str, timeout: timedelta | None) -> None:
+    """Destroy the aborted group and join a new one, together with all ranks.
 
     Args:
         backend: of the new group.
-        timeout: of the new group, and how long to wait for the others; torch's default if None.
+        timeout: of the new group, and how long to wait for the other ranks; torch's default if
+            None.
 
     Raises:
-        RuntimeError: a process has ended instead, or does not come.
+        RuntimeError: a process has ended instead, or does not join in time.
     """
     here, world = rank(), world_size()
-    place = _meet_again(timeout or dist.distributed_c10d.default_pg_timeout)
-    finish_spared()
-    gc.collect()
+    # Before the destruction: the ranks are counted in the store of the old group.
+    new_store = _wait_for_all(timeout or dist.distributed_c10d.default_pg_timeout)
+    wait_for_exempt_groups()
+    gc.collect()  # DDP's reducers must go before the group that they belong to
     dist.destroy_process_group()
-    dist.init_process_group(backend, store=place, rank=here, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, store=new_store, rank=here, world_size=world, timeout=timeout)
 
 
-def _meet_again(timeout: timedelta) -> dist.distributed_c10d.Store:
-    """Wait until all processes begin again; returns what the new group meets at."""
+def _wait_for_all(timeout: timedelta) -> dist.distributed_c10d.Store:
+    """Block until all ranks rejoin; return the store of the new group."""
     deadline = time.monotonic() + timeout.total_seconds()
     advice = "start the script again, or let all processes end with the error"
     try:
         notes = store()
         here = notes.add(_AGAIN, 1)
         while here < world_size():
-            if notes.add(_GONE, 0):
+            if notes.add(_GONE, 0):  # adding 0 reads a counter that may not exist yet
                 raise RuntimeError(f"a process has ended with the error that ended a run: {advice}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"only {here} of {world_size()} processes begin again: {advice}")
+                missing = f"only {here} of {world_size()} processes have rejoined"
+                raise RuntimeError(f"{missing}: {advice}")
             time.sleep(0.05)
             here = notes.add(_AGAIN, 0)
     except dist.DistError as error:
         raise RuntimeError(
-            f"the process that keeps the others' meeting point has ended after an error: {advice}"
+            f"rank 0, which serves the rendezvous store, has ended after an error: {advice}"
         ) from error
+    # A prefix within the old group's store, so that the new group reads no address of the old one.
     return dist.distributed_c10d.PrefixStore(_AGAIN, notes)

@@ -1,4 +1,12 @@
-"""An error on one process is an error on all: nobody waits for a process that is gone."""
+"""Raise an error of one rank on all ranks, so that no rank waits for one that is gone.
+
+Every rank passes the same *sync points*, at which the ranks exchange their errors. A rank that
+fails between two of them goes to its next sync point at once. It must not start that collective
+unless the other ranks come there too: they may be inside another collective, which would then be
+paired with it. So before the collective each rank notes in the store which sync point it has
+reached, and a failed rank waits a moment for the notes of the others. If these do not appear, the
+run is aborted instead, which makes the collective that blocks the others fail.
+"""
 
 from __future__ import annotations
 
@@ -18,113 +26,21 @@ from accel_callbacks.errors import DistributedOperationException, RemoteError
 
 __all__ = ["share_failure", "shared_failure"]
 
-_PLACE = "meeting"  # and the rank: number and name of the meeting it came to last
-_PATIENCE = 5.0  # seconds in which the others have to come to where a process has failed
-# How many meetings there were in each group; after an error only those of a new one are alike.
-_meetings: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
-
-
-def share_failure(error: BaseException | None, where: str) -> None:
-    """Meet, and raise :class:`RemoteError` here if another process brings an error.
-
-    A process that brings an error of its own only reports it; its caller raises it. If the others
-    do not come, because they are in a collective that waits for this process, the run ends for
-    all: their collective fails, and in its place they get the report.
-    """
-    if collectives.world_size() == 1:
-        return
-    if error is not None:
-        if collectives.current_turn() is None:  # in a turn, the end of the turn reports it
-            _report(error, where)
-        return
-    collectives.refuse_in_turn(where)
-    meeting = _next_meeting(where)
-    try:
-        _come_to(meeting)
-        reports = collectives.all_objects(None, operation=where)
-    except DistributedOperationException:
-        raise
-    except Exception as problem:
-        late = _late_for(meeting)
-        first = end_with(problem, where)
-        if first is not problem:
-            raise first from problem
-        if late:
-            raise RuntimeError(
-                f"ranks {late} did not come to {where} within the timeout of the process group: "
-                "look what they do there, or give them longer with Accelerator(timeout=...)."
-            ) from problem
-        raise
-    for failed, report in enumerate(reports):
-        if report is not None:
-            raise RemoteError(rank=failed, where=where, details=report)
-
-
-def _report(error: BaseException, where: str) -> None:
-    """Tell the others where they meet, or break what keeps them from it."""
-    meeting = _next_meeting(where)
-    with suppress(Exception):  # where the others are gone, the first error is the one to see
-        _come_to(meeting)
-        if _others_come_to(meeting):
-            text = "".join(traceback.format_exception(error))
-            collectives.all_objects(text, operation=where)
-            return
-    first = end_with(error, where)
-    with suppress(Exception):
-        _come_to(None)
-    if first is not error:
-        raise first from error  # what broke the collective of this process
-
-
-def _next_meeting(where: str) -> str:
-    number = next(_meetings.setdefault(dist.group.WORLD, itertools.count()))
-    return f"{number} {where}"
-
-
-def _come_to(meeting: str | None) -> None:
-    """Leave word at the store that this process is at a meeting, or (None) comes to no more."""
-    collectives.store().set(f"{_PLACE}/{collectives.rank()}", str(meeting))
-
-
-def _place(store: Any, rank: int) -> str:
-    """The meeting that a process came to last."""
-    key = f"{_PLACE}/{rank}"
-    return str(store.get(key).decode()) if store.check([key]) else ""
-
-
-def _late_for(meeting: str) -> list[int]:
-    """The ranks that are not at this meeting, as far as the store can still tell."""
-    with suppress(Exception):
-        store = collectives.store()
-        return [one for one in range(collectives.world_size()) if _place(store, one) != meeting]
-    return []
-
-
-def _others_come_to(meeting: str) -> bool:
-    """False also where another waits for this process at the end of another block."""
-    number = meeting.partition(" ")[0]
-    store, deadline = collectives.store(), time.monotonic() + _PATIENCE
-    waited_for = set(range(collectives.world_size())) - {collectives.rank()}
-    while waited_for and time.monotonic() < deadline:
-        for rank in list(waited_for):
-            place = _place(store, rank)
-            if place == meeting:
-                waited_for.remove(rank)
-            elif place == "None" or place.partition(" ")[0] == number:
-                return False
-        time.sleep(0.01 if waited_for else 0)
-    return not waited_for
+_KEY = "sync_point"  # "{_KEY}/{rank}" in the store: number and name of the last one reached
+_PATIENCE = 5.0  # seconds that a failed rank waits for the others at its sync point
+# Sync points counted by default group: after an abort, ranks agree only on those of a new group.
+_counters: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 @contextmanager
 def shared_failure(where: str) -> Iterator[None]:
-    """A block that fails on all processes if it fails on one; they meet at its end.
+    """Context manager: raise on all ranks if the block fails on one; a sync point at its end.
 
     Args:
-        where: shown in the error of the others.
+        where: shown in the error of the other ranks.
 
     Raises:
-        RemoteError: another process failed in the block, and this one did not.
+        RemoteError: another rank failed in the block, and this one did not.
 
     Example:
         >>> from accel_callbacks.distributed.failures import shared_failure
@@ -139,3 +55,100 @@ def shared_failure(where: str) -> Iterator[None]:
         raise
     finally:
         share_failure(error, where)
+
+
+def share_failure(error: BaseException | None, where: str) -> None:
+    """Collective: report this rank's error, or raise :class:`RemoteError` if another rank has one.
+
+    A rank that passes an error of its own only reports it; its caller raises it. If the other
+    ranks do not come, because they are in a collective that waits for this rank, the run is
+    aborted: their collective fails, and they raise the reported error instead.
+    """
+    if collectives.world_size() == 1:
+        return
+    if error is not None:
+        # In a turn the other ranks are not at a sync point yet; the end of the turn is one.
+        if collectives.current_turn() is None:
+            _report(error, where)
+        return
+    collectives.refuse_in_turn(where)
+    point = _next_point(where)
+    try:
+        _arrive_at(point)
+        reports = collectives.all_objects(None, operation=where)
+    except DistributedOperationException:  # all ranks raise it, and stay connected
+        raise
+    except Exception as problem:
+        late = _absent_from(point)  # before the abort, after which the store may be gone
+        first = end_with(problem, where)
+        if first is not problem:
+            raise first from problem
+        if late:
+            raise RuntimeError(
+                f"ranks {late} did not come to {where} within the timeout of the process group: "
+                "check what they do there, or give them longer with Accelerator(timeout=...)."
+            ) from problem
+        raise
+    for failed, report in enumerate(reports):
+        if report is not None:
+            raise RemoteError(rank=failed, where=where, details=report)
+
+
+def _report(error: BaseException, where: str) -> None:
+    """Send the error to the other ranks at this sync point, or abort what keeps them from it."""
+    point = _next_point(where)
+    with suppress(Exception):  # if the others are gone, this error is the one to be seen
+        _arrive_at(point)
+        if _others_arrive_at(point):
+            text = "".join(traceback.format_exception(error))
+            collectives.all_objects(text, operation=where)
+            return
+    first = end_with(error, where)
+    with suppress(Exception):
+        _arrive_at(None)
+    if first is not error:
+        raise first from error  # another rank's error has broken the collective of this one
+
+
+def _next_point(where: str) -> str:
+    number = next(_counters.setdefault(dist.group.WORLD, itertools.count()))
+    return f"{number} {where}"
+
+
+def _arrive_at(point: str | None) -> None:
+    """Note in the store which sync point this rank has reached; None for no further one."""
+    collectives.store().set(f"{_KEY}/{collectives.rank()}", str(point))
+
+
+def _last_point(store: Any, rank: int) -> str:
+    """Return the sync point that a rank has reached last, empty before its first."""
+    key = f"{_KEY}/{rank}"
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _absent_from(point: str) -> list[int]:
+    """Return the ranks that are not at this sync point, none if the store is gone."""
+    with suppress(Exception):
+        store = collectives.store()
+        return [one for one in range(collectives.world_size()) if _last_point(store, one) != point]
+    return []
+
+
+def _others_arrive_at(point: str) -> bool:
+    """Return whether all other ranks reach this sync point soon.
+
+    A rank at a sync point of the same number and another name waits at the end of another block:
+    the ranks have diverged, and it will never come here.
+    """
+    number = point.partition(" ")[0]
+    store, deadline = collectives.store(), time.monotonic() + _PATIENCE
+    absent = set(range(collectives.world_size())) - {collectives.rank()}
+    while absent and time.monotonic() < deadline:
+        for rank in list(absent):
+            reached = _last_point(store, rank)
+            if reached == point:
+                absent.remove(rank)
+            elif reached == "None" or reached.partition(" ")[0] == number:
+                return False
+        time.sleep(0.01 if absent else 0)
+    return not absent

@@ -1,4 +1,8 @@
-"""Main_process_only & co., main_process_first, split_between_processes, synchronize."""
+"""Run code on some ranks only, on one rank first, or on each rank's share of the inputs.
+
+Everything here asks for the rank at each call, so that it works before any Accelerator exists and
+the decorators can be used at import time.
+"""
 
 from __future__ import annotations
 
@@ -34,186 +38,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@contextmanager
-def split_between_processes(inputs: T, apply_padding: bool = False) -> Iterator[T]:
-    """Context manager: this process's share of ``inputs``, which stay as they are.
-
-    The shares follow each other in rank order; the first ones are longer by one where the number
-    of items does not divide.
-
-    Args:
-        inputs: a list, a tuple, another sequence, a tensor or a NumPy array (split along its first
-            dimension), a ``datasets.Dataset``, or a mapping of such values of the same length.
-        apply_padding: repeat the last item, so that all processes get the same number (to gather
-            the results, say; drop what is too much then).
-
-    Yields:
-        The share, of the same kind as ``inputs``. With fewer items than processes the last ones
-        get none: an empty list, or a tensor of shape ``(0, ...)``.
-
-    Raises:
-        ValueError: the values of a mapping differ in length.
-        TypeError: something that cannot be split, such as a text.
+def is_main_process() -> bool:
+    """True on rank 0; works before any Accelerator exists.
 
     Example:
-        >>> from accel_callbacks import split_between_processes
-        >>> with split_between_processes({"id": [1, 2], "prompt": ["a", "b"]}) as share:
-        ...     print(share)
-        {'id': [1, 2], 'prompt': ['a', 'b']}
+        >>> from accel_callbacks import is_main_process
+        >>> is_main_process()
+        True
     """
-    rank, world = process_rank()[:2]
-    length = _length(inputs)
-    size, longer = divmod(length, world)
-    start = rank * size + min(rank, longer)
-    rows = list(range(start, start + size + (rank < longer)))
-    if apply_padding and length:
-        rows += [length - 1] * (size + (longer > 0) - len(rows))
-    # What is split is no Mapping, so the walk ends there and lists are not entered.
-    yield map_leaves(inputs, lambda items: _taken(items, rows), _is_splittable)
-
-
-def _length(inputs: Any) -> int:
-    if not isinstance(inputs, Mapping):
-        _way_to_take(inputs)
-        return len(inputs)
-    lengths = {key: _length(value) for key, value in inputs.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"the values must have the same length to be split, but have {lengths}.")
-    return next(iter(lengths.values()), 0)
-
-
-def _is_splittable(inputs: Any) -> bool:
-    return not isinstance(inputs, Mapping)
-
-
-def _taken(inputs: Any, rows: list[int]) -> Any:
-    return _way_to_take(inputs)(inputs, rows)
-
-
-def _way_to_take(inputs: Any) -> Callable[[Any, list[int]], Any]:
-    """How to take rows from inputs of this kind."""
-    for belongs, take in _WAYS:
-        if belongs(inputs):
-            return take
-    raise TypeError(
-        f"a {type(inputs).__name__} cannot be split between processes: pass a list, a tuple, a "
-        "tensor, an array, a datasets.Dataset, or a mapping of these."
-    )
-
-
-def _rows_of_tensor(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
-
-
-def _rows_of_sequence(items: Sequence[Any], rows: list[int]) -> Any:
-    taken = [items[row] for row in rows]
-    if isinstance(items, tuple):
-        return tuple(taken)
-    if isinstance(items, list):
-        return taken if type(items) is list else cast(Any, type(items))(taken)
-    return taken
-
-
-def _is_array(inputs: Any) -> bool:
-    return hasattr(inputs, "__array__") and getattr(inputs, "ndim", 0) > 0
-
-
-def _is_dataset(inputs: Any) -> bool:
-    selects = callable(getattr(inputs, "select", None)) and hasattr(inputs, "__len__")
-    return selects and not isinstance(inputs, torch.Tensor)
-
-
-def _is_sequence(inputs: Any) -> bool:
-    return isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes))
-
-
-_WAYS: tuple[tuple[Callable[[Any], bool], Callable[[Any, list[int]], Any]], ...] = (
-    (_is_sequence, _rows_of_sequence),
-    (lambda inputs: _is_array(inputs) and isinstance(inputs, torch.Tensor), _rows_of_tensor),
-    (lambda inputs: hasattr(inputs, "iloc"), lambda frame, rows: frame.iloc[rows]),
-    (_is_array, lambda array, rows: array[rows]),
-    (_is_dataset, lambda dataset, rows: dataset.select(rows)),
-)
-
-
-@contextmanager
-def _goes_first(leads: bool, where: str) -> Iterator[None]:
-    """Two meetings: when those who lead have finished, and when the others have."""
-    if _is_ordered_already(where):
-        yield
-        return
-    if not leads:
-        share_failure(None, where)
-    with shared_failure(where), collectives.turn(where):
-        yield
-    if leads:
-        share_failure(None, where)
-
-
-def _is_ordered_already(where: str) -> bool:
-    """True in a block inside of another such block, which lets the same processes go first."""
-    outer = collectives.current_turn()
-    _, world, _, local_world = process_rank()
-    if outer not in (None, where) and local_world != world:
-        raise RuntimeError(
-            f"{where} inside of {outer} cannot be ordered on several machines: use the same one "
-            "for both blocks, or put them one after the other."
-        )
-    return outer is not None
-
-
-def main_process_first() -> AbstractContextManager[None]:
-    """Context manager: rank 0 runs the block first, the others when it has finished.
-
-    All leave it together, once the last has finished: an error in it on any process ends it on all
-    of them, so that none waits for a process that is gone. A block inside of another one runs in
-    the turn of that one. A collective in it would wait for ever, and is refused.
-
-    Raises:
-        RemoteError: another process failed in its turn.
-        RuntimeError: a collective in the block.
-
-    Example:
-        >>> from accel_callbacks import main_process_first
-        >>> with main_process_first():
-        ...     vocabulary = {"a": 0, "b": 1}
-    """
-    return _goes_first(process_rank()[0] == 0, "main_process_first")
-
-
-def local_main_process_first() -> AbstractContextManager[None]:
-    """Context manager: the first process of each machine runs the block before the others.
-
-    Else it is like :func:`main_process_first`.
-
-    Raises:
-        RemoteError: another process failed in its turn.
-        RuntimeError: a collective in the block.
-
-    Example:
-        >>> from accel_callbacks import local_main_process_first
-        >>> with local_main_process_first():
-        ...     cache = [1, 2]
-    """
-    return _goes_first(process_rank()[2] == 0, "local_main_process_first")
-
-
-def _only(
-    function: Callable[P, R], chosen: Callable[[tuple[int, int, int, int]], bool]
-) -> Callable[P, R | None]:
-    """Call ``function`` where ``chosen`` holds, decided at each call; elsewhere return None."""
-
-    @functools.wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if chosen(process_rank()) else None
-
-    return guarded
+    return process_rank()[0] == 0
 
 
 def main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorator: run the function on rank 0 only; the others get ``None`` at once.
+    """Decorator: run the function on rank 0 only; the other ranks return ``None`` at once.
 
-    It is decided at each call, so functions can be decorated before any Accelerator exists.
+    The rank is read at each call, so functions can be decorated before any Accelerator exists.
 
     Example:
         >>> from accel_callbacks import main_process_only
@@ -251,7 +90,7 @@ def last_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
 def on_process(
     function: Callable[P, R] | None = None, process_index: int = 0
 ) -> Callable[..., Any]:
-    """Decorator: run the function on the process with this rank only.
+    """Decorator: run the function on one rank only.
 
     Args:
         function: the function, or ``None`` where the decorator is called with arguments.
@@ -273,7 +112,7 @@ def on_process(
 def on_local_process(
     function: Callable[P, R] | None = None, local_process_index: int = 0
 ) -> Callable[..., Any]:
-    """Decorator: run the function on the process with this index on each machine only.
+    """Decorator: run the function on one local rank of each machine only.
 
     Example:
         >>> from accel_callbacks import on_local_process
@@ -285,22 +124,99 @@ def on_local_process(
     return _only(function, lambda ranks: ranks[2] == local_process_index)
 
 
+def _only(
+    function: Callable[P, R], chosen: Callable[[tuple[int, int, int, int]], bool]
+) -> Callable[P, R | None]:
+    """Call ``function`` on the ranks for which ``chosen`` is true; return None on the others."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if chosen(process_rank()) else None
+
+    return guarded
+
+
+def main_process_first() -> AbstractContextManager[None]:
+    """Context manager: rank 0 runs the block first, the other ranks after it has finished.
+
+    All ranks leave the block together, after the last one has finished. An error on one rank is
+    raised on all of them, so that no rank waits for one that is gone. A nested block follows the
+    order of the outer one. A collective in the block would deadlock, and is refused.
+
+    Raises:
+        RemoteError: another rank failed in the block.
+        RuntimeError: a collective in the block.
+
+    Example:
+        >>> from accel_callbacks import main_process_first
+        >>> with main_process_first():
+        ...     vocabulary = {"a": 0, "b": 1}
+    """
+    return _goes_first(process_rank()[0] == 0, "main_process_first")
+
+
+def local_main_process_first() -> AbstractContextManager[None]:
+    """Context manager: the first process of each machine runs the block before the others.
+
+    Otherwise like :func:`main_process_first`.
+
+    Raises:
+        RemoteError: another rank failed in the block.
+        RuntimeError: a collective in the block.
+
+    Example:
+        >>> from accel_callbacks import local_main_process_first
+        >>> with local_main_process_first():
+        ...     cache = [1, 2]
+    """
+    return _goes_first(process_rank()[2] == 0, "local_main_process_first")
+
+
+@contextmanager
+def _goes_first(leads: bool, where: str) -> Iterator[None]:
+    """Run the block on the leading ranks, synchronize, run it on the others, synchronize."""
+    if _is_nested(where):
+        yield
+        return
+    # Each rank calls share_failure twice: a leader at the end of its block and then once more for
+    # the followers' block; a follower once for the leaders' block and then at the end of its own.
+    # So the calls pair up, and a failure in either half is raised on all ranks.
+    if not leads:
+        share_failure(None, where)
+    with shared_failure(where), collectives.turn(where):
+        yield
+    if leads:
+        share_failure(None, where)
+
+
+def _is_nested(where: str) -> bool:
+    """Return True inside of another such block that puts the same ranks first."""
+    outer = collectives.current_turn()
+    _, world, _, local_world = process_rank()
+    if outer not in (None, where) and local_world != world:
+        raise RuntimeError(
+            f"{where} inside of {outer} cannot be ordered on several machines: use the same one "
+            "for both blocks, or put them one after the other."
+        )
+    return outer is not None
+
+
 @overload
-def synchronize(name: str = ...) -> _Meeting: ...
+def synchronize(name: str = ...) -> _Synchronized: ...
 @overload
 def synchronize(name: Callable[P, R]) -> Callable[P, R]: ...
 def synchronize(name: Any = "synchronize") -> Any:
-    """Context manager and decorator: processes meet before and after the block, or all fail.
+    """Context manager and decorator: synchronize all ranks before and after the block.
 
-    Use it around work that one process does for all. An exception in the block on any process
-    ends the block on all of them: the failing one raises its own exception, the others raise
-    :class:`RemoteError` with its traceback, and nobody waits for a process that is gone.
+    Use it around work that one rank does for all. An exception in the block on any rank is raised
+    on all of them: the failing rank raises its own exception, the others raise
+    :class:`RemoteError` with its traceback, and no rank waits for one that is gone.
 
     Args:
         name: shown in the error, to tell several blocks apart.
 
     Raises:
-        RemoteError: another process failed in the block.
+        RemoteError: another rank failed in the block.
 
     Example:
         >>> from accel_callbacks import is_main_process, synchronize
@@ -315,12 +231,12 @@ def synchronize(name: Any = "synchronize") -> Any:
         3
     """
     if callable(name):
-        return _Meeting(getattr(name, "__qualname__", "synchronize"))(name)
-    return _Meeting(name)
+        return _Synchronized(getattr(name, "__qualname__", "synchronize"))(name)
+    return _Synchronized(name)
 
 
-class _Meeting(ContextDecorator):
-    """The block of :func:`synchronize`; it keeps no state, so one object serves many calls."""
+class _Synchronized(ContextDecorator):
+    """The block of :func:`synchronize`; stateless, so that one object can serve many calls."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -332,19 +248,107 @@ class _Meeting(ContextDecorator):
         share_failure(error, self._name)
 
 
-def is_main_process() -> bool:
-    """True on rank 0; works before any Accelerator exists.
+@contextmanager
+def split_between_processes(inputs: T, apply_padding: bool = False) -> Iterator[T]:
+    """Context manager: yield this rank's share of ``inputs``, which are not changed.
+
+    The shares are contiguous and in rank order; the first ones are longer by one if the number of
+    items is not divisible by the number of ranks.
+
+    Args:
+        inputs: a list, a tuple, another sequence, a tensor or a NumPy array (split along its first
+            dimension), a ``datasets.Dataset``, or a mapping of such values of the same length.
+        apply_padding: repeat the last item, so that all ranks get the same number of items (to
+            gather the results, for example; drop the repetitions afterwards).
+
+    Yields:
+        The share, of the same type as ``inputs``. With fewer items than ranks, the last ranks get
+        none: an empty list, or a tensor of shape ``(0, ...)``.
+
+    Raises:
+        ValueError: the values of a mapping differ in length.
+        TypeError: the inputs cannot be split, such as a string.
 
     Example:
-        >>> from accel_callbacks import is_main_process
-        >>> is_main_process()
-        True
+        >>> from accel_callbacks import split_between_processes
+        >>> with split_between_processes({"id": [1, 2], "prompt": ["a", "b"]}) as share:
+        ...     print(share)
+        {'id': [1, 2], 'prompt': ['a', 'b']}
     """
-    return process_rank()[0] == 0
+    rank, world = process_rank()[:2]
+    length = _length(inputs)
+    size, longer = divmod(length, world)
+    start = rank * size + min(rank, longer)
+    rows = list(range(start, start + size + (rank < longer)))
+    if apply_padding and length:
+        rows += [length - 1] * (size + (longer > 0) - len(rows))
+    # Everything but a Mapping is a leaf here, so that map_leaves does not descend into lists.
+    yield map_leaves(inputs, lambda items: _taker(items)(items, rows), _is_not_mapping)
+
+
+def _length(inputs: Any) -> int:
+    if not isinstance(inputs, Mapping):
+        _taker(inputs)
+        return len(inputs)
+    lengths = {key: _length(value) for key, value in inputs.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the values must have the same length to be split, but have {lengths}.")
+    return next(iter(lengths.values()), 0)
+
+
+def _is_not_mapping(inputs: Any) -> bool:
+    return not isinstance(inputs, Mapping)
+
+
+def _taker(inputs: Any) -> Callable[[Any, list[int]], Any]:
+    """Return the function that takes rows from inputs of this type."""
+    for matches, take in _TAKERS:
+        if matches(inputs):
+            return take
+    raise TypeError(
+        f"a {type(inputs).__name__} cannot be split between processes: pass a list, a tuple, a "
+        "tensor, an array, a datasets.Dataset, or a mapping of these."
+    )
+
+
+def _rows_of_tensor(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
+
+
+def _rows_of_sequence(items: Sequence[Any], rows: list[int]) -> Any:
+    taken = [items[row] for row in rows]
+    if isinstance(items, tuple):
+        return tuple(taken)
+    if isinstance(items, list):
+        return taken if type(items) is list else cast(Any, type(items))(taken)
+    return taken
+
+
+def _is_array(inputs: Any) -> bool:
+    return hasattr(inputs, "__array__") and getattr(inputs, "ndim", 0) > 0
+
+
+def _is_dataset(inputs: Any) -> bool:
+    selects = callable(getattr(inputs, "select", None)) and hasattr(inputs, "__len__")
+    return selects and not isinstance(inputs, torch.Tensor)
+
+
+def _is_sequence(inputs: Any) -> bool:
+    return isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes))
+
+
+# The first match counts: a tensor has ``__array__`` too, and a DataFrame is an array with ``iloc``.
+_TAKERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, list[int]], Any]], ...] = (
+    (_is_sequence, _rows_of_sequence),
+    (lambda inputs: _is_array(inputs) and isinstance(inputs, torch.Tensor), _rows_of_tensor),
+    (lambda inputs: hasattr(inputs, "iloc"), lambda frame, rows: frame.iloc[rows]),
+    (_is_array, lambda array, rows: array[rows]),
+    (_is_dataset, lambda dataset, rows: dataset.select(rows)),
+)
 
 
 class ProcessControl:
-    """The process methods that Accelerator and PartialState share."""
+    """The rank properties and decorators that Accelerator and PartialState share."""
 
     @property
     def num_processes(self) -> int:
@@ -394,17 +398,17 @@ class ProcessControl:
 
     @property
     def debug(self) -> bool | None:
-        """Whether processes compare before a collective; None for what ``ACCEL_DEBUG`` says."""
+        """True if ranks compare their calls before a collective; None to read ``ACCEL_DEBUG``."""
         return None
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
+        """Block until all ranks have reached this point."""
         collectives.barrier(debug=self.debug)
 
     def split_between_processes(
         self, inputs: T, apply_padding: bool = False
     ) -> AbstractContextManager[T]:
-        """This process's share of ``inputs``; see :func:`accel_callbacks.split_between_processes`.
+        """Yield this rank's share; see :func:`accel_callbacks.split_between_processes`.
 
         Example:
             >>> from accel_callbacks import PartialState
@@ -415,6 +419,6 @@ class ProcessControl:
         return split_between_processes(inputs, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first process of each machine only."""
+        """Call ``print`` on the first process of each machine only."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)

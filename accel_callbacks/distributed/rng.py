@@ -1,4 +1,4 @@
-"""Set_seed, capture / restore / synchronize generators."""
+"""Seed, capture, restore and synchronize random generators."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 
 from accel_callbacks.collectives import broadcast_object, world_size
 from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.distributed.topology import process_rank
 from accel_callbacks.errors import nearest
 
 __all__ = [
@@ -27,8 +28,46 @@ __all__ = [
 ]
 
 
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the generators of Python, NumPy and torch, on all devices.
+
+    Args:
+        seed: any integer from 0 to 2**32 - 1.
+        device_specific: add the rank, so that ranks draw different numbers.
+        deterministic: also make torch raise for nondeterministic operations, and turn cuDNN's
+            benchmarking off. Slower; it stays on.
+
+    Warns:
+        UserWarning: ``deterministic`` on CUDA without the environment variable that cuBLAS needs.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import set_seed
+        >>> set_seed(0)
+        >>> first = torch.rand(1)
+        >>> set_seed(0)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+    seed += process_rank()[0] if device_specific else 0
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << 32))
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        if torch.cuda.is_available() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+            warnings.warn(
+                "matrix products on CUDA are not deterministic, and raise an error: start the "
+                "script with CUBLAS_WORKSPACE_CONFIG=:4096:8 in its environment.",
+                stacklevel=2,
+            )
+
+
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """The state of Python's, NumPy's, torch's and the device's generators.
+    """Return the state of the generators of Python, NumPy, torch and the device.
 
     Example:
         >>> import random, torch
@@ -44,80 +83,37 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
     if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(*_which(device))
+        state[device.type] = torch.get_device_module(device).get_rng_state(*_device_args(device))
     return state
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what :func:`capture_rng` gave."""
+    """Restore what :func:`capture_rng` returned."""
     random.setstate(_tuples(state["python"]))
     torch.set_rng_state(state["torch"])
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(state["numpy"])
     if device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], *_which(device))
+        module = torch.get_device_module(device)
+        module.set_rng_state(state[device.type], *_device_args(device))
 
 
-def _which(device: torch.device) -> tuple[torch.device, ...]:
-    """Apple's module has one device and takes no argument that names it."""
+def _device_args(device: torch.device) -> tuple[torch.device, ...]:
+    # torch.mps has one device, and its functions take no argument for it.
     return () if device.type == "mps" else (device,)
 
 
 def _tuples(value: Any) -> Any:
-    """Python's ``random`` insists on tuples, whatever the state travelled through."""
+    """Turn lists into tuples, which ``random.setstate`` insists on and JSON does not keep."""
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python's, NumPy's and torch's generators, on all devices.
-
-    Args:
-        seed: any integer from 0 to 2**32 - 1.
-        device_specific: add the rank, so that processes draw differently.
-        deterministic: also make torch refuse operations whose results differ from call to call,
-            and let cuDNN choose its algorithms without trying them. Slower; it stays on.
-
-    Warns:
-        UserWarning: ``deterministic`` on CUDA, and a variable that cuBLAS needs is not set.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks import set_seed
-        >>> set_seed(0)
-        >>> first = torch.rand(1)
-        >>> set_seed(0)
-        >>> bool(torch.rand(1) == first)
-        True
-    """
-    from accel_callbacks.distributed.topology import process_rank
-
-    seed += process_rank()[0] if device_specific else 0
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
-    if deterministic:
-        _be_deterministic()
-
-
-def _be_deterministic() -> None:
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    if torch.cuda.is_available() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        warnings.warn(
-            "matrix products on CUDA are not deterministic, and raise an error: start the script "
-            "with CUBLAS_WORKSPACE_CONFIG=:4096:8 in its environment.",
-            stacklevel=3,
-        )
-
-
 class RNGType(str, Enum):
-    """A random generator that can be synchronised.
+    """A random generator that can be synchronized.
 
-    ``generator`` is one that is passed along, the others are torch's own: of the CPU, or of the
-    current device of that kind.
+    ``generator`` is one that is passed as an argument, the others are torch's own: of the CPU, or
+    of the current device of that type.
 
     Example:
         >>> from accel_callbacks import RNGType
@@ -135,15 +131,15 @@ class RNGType(str, Enum):
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Give generators the state that they have on rank 0; on all processes or on none.
+    """Set generators to their state on rank 0, on all ranks or on none.
 
     Args:
         rng_types: which ones, see :class:`RNGType`.
-        generator: the one meant by ``"generator"``.
+        generator: the generator that ``"generator"`` stands for.
 
     Raises:
-        ValueError: an unknown type, ``"generator"`` without one, or a device that is not there.
-        RemoteError: another process could not take part.
+        ValueError: an unknown type, ``"generator"`` without one, or a device that does not exist.
+        RemoteError: another rank failed.
 
     Example:
         >>> import torch
@@ -157,6 +153,7 @@ def synchronize_rng_states(
     if world_size() == 1:
         return
     names, states = broadcast_object((kinds, before))
+    # Either all ranks have the states of rank 0 afterwards, or each has its own again.
     try:
         with shared_failure("synchronize_rng_states"):
             if names != kinds:
@@ -167,7 +164,7 @@ def synchronize_rng_states(
                 source.set(state)
     except BaseException:
         for source, state in zip(sources, before, strict=True):
-            with suppress(Exception):  # the one that could not be set
+            with suppress(Exception):  # setting this one may be what failed
                 source.set(state)
         raise
 
@@ -175,16 +172,16 @@ def synchronize_rng_states(
 def synchronize_rng_state(
     rng_type: str | RNGType | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Give one generator the state that it has on rank 0.
+    """Set one generator to its state on rank 0.
 
     Args:
-        rng_type: which one, see :class:`RNGType`; if ``None``, ``generator`` where one is given,
-            else torch's.
-        generator: the one meant by ``"generator"``.
+        rng_type: which one, see :class:`RNGType`; if ``None``, ``generator`` if one is given, else
+            torch's.
+        generator: the generator that ``"generator"`` stands for.
 
     Raises:
         ValueError: as :func:`synchronize_rng_states`.
-        RemoteError: another process could not take part.
+        RemoteError: another rank failed.
 
     Example:
         >>> from accel_callbacks import synchronize_rng_state
@@ -192,22 +189,6 @@ def synchronize_rng_state(
     """
     default = RNGType.TORCH if generator is None else RNGType.GENERATOR
     synchronize_rng_states([default if rng_type is None else rng_type], generator)
-
-
-class _Source:
-    """Where a state is read and written: torch, the module of a device, or a generator."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def get(self) -> torch.Tensor:
-        """The state, on the CPU."""
-        state: torch.Tensor = getattr(self._owner, f"get_{self._name}")()
-        return state
-
-    def set(self, state: torch.Tensor) -> None:
-        """Take over a state."""
-        getattr(self._owner, f"set_{self._name}")(state)
 
 
 def _kind(name: str | RNGType) -> RNGType:
@@ -227,9 +208,26 @@ def _source(kind: RNGType, generator: torch.Generator | None) -> _Source:
             raise ValueError('rng_type="generator" needs generator=, a torch.Generator.')
         return _Source(generator, "state")
     module = torch.get_device_module(kind.value)
+    # A torch built for a device has its module even where the machine has no such device.
     if not (torch.accelerator.is_available() and module.is_available()):
         raise ValueError(f"rng_type={kind.value!r}: this process has no such device.")
     return _Source(module, "rng_state")
+
+
+class _Source:
+    """A generator state behind one interface: of torch, of a device module, or of a generator."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def get(self) -> torch.Tensor:
+        """Return the state, on the CPU."""
+        state: torch.Tensor = getattr(self._owner, f"get_{self._name}")()
+        return state
+
+    def set(self, state: torch.Tensor) -> None:
+        """Set the state."""
+        getattr(self._owner, f"set_{self._name}")(state)
 
 
 def _values(kinds: Iterable[RNGType]) -> list[str]:

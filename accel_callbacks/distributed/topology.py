@@ -1,4 +1,4 @@
-"""Topology: rank, world, device, backend; frozen."""
+"""Resolve the frozen topology of this process: rank, world size, device and backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import begin_again, finish_spared, group_is_torn
+from accel_callbacks.distributed.abort import group_is_torn, rejoin_group, wait_for_exempt_groups
 from accel_callbacks.distributed.process_group import GroupOptions, backend_for, join_group
 
 __all__ = [
@@ -30,51 +30,7 @@ __all__ = [
     "select_device",
 ]
 
-
-def own_accelerator() -> torch.device | None:
-    """The kind of accelerator that this machine has; a torch built for one names it regardless.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.distributed.topology import own_accelerator
-        >>> (own_accelerator() is not None) == torch.accelerator.is_available()
-        True
-    """
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
-def pick_device(cpu: bool, local_rank: int) -> torch.device:
-    """The device of the process with this index on its machine, made torch's current one.
-
-    Args:
-        cpu: leave other devices alone.
-        local_rank: index among the processes of this machine, which is that of its device.
-
-    Raises:
-        RuntimeError: this machine has fewer devices.
-
-    Example:
-        >>> from accel_callbacks.distributed.topology import pick_device
-        >>> pick_device(cpu=True, local_rank=1)
-        device(type='cpu')
-    """
-    kind = None if cpu else own_accelerator()
-    if kind is None:
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if count == 1 and _alone_with_its_device(local_rank):
-        local_rank = 0
-    if local_rank >= count:
-        raise RuntimeError(
-            f"local rank {local_rank} has no device: this machine shows {count}. Start at most "
-            f"{count} processes here, or pass --cpu to `accel launch`."
-        )
-    device = torch.device(kind.type, local_rank)
-    select_device(device)
-    return device
-
-
-# What sets each process apart on its machine where a scheduler starts them, one task a process.
+# Local ranks as set by schedulers that start one task per process.
 _TASK_INDEX = (
     "SLURM_LOCALID",
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -82,31 +38,15 @@ _TASK_INDEX = (
     "PALS_LOCAL_RANKID",
 )
 
-
-def _alone_with_its_device(local_rank: int) -> bool:
-    """A scheduler started this process and shows it one device, its own: `srun --gpus-per-task=1`.
-
-    Under torchrun the index is that of the launcher, 0, and processes must not share a device.
-    """
-    return any(os.environ.get(name) == str(local_rank) for name in _TASK_INDEX)
-
-
-def select_device(device: torch.device) -> None:
-    """Make a device the current one of torch in this thread; nothing to do for the CPU.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.distributed.topology import select_device
-        >>> select_device(torch.device("cpu"))
-    """
-    if device.type != "cpu":
-        # torch 2.6 has it under its older name only
-        select = getattr(torch.accelerator, "set_device_index", None)
-        (select or torch.accelerator.set_device_idx)(device.index or 0)
+# Global, as the default process group of torch is.
+_current: Topology | None = None
+_owns_group = False
+_exit_hook_set = False
+_joined_with: GroupOptions | None = None  # None if the script or another library made the group
 
 
 class DistributedType(str, Enum):
-    """What kind of run this is; the names follow Hugging Face Accelerate.
+    """The kind of a run; the names are those of Hugging Face Accelerate.
 
     Example:
         >>> from accel_callbacks import DistributedType
@@ -117,7 +57,7 @@ class DistributedType(str, Enum):
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
-    # No run is of these kinds here; scripts for Accelerate compare with them all the same.
+    # Never returned by this version, but scripts written for Accelerate compare with them.
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
     MULTI_SDAA = "MULTI_SDAA"
@@ -133,7 +73,7 @@ class DistributedType(str, Enum):
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this process stands among all processes of the run. It never changes.
+    """The rank, device and backend of this process. They never change.
 
     Args:
         device: the device that this process computes on.
@@ -166,12 +106,6 @@ class Topology:
         return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
 
 
-_current: Topology | None = None
-_owns_group = False
-_exit_hook_set = False
-_joined_with: GroupOptions | None = None  # None where the group was there before us
-
-
 def resolve_topology(
     *,
     cpu: bool = False,
@@ -180,24 +114,24 @@ def resolve_topology(
     init_method: str | None = None,
     anew: bool = False,
 ) -> Topology:
-    """Find out where this process stands, joining the process group on the first call.
+    """Return the topology of this process, joining the process group on the first call.
 
-    The answer is a fact of the process: later calls return the same object.
+    The topology is global to the process: later calls return the same object.
 
     Args:
-        cpu: compute on the CPU even where an accelerator is there.
-        timeout: how long a collective may wait; torch's default where ``None``.
-        backend: of ``torch.distributed``; the one that fits the device where ``None``.
-        init_method: URL to meet at; the address that the launcher set where ``None``.
-        anew: where an error has ended a run, join a new group together with all processes.
+        cpu: compute on the CPU even if there is an accelerator.
+        timeout: how long a collective may wait; torch's default if ``None``.
+        backend: of ``torch.distributed``; chosen by the device if ``None``.
+        init_method: the rendezvous URL; the address set by the launcher if ``None``.
+        anew: join a new group, together with all ranks, if an error has aborted the current one.
 
     Raises:
-        ValueError: a backend or an ``init_method`` that is unknown or cannot serve the device.
+        ValueError: the backend or the ``init_method`` is unknown or cannot serve the device.
         RuntimeError: the launcher's variables are incomplete, there are more processes than
-            devices, or the process already settled on another device or backend.
+            devices, or this process already uses another device or backend.
 
     Warns:
-        UserWarning: the process group is there already, with another ``timeout`` or
+        UserWarning: the process group exists already, with another ``timeout`` or
             ``init_method``.
 
     Example:
@@ -208,7 +142,7 @@ def resolve_topology(
     global _current
     options = GroupOptions(backend, init_method, timeout)
     if anew and group_is_torn():
-        _begin_again(options)
+        _rejoin(options)
     if _current is None:
         grouped = dist.is_available() and dist.is_initialized()
         _current = _detect(cpu, options, os.environ)
@@ -223,12 +157,15 @@ def resolve_topology(
     else:
         _check_group(_current, options)
     if _current.backend is not None and dist.is_initialized():
-        collectives.store()  # all processes come here, so they count their groups alike
+        # store() numbers the default groups of this process as it first sees them, and the number
+        # is part of the store's prefix. All ranks resolve their topology, but not all of them may
+        # need the store later, so it is called here to keep the numbers equal on all ranks.
+        collectives.store()
     return _current
 
 
 def _check_group(here: Topology, asked: GroupOptions) -> None:
-    """Options that come too late: the process group is there already."""
+    """Refuse or warn of options that come too late, because the process group exists already."""
     if here.backend is None:
         return
     if asked.backend and backend_for(here.device, asked.backend) != backend_for(
@@ -250,8 +187,44 @@ def _check_group(here: Topology, asked: GroupOptions) -> None:
             )
 
 
+def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topology:
+    joined = _group_ranks(env)
+    if joined is not None:
+        return Topology(pick_device(cpu, joined[2]), *joined, backend=dist.get_backend())
+    rank, world, local_rank, local_world = _ranks_from(env)
+    device = pick_device(cpu, local_rank)
+    backend = _join(device, rank, world, options, env) if world > 1 else None
+    return Topology(device, rank, world, local_rank, local_world, backend)
+
+
+def _join(
+    device: torch.device, rank: int, world: int, options: GroupOptions, env: Mapping[str, str]
+) -> str:
+    """Join the group, and destroy it at exit at the latest."""
+    global _owns_group, _exit_hook_set, _joined_with
+    backend = join_group(device, rank, world, options, env)
+    _owns_group, _joined_with = True, options
+    if not _exit_hook_set:
+        atexit.register(destroy_topology)
+        _exit_hook_set = True
+    return backend
+
+
+def _rejoin(asked: GroupOptions) -> None:
+    """Replace the group that an error has aborted by a new one, together with all ranks."""
+    global _joined_with
+    if not _owns_group or _current is None or _current.backend is None:
+        raise RuntimeError(
+            "the process group that the script made was broken by the error that ended a run: call "
+            "destroy_process_group() and init_process_group() on all processes, or let them end."
+        )
+    before = _joined_with or GroupOptions()
+    _joined_with = replace(before, timeout=asked.timeout or before.timeout)
+    rejoin_group(_current.backend, _joined_with.timeout)
+
+
 def is_initialized() -> bool:
-    """True once an Accelerator or a state handle has found out where this process stands.
+    """Return True once an Accelerator or a state handle has resolved the topology.
 
     Example:
         >>> from accel_callbacks import PartialState
@@ -267,10 +240,10 @@ def is_initialized() -> bool:
 
 
 def destroy_topology() -> None:
-    """Leave the process group (if we joined it) and forget the topology.
+    """Destroy the process group (if it was joined here) and reset the topology.
 
-    Dead models are collected first: a gloo worker thread that frees a tensor after the
-    interpreter began to finalise aborts the process.
+    Unreferenced models are collected first: a gloo worker thread that frees one of their tensors
+    while the interpreter finalizes aborts the process.
 
     Example:
         >>> from accel_callbacks.distributed.topology import destroy_topology, resolve_topology
@@ -280,17 +253,19 @@ def destroy_topology() -> None:
     global _current, _owns_group, _joined_with
     _current = _joined_with = None
     if _owns_group and dist.is_initialized():
-        finish_spared()
+        # In this order: a background save still uses its own group, and the reducers of models
+        # (in reference cycles, so only gc frees them) must go before the group they belong to.
+        wait_for_exempt_groups()
         gc.collect()
         dist.destroy_process_group()
     _owns_group = False
 
 
 def process_rank() -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, local world size) of this process.
+    """Return (rank, world size, local rank, local world size) of this process.
 
-    From the topology, else a process group that the script has made, else the environment. Works
-    before any Accelerator exists, so that decorators can be used at import time.
+    They are read from the topology, else from a process group that the script has made, else from
+    the environment. So decorators work at import time, before any Accelerator exists.
 
     Example:
         >>> from accel_callbacks.distributed.topology import process_rank
@@ -304,7 +279,7 @@ def process_rank() -> tuple[int, int, int, int]:
 
 
 def _group_ranks(env: Mapping[str, str]) -> tuple[int, int, int, int] | None:
-    """The ranks in the process group that is there, None without one."""
+    """Return the ranks of the existing process group, None without one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -329,7 +304,7 @@ def _ranks_from(env: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    """A variable of the launcher."""
+    """Read an integer variable of the launcher."""
     text = env.get(name, str(default))
     try:
         return int(text)
@@ -340,37 +315,70 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
         ) from None
 
 
-def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topology:
-    joined = _group_ranks(env)
-    if joined is not None:
-        return Topology(pick_device(cpu, joined[2]), *joined, backend=dist.get_backend())
-    rank, world, local_rank, local_world = _ranks_from(env)
-    device = pick_device(cpu, local_rank)
-    backend = _join(device, rank, world, options, env) if world > 1 else None
-    return Topology(device, rank, world, local_rank, local_world, backend)
+def own_accelerator() -> torch.device | None:
+    """Return the type of this machine's accelerator, None without one.
+
+    ``torch.accelerator.current_accelerator()`` alone returns what torch was built for, even where
+    the machine has no such device.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.distributed.topology import own_accelerator
+        >>> (own_accelerator() is not None) == torch.accelerator.is_available()
+        True
+    """
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def _join(
-    device: torch.device, rank: int, world: int, options: GroupOptions, env: Mapping[str, str]
-) -> str:
-    """Join the group, which is then ours to leave, at the latest when the process ends."""
-    global _owns_group, _exit_hook_set, _joined_with
-    backend = join_group(device, rank, world, options, env)
-    _owns_group, _joined_with = True, options
-    if not _exit_hook_set:
-        atexit.register(destroy_topology)
-        _exit_hook_set = True
-    return backend
+def pick_device(cpu: bool, local_rank: int) -> torch.device:
+    """Return the device of a local rank, and make it torch's current device.
 
+    Args:
+        cpu: use the CPU even where there is an accelerator.
+        local_rank: index among the processes of this machine, and so the index of its device.
 
-def _begin_again(asked: GroupOptions) -> None:
-    """An error has ended a run on all processes: where all of them go on, they join anew."""
-    global _joined_with
-    if not _owns_group or _current is None or _current.backend is None:
+    Raises:
+        RuntimeError: this machine has fewer devices.
+
+    Example:
+        >>> from accel_callbacks.distributed.topology import pick_device
+        >>> pick_device(cpu=True, local_rank=1)
+        device(type='cpu')
+    """
+    kind = None if cpu else own_accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if count == 1 and _has_one_device_per_task(local_rank):
+        local_rank = 0
+    if local_rank >= count:
         raise RuntimeError(
-            "the process group that the script made was broken by the error that ended a run: call "
-            "destroy_process_group() and init_process_group() on all processes, or let them end."
+            f"local rank {local_rank} has no device: this machine shows {count}. Start at most "
+            f"{count} processes here, or pass --cpu to `accel launch`."
         )
-    before = _joined_with or GroupOptions()
-    _joined_with = replace(before, timeout=asked.timeout or before.timeout)
-    begin_again(_current.backend, _joined_with.timeout)
+    device = torch.device(kind.type, local_rank)
+    select_device(device)
+    return device
+
+
+def _has_one_device_per_task(local_rank: int) -> bool:
+    """Return whether a scheduler made one device visible to each task (`srun --gpus-per-task=1`).
+
+    Then every task sees its own device as index 0. torchrun started as one task is not that case:
+    the task index is the launcher's, 0, and its workers must not share the one visible device.
+    """
+    return any(os.environ.get(name) == str(local_rank) for name in _TASK_INDEX)
+
+
+def select_device(device: torch.device) -> None:
+    """Make a device torch's current one in this thread; do nothing for the CPU.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.distributed.topology import select_device
+        >>> select_device(torch.device("cpu"))
+    """
+    if device.type != "cpu":
+        # torch 2.6 has only the older name.
+        select = getattr(torch.accelerator, "set_device_index", None)
+        (select or torch.accelerator.set_device_idx)(device.index or 0)

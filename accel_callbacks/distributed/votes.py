@@ -1,4 +1,4 @@
-"""Votes: what one process asks for, all processes do, at the same step."""
+"""Votes: all ranks do what one rank asks for, at the same step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from accel_callbacks import collectives
 
 __all__ = ["KINDS", "Votes"]
 
-#: What can be asked for, in the order in which it is done.
+#: The kinds of requests, in the order in which they are carried out.
 KINDS = ("save", "preempt", "stop")
 
 
 class Votes:
-    """The requests of this process, and how all of them learn of each other's.
+    """Requests of this rank that take effect on all ranks at the same step boundary.
+
+    Without a vote, a rank that receives a signal or whose timer expires would save or stop one
+    step before the others, and they would wait for it in their next collective.
 
     Example:
         >>> from accel_callbacks.distributed.votes import Votes
@@ -32,34 +35,34 @@ class Votes:
         self.asked: dict[str, str] = {}
 
     def ask(self, kind: str, reason: str) -> None:
-        """Ask for it at the next step boundary; the first reason is kept."""
+        """Request an action for the next step boundary; the first reason is kept."""
         self.asked.setdefault(kind, reason)
 
     def withdraw(self, kind: str) -> None:
-        """Take back what this process has asked for."""
+        """Withdraw this rank's request."""
         self.asked.pop(kind, None)
 
     def agree(self) -> dict[str, tuple[str, int]]:
-        """Collective: what any process asked for, with the first reason and whose it is.
+        """Collective: the requests of all ranks, each with its first reason and that rank.
 
-        One small all-reduce; the reasons are exchanged only where something was asked for.
+        It costs one small all-reduce; the reasons are gathered only if there is a request.
         """
         asked, self.asked = self.asked, {}
         if collectives.world_size() == 1:
-            wishes = [asked]
-        elif not _anybody(asked):
+            requests = [asked]
+        elif not _any_request(asked):
             return {}
         else:
-            wishes = collectives.all_objects(asked, operation="votes")
+            requests = collectives.all_objects(asked, operation="votes")
         return {
-            kind: next((wish[kind], rank) for rank, wish in enumerate(wishes) if kind in wish)
+            kind: next((one[kind], rank) for rank, one in enumerate(requests) if kind in one)
             for kind in KINDS
-            if any(kind in wish for wish in wishes)
+            if any(kind in one for one in requests)
         }
 
 
-def _anybody(asked: dict[str, str]) -> bool:
-    """Whether any process asked for anything."""
+def _any_request(asked: dict[str, str]) -> bool:
+    """Return whether any rank has a request."""
     collectives.begin("votes")
     ballot = torch.tensor([int(kind in asked) for kind in KINDS], dtype=torch.int32)
     ballot = collectives.on_backend(ballot)

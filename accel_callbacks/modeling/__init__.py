@@ -1,1 +1,1 @@
-"""Models: compiled, loaded, sized, and evaluated without side effects."""
+"""Models: compile, load, estimate memory, and evaluate without side effects."""

@@ -1,4 +1,4 @@
-"""torch.compile in place: names, parameters and the identity of a model stay as they are."""
+"""torch.compile in place: a model keeps its identity, its parameters and their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "_compiled_by_prepare"
 
 
 def original(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of what ``torch.compile(model)`` returned; any other is itself.
+    """Return the module inside of what ``torch.compile(model)`` returned, else the model itself.
 
     Example:
         >>> import torch
@@ -25,12 +25,13 @@ def original(model: torch.nn.Module) -> torch.nn.Module:
         >>> original(torch.compile(layer, backend="eager")) is layer
         True
     """
-    inner = model._modules.get("_orig_mod")  # known by its one child, without importing dynamo
+    # Recognized by the name of its child: an isinstance check would import dynamo.
+    inner = model._modules.get("_orig_mod")
     return model if inner is None else inner
 
 
 def adopt(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of ``torch.compile(model)``, compiled in place with the same options.
+    """Return the module inside of ``torch.compile(model)``, compiled in place with its options.
 
     Example:
         >>> import torch
@@ -59,7 +60,7 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> None:
         ['bias', 'weight']
     """
     release(model)
-    if not plugin.compiles or _compiled(model) is not None:  # the user's own choice stays
+    if not plugin.compiles or _compiled(model) is not None:  # already compiled by the user
         return
     found = list(regions(model)) if plugin.use_regional_compilation else []
     codes: dict[type, CodeType] = {}
@@ -70,7 +71,7 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin) -> None:
 
 
 def regions(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The blocks that a model repeats: what ModuleLists and Sequentials hold of one class.
+    """Yield the blocks that a model repeats: items of one class in ModuleLists and Sequentials.
 
     Example:
         >>> import torch
@@ -89,13 +90,13 @@ def regions(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _repeated(children: list[torch.nn.Module]) -> bool:
-    # A single layer of torch is no region: there is nothing in it to fuse.
+    # A single torch layer is no region: there is nothing to fuse in it.
     single = [not any(c.children()) and type(c).__module__.startswith("torch.nn") for c in children]
     return len(children) > 1 and len({type(c) for c in children}) == 1 and not single[0]
 
 
 def release(model: torch.nn.Module) -> None:
-    """Take back what :func:`compile_model` did, and leave what the user compiled.
+    """Undo :func:`compile_model`, except for modules that the user has compiled.
 
     Example:
         >>> import torch
@@ -108,7 +109,7 @@ def release(model: torch.nn.Module) -> None:
 
 
 def uncompile(model: torch.nn.Module) -> torch.nn.Module:
-    """Take ``torch.compile`` off a model and its modules, whoever put it there.
+    """Undo ``torch.compile`` for a model and its modules, those compiled by the user too.
 
     Example:
         >>> import torch
@@ -125,11 +126,11 @@ def uncompile(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _entry(module: torch.nn.Module, codes: dict[type, CodeType]) -> Callable[..., Any]:
-    """What to compile of a module: a frame that torch.compile does not pass over.
+    """Return a callable of a module whose frame torch.compile does not skip.
 
-    It enters neither the call of a module nor the forward of a class of torch's, so these need a
-    frame of our own. Compiled code is kept with the code of the frame, and only a few versions of
-    it; so there is one for each class of a model, and none that all models of a process share.
+    Dynamo skips ``Module.__call__`` and the forward of torch's own classes, so these need a frame
+    of ours. Compiled code is cached with the code object of the frame, up to a few versions. So
+    each class in a model gets a code object of its own, which models of a process do not share.
     """
     call: Callable[..., Any] = module._call_impl
     of_torch = type(module).forward.__module__.startswith("torch.nn.modules")
@@ -148,5 +149,5 @@ def _compiled(module: torch.nn.Module) -> Any:
 
 
 def _set_compiled(module: torch.nn.Module, call: Any) -> None:
-    # What Module.compile sets, which finds nothing to compile in a class of torch's.
+    # As Module.compile does, which finds nothing to compile in a class of torch's own.
     module._compiled_call_impl = call

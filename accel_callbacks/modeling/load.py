@@ -1,4 +1,4 @@
-"""Loading weights into a model under Accelerate's name for it."""
+"""Load weights into a model, under Accelerate's name: ``load_checkpoint_in_model``."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def load_checkpoint_in_model(
             ``save_state`` (its first model).
         device_map: one device for all of it, as ``{"": device}``; several are not supported yet.
         offload_folder: not supported yet.
-        dtype: a floating-point dtype, or its name, for what is loaded; the model's own where
+        dtype: a floating-point dtype, or its name, for the loaded weights; the model's own if
             ``None``.
         offload_state_dict: not supported yet, nor needed: there is no state dict in memory.
         offload_buffers: not supported yet.
         keep_in_fp32_modules: names of modules that stay in float32 whatever ``dtype`` is.
         offload_8bit_bnb: not supported yet.
-        strict: names that are missing or unexpected are an error and not a warning.
-        full_state_dict: here because Accelerate has it; sharded parameters always take their own
-            part of a whole stored tensor.
+        strict: raise for missing or unexpected names instead of warning.
+        full_state_dict: accepted for Accelerate; sharded parameters always read their own part of
+            a full stored tensor.
         broadcast_from_rank0: only rank 0 reads, and sends to the others; all processes must call.
 
     Raises:
-        ValueError: an argument that is not supported yet, or makes no sense.
+        ValueError: an argument is not supported yet, or invalid.
         checkpoint_io.CheckpointError: the weights are missing, damaged, hold more than tensors, or
             do not fit the model.
-        RemoteError: with ``broadcast_from_rank0``: another process failed.
+        RemoteError: with ``broadcast_from_rank0``, another process failed.
 
     Example:
         >>> import tempfile, torch
@@ -88,7 +88,7 @@ def load_checkpoint_in_model(
 
 
 def _refuse_later(**arguments: object) -> None:
-    """Refuse what comes with models that do not fit one device."""
+    """Refuse arguments for models that do not fit on one device."""
     for name, value in arguments.items():
         if value:
             raise ValueError(
@@ -123,7 +123,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _dtype_rule(dtype: torch.dtype | None, kept: Sequence[str]) -> DtypeOf:
-    """The dtype that a parameter is to have, by its name."""
+    """Return a function from the name of a parameter to its dtype after loading."""
 
     def rule(name: str) -> torch.dtype | None:
         in_kept = any(name == module or f"{module}." in name for module in kept)
@@ -139,7 +139,7 @@ def _load(
     device: torch.device | None,
     strict: bool,
 ) -> list[str]:
-    """Load on this process; returns the names that nothing was stored for."""
+    """Load on this rank; return the names of the model that the checkpoint does not have."""
     require_neighbour("checkpoint_io")
     import checkpoint_io
 
@@ -160,7 +160,7 @@ def _load_and_send(
     device: torch.device | None,
     strict: bool,
 ) -> None:
-    """Load on rank 0, then give every loaded tensor to the others."""
+    """Load on rank 0, then broadcast every loaded tensor to the other ranks."""
     from checkpoint_io.sharding.dtensor import is_dtensor
     from checkpoint_io.weights.load import ModelTargets
 
@@ -178,7 +178,7 @@ def _load_and_send(
     targets = ModelTargets(model)
     loaded = [name for name in targets.tensors if name not in missing]
     with torch.no_grad():
-        with shared_failure(where):  # the others would wait in the broadcasts
+        with shared_failure(where):  # rank 0 would wait in its broadcasts if this failed elsewhere
             if not first:
                 targets.prepare(loaded, dtype_of, device)
         for name in loaded:

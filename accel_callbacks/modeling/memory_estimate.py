@@ -1,4 +1,4 @@
-"""How much memory a model's weights, gradients and optimizer states take, without making them."""
+"""Estimate the memory of a model's weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D")
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """What training with Adam holds all the time, in bytes.
+    """The memory that training with Adam always holds, in bytes.
 
     Args:
-        weights: parameters and buffers; of mixed precision the fp32 ones that Adam updates.
-        copies: of mixed precision, what autocast makes of the weights it computes with.
-        gradients: one for each parameter that is trained.
+        weights: parameters and buffers; in mixed precision the fp32 ones that Adam updates.
+        copies: in mixed precision, the low-precision copies that autocast computes with.
+        gradients: one for each trainable parameter.
         optimizer: Adam's two averages, and its step counters.
 
     Example:
@@ -42,7 +42,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.weights + self.copies + self.gradients + self.optimizer
 
 
@@ -53,9 +53,9 @@ class MemoryEstimate:
     Args:
         dtype: one of :data:`ESTIMATED_DTYPES`.
         weights: parameters and buffers, as inference holds them.
-        largest_layer: the largest part that has to be on one device.
-        layer_name: which one that is.
-        training: None for a dtype that nobody trains in.
+        largest_layer: size of the largest part that must be on one device.
+        layer_name: name of that part.
+        training: None for a dtype that is not trained in.
 
     Example:
         >>> import torch
@@ -73,12 +73,12 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What is known of a model's size.
+    """The sizes of a model.
 
     Args:
-        parameters: how many numbers they are; tied ones count once.
-        trainable: how many of them require gradients.
-        buffers: how many numbers the buffers hold.
+        parameters: elements of all parameters; tied ones count once.
+        trainable: elements of the parameters that require gradients.
+        buffers: elements of all buffers.
         estimates: by dtype.
 
     Example:
@@ -95,7 +95,7 @@ class ModelSizes:
 
 
 def model_sizes(model: torch.nn.Module, dtypes: Iterable[str] = ESTIMATED_DTYPES) -> ModelSizes:
-    """Sizes of a model by dtype; activations are not counted.
+    """Return the sizes of a model by dtype; activations are not counted.
 
     fp32, fp16, bf16: every floating-point parameter and buffer has that type. int8, int4: the
     weights of linear layers, but for the output layer, are stored in that many bits with their
@@ -146,7 +146,7 @@ class _Measure:
         self._cast = _cast(model)
 
     def in_dtype(self, dtype: str) -> MemoryEstimate:
-        """Measure all parts."""
+        """Return the sizes in one dtype."""
         layers = {name: self._bytes(tensors, dtype) for name, tensors in self._layers}
         largest = max(layers, key=lambda name: layers[name], default="")
         return MemoryEstimate(
@@ -161,7 +161,7 @@ class _Measure:
         return sum(self._one(tensor, dtype) for tensor in tensors)
 
     def _one(self, tensor: torch.Tensor, dtype: str) -> int:
-        """Bytes of a tensor; converting a model leaves whole numbers as they are."""
+        """Return the bytes of a tensor; integers are not converted with a model."""
         count = tensor.numel()
         if not tensor.is_floating_point():
             return count * tensor.element_size()
@@ -172,7 +172,7 @@ class _Measure:
         return count * (4 if dtype == "fp32" else 2)
 
     def _training(self, dtype: str) -> TrainingMemory:
-        """Adam; in 16 bits that is mixed precision, whose own weights stay in fp32."""
+        """Return the memory of training with Adam; 16 bits are mixed precision over fp32."""
         full = self._bytes(self._trained, "fp32")
         cast = [one for one in self._trained if id(one) in self._cast]
         return TrainingMemory(
@@ -186,9 +186,9 @@ class _Measure:
 def _layers(
     module: torch.nn.Module, name: str = "", whole: Sequence[str] = ()
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The parts of a model that stay together: leaves, and those that the model says not to split.
+    """Yield the parts of a model that are not split: leaf modules, and ``_no_split_modules``.
 
-    ``_no_split_modules`` is what models of transformers say it with.
+    Models of transformers have that attribute.
     """
     whole = [*whole, *(getattr(module, "_no_split_modules", None) or ())]
     children = list(module.named_children())
@@ -203,7 +203,7 @@ def _layers(
 
 
 def _quantised(model: torch.nn.Module) -> dict[int, int]:
-    """The weights that quantisation takes, by id, with their rows."""
+    """Return the weights that are quantized, by id, with their number of rows."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     kept = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters()}
     return {
@@ -217,7 +217,7 @@ def _quantised(model: torch.nn.Module) -> dict[int, int]:
 
 
 def _cast(model: torch.nn.Module) -> set[int]:
-    """The parameters that autocast makes 16-bit copies of: all but those of norms and look-ups."""
+    """Return the parameters that autocast copies to 16 bits: all but norms and embeddings."""
     return {
         id(parameter)
         for module in model.modules()

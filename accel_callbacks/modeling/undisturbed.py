@@ -1,4 +1,4 @@
-"""Using a model in the middle of training without leaving a trace."""
+"""Evaluate a model in the middle of training without side effects."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["looking_at"]
 
 @contextmanager
 def looking_at(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Eval mode and no gradients in the block; then each module's mode and the RNG as before.
+    """Context manager: eval mode and no gradients; restore modes and random generators after it.
 
     Args:
         models: those that the block may call.
-        device: whose generator is put back, besides those of the host.
+        device: its generator is restored, as are those of the host.
 
     Example:
         >>> import torch

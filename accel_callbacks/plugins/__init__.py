@@ -1,4 +1,4 @@
-"""Handlers of options: one file each."""
+"""Options of the parts of an Accelerator, as frozen dataclasses."""
 
 from accel_callbacks.plugins.base import Handlers, KwargsHandler, OptionEnum, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin

@@ -1,4 +1,4 @@
-"""What all handlers of options share, and how a list of them is sorted."""
+"""The base class of option handlers, and the check of ``kwargs_handlers``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _Handler = TypeVar("_Handler", bound="KwargsHandler")
 class KwargsHandler:
     """Options of one part of the Accelerator, as a frozen dataclass.
 
-    A subclass sets ``role`` to what its options are for, which makes it one that
-    ``Accelerator(kwargs_handlers=[...])`` accepts.
+    ``Accelerator(kwargs_handlers=[...])`` accepts subclasses that set ``role`` to the part that
+    their options are for.
 
     Example:
         >>> from accel_callbacks import GradScalerKwargs
@@ -36,11 +36,11 @@ class KwargsHandler:
         {'growth_interval': 10}
     """
 
-    #: What the options are for; empty for plugins that have an argument of their own.
+    #: The part that the options are for; empty for plugins that have an argument of their own.
     role: ClassVar[str] = ""
 
     def __new__(cls: type[_Handler], *args: Any, **options: Any) -> _Handler:
-        """Refuse an option that does not exist; ``__init__`` would do it without a suggestion."""
+        """Raise for an unknown option, with a suggestion that ``__init__`` would not make."""
         known = [one.name for one in fields(cls) if one.init]
         for name in options:
             if name not in known:
@@ -48,7 +48,7 @@ class KwargsHandler:
         return object.__new__(cls)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields whose value is not the default of the class."""
+        """Return the fields whose value is not the default."""
         return {
             one.name: getattr(self, one.name)
             for one in fields(self)
@@ -63,10 +63,10 @@ def _is_default(one: Any, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Handlers:
-    """The handlers of one Accelerator, at most one of a class.
+    """The handlers of one Accelerator, at most one per class.
 
     Args:
-        by_class: each handler under its class.
+        by_class: the handlers by class.
 
     Example:
         >>> from accel_callbacks import AutocastKwargs, GradScalerKwargs
@@ -86,7 +86,7 @@ class Handlers:
     def get(self, kind: type[_Handler], default: _Handler) -> _Handler: ...
 
     def get(self, kind: type[_Handler], default: _Handler | None = None) -> _Handler | None:
-        """The handler of this class (or of a subclass of it), else ``default``."""
+        """Return the handler of this class or of a subclass, else ``default``."""
         for handler in self.by_class.values():
             if isinstance(handler, kind):
                 return handler
@@ -94,11 +94,11 @@ class Handlers:
 
 
 def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:
-    """Check a list of handlers and keep them by class.
+    """Check a list of handlers, and return them by class.
 
     Raises:
-        TypeError: something in it is no handler.
-        ValueError: two are of one class.
+        TypeError: an item is no handler.
+        ValueError: two handlers have the same class.
 
     Example:
         >>> from accel_callbacks import AutocastKwargs
@@ -123,7 +123,7 @@ def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:
 
 def _not_accepted(handler: Any) -> str:
     kind = type(handler)
-    if kind.__name__ in _ACCEPTED:  # an import line that was not changed
+    if kind.__name__ in _ACCEPTED:  # imported from another library by the same name
         return (
             f"kwargs_handlers holds a {kind.__name__} of {kind.__module__}, another library: "
             f"`from accel_callbacks import {kind.__name__}`."
@@ -139,7 +139,7 @@ _Option = TypeVar("_Option", bound="OptionEnum")
 
 
 class OptionEnum(str, Enum):
-    """Names of an option, taken in any case, as a string or as a member.
+    """Values of an option, given in any case, as a string or as a member.
 
     Example:
         >>> from accel_callbacks import DDPCommunicationHookType
@@ -149,10 +149,10 @@ class OptionEnum(str, Enum):
 
     @classmethod
     def read(cls: type[_Option], value: Any, option: str) -> _Option:
-        """The member of this name.
+        """Return the member of this name.
 
         Raises:
-            ValueError: there is none; the text names ``option`` and what there is.
+            ValueError: there is none; the message names ``option`` and the known values.
         """
         known = [member.value for member in cls]
         text = value.value if isinstance(value, cls) else str(value)

@@ -16,7 +16,7 @@ _OWN = ("backend", "mode", "disable", "use_regional_compilation")
 
 
 class DynamoBackend(OptionEnum):
-    """Backends of torch.compile that have a name here; others are given by their own name.
+    """Backends of torch.compile under Accelerate's names; others are given as strings.
 
     Example:
         >>> from accel_callbacks import DynamoBackend
@@ -37,19 +37,19 @@ class DynamoBackend(OptionEnum):
 
 @dataclass(frozen=True)
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled; ``Accelerator(dynamo_plugin=...)``.
+    """Options of torch.compile for prepared models; ``Accelerator(dynamo_plugin=...)``.
 
     Args:
         backend: ``"no"`` (default: nothing is compiled), a :class:`DynamoBackend`, the name of a
-            backend that torch knows, or a function that takes a graph and its inputs.
+            backend that torch has, or a function that takes a graph and its inputs.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or
             ``"max-autotune-no-cudagraphs"``.
-        fullgraph: a model that cannot be compiled as one graph is an error.
+        fullgraph: raise for a model that cannot be compiled as one graph.
         dynamic: compile for all shapes (True), for each shape (False), or as torch decides.
         options: a dict for the backend; not together with ``mode``.
-        disable: compile nothing, whatever the other options say.
-        use_regional_compilation: compile the repeated blocks of a model, each by itself, which
-            takes less time than the whole. A model without any is compiled as a whole.
+        disable: compile nothing, whatever the other options are.
+        use_regional_compilation: compile the repeated blocks of a model separately, which takes
+            less time than to compile the full model. A model without any is compiled in full.
 
     Raises:
         ValueError: a backend or mode that does not exist, ``mode`` with ``options``, or options
@@ -90,15 +90,15 @@ class TorchDynamoPlugin(KwargsHandler):
 
     @property
     def compiles(self) -> bool:
-        """Whether there is anything to do."""
+        """True if models are compiled."""
         return self.backend is not DynamoBackend.NO and not self.disable
 
     def compile_kwargs(self) -> dict[str, Any]:
-        """The arguments of ``torch.nn.Module.compile``."""
+        """Return the arguments of ``torch.nn.Module.compile``."""
         chosen = self.backend
         kwargs = {name: value for name, value in self.to_kwargs().items() if name not in _OWN}
         kwargs["backend"] = chosen.value.lower() if isinstance(chosen, DynamoBackend) else chosen
-        if self.mode != "default":  # torch takes "default" for a mode beside options too
+        if self.mode != "default":  # torch refuses options together with any mode, "default" too
             kwargs["mode"] = self.mode
         if self.options is not None:
             kwargs["options"] = dict(self.options)
@@ -106,7 +106,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def _read_backend(given: Any) -> DynamoBackend | str:
-    """A backend by its name; what torch does not know is an error."""
+    """Return a backend by its name; raise if torch does not have it."""
     name = str(given.value if isinstance(given, DynamoBackend) else given)
     if name.upper() == DynamoBackend.NO.value:
         return DynamoBackend.NO
@@ -124,11 +124,11 @@ def _read_backend(given: Any) -> DynamoBackend | str:
 
 
 def choose_plugin(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """The plugin of an Accelerator, from one of its two arguments for it.
+    """Return the plugin of an Accelerator, from either of its two arguments.
 
     Raises:
         ValueError: both are given, or the backend does not exist.
-        TypeError: ``plugin`` is none.
+        TypeError: ``plugin`` is no :class:`TorchDynamoPlugin`.
 
     Example:
         >>> from accel_callbacks.plugins.compile import choose_plugin

@@ -1,4 +1,4 @@
-"""Options of data parallelism, and what gradients look like on their way."""
+"""Options of DistributedDataParallel and of its communication hooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
 
 
 class DDPCommunicationHookType(OptionEnum):
-    """How gradients are sent between processes.
+    """The communication hook of gradients.
 
     ``FP16`` and ``BF16`` send them in half precision. ``POWER_SGD`` and ``BATCHED_POWER_SGD`` send
     approximations of low rank.
@@ -38,24 +38,24 @@ _HOOK_FIELDS = {"comm_hook", "comm_wrapper", "comm_state_option"}
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of ``torch.nn.parallel.DistributedDataParallel``; on one process they do nothing.
+    """Options of ``torch.nn.parallel.DistributedDataParallel``; no effect on one process.
 
     Args:
         dim: the dimension of inputs that torch scatters over devices.
-        broadcast_buffers: buffers follow those of the first process, at each forward.
+        broadcast_buffers: broadcast the buffers of rank 0 at each forward.
         bucket_cap_mb: MiB of gradients that are sent together.
-        find_unused_parameters: look for parameters that a forward did not use; needed where that
-            happens, and slower. Parameters that are frozen between steps count as unused.
+        find_unused_parameters: search for parameters that a forward did not use; needed if there
+            are any, and slower. Parameters that are frozen between steps count as unused.
         check_reduction: torch only warns that it is deprecated.
-        gradient_as_bucket_view: gradients live in the memory that is sent, which saves a copy.
-        static_graph: the same parameters are used in each step, and torch may rely on it.
-        comm_hook: how gradients are sent, as a :class:`DDPCommunicationHookType` or its value.
+        gradient_as_bucket_view: keep gradients in the memory that is sent, which saves a copy.
+        static_graph: let torch rely on the same parameters being used in each step.
+        comm_hook: the communication hook, as a :class:`DDPCommunicationHookType` or its value.
         comm_wrapper: ``fp16`` or ``bf16`` around another hook.
         comm_state_option: options of ``PowerSGDState``, such as ``matrix_approximation_rank``.
 
     Raises:
-        ValueError: a hook, wrapper or option of PowerSGD that does not exist, or that has no
-            effect together with the others.
+        ValueError: a hook, wrapper or option of PowerSGD does not exist, or has no effect together
+            with the others.
 
     Example:
         >>> from accel_callbacks import Accelerator, DistributedDataParallelKwargs
@@ -108,13 +108,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 raise ValueError(f"comm_state_option has no {name!r}; it takes {known}.{hint}")
 
     def to_kwargs(self) -> dict[str, Any]:
-        """What DistributedDataParallel itself is given; the hook is registered afterwards."""
+        """Return the arguments of DistributedDataParallel; the hook is registered afterwards."""
         given = super().to_kwargs()
         return {name: value for name, value in given.items() if name not in _HOOK_FIELDS}
 
 
 def _power_sgd_options() -> list[str]:
-    """The options of torch's PowerSGDState, whichever version it is."""
+    """Return the options of ``PowerSGDState`` in the installed torch."""
     import inspect
 
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState

@@ -1,4 +1,4 @@
-"""How gradients are accumulated: the length of a window, and what ends it."""
+"""Options of gradient accumulation: the length of a window, and what ends it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches of a full window, 1 by default.
-        adjust_scheduler: a prepared scheduler moves once a window. If False, each call of its
-            ``step`` counts, so that it moves once a micro-batch.
-        sync_with_dataloader: a window ends with the epoch, averaged by its real length. If False,
-            a window that is not full goes on with the first batches of the next epoch.
-        sync_each_batch: processes average their gradients after each micro-batch instead of once
-            a window. It takes more communication, and less memory where gradients are sharded.
+        adjust_scheduler: step prepared schedulers once a window. If False, each call of ``step``
+            counts, so that they step once a micro-batch.
+        sync_with_dataloader: end a window with the epoch, averaged by its real length. If False,
+            a window that is not full continues with the first batches of the next epoch.
+        sync_each_batch: average gradients between processes after each micro-batch instead of once
+            a window. It takes more communication, and less memory if gradients are sharded.
 
     Raises:
-        TypeError: ``num_steps`` is no whole number.
+        TypeError: ``num_steps`` is no integer.
         ValueError: ``num_steps`` is below 1.
 
     Example:
@@ -46,11 +46,11 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 def chosen_steps(steps: int | None, plugin: GradientAccumulationPlugin | None) -> int | None:
-    """The length of a window, from the option or the plugin, whichever was given.
+    """Return the length of a window, from the option or from the plugin.
 
     Raises:
-        TypeError: the plugin is none.
-        ValueError: both were given.
+        TypeError: ``plugin`` is no :class:`GradientAccumulationPlugin`.
+        ValueError: both are given.
 
     Example:
         >>> from accel_callbacks.plugins.gradient_accumulation import (

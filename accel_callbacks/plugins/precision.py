@@ -1,4 +1,4 @@
-"""AutocastKwargs, GradScalerKwargs, AORecipeKwargs."""
+"""Options of mixed precision: autocast, the loss scaler, and fp8."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class AutocastKwargs(KwargsHandler):
     """Options of autocast; for ``Accelerator(kwargs_handlers=[...])`` and ``accel.autocast(...)``.
 
     Args:
-        enabled: run in low precision. If False, what is inside stays in full precision.
-        cache_enabled: keep the low-precision copies of weights inside of a block; as it is
+        enabled: run in low precision. If False, operations run in full precision.
+        cache_enabled: cache the low-precision copies of weights inside of a block; the setting
             outside of the block if ``None`` (torch's default is True).
-        upcast_outputs: the outputs of prepared models come back in fp32 (default). If False, they
-            stay in low precision. It says nothing about ``accel.autocast(...)``.
+        upcast_outputs: cast the outputs of prepared models to fp32 (default). If False, they stay
+            in low precision. It has no effect on ``accel.autocast(...)``.
 
     Example:
         >>> import torch
@@ -46,15 +46,15 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class AORecipeKwargs(KwargsHandler):
-    """How ``mixed_precision="fp8"`` computes with torchao (``pip install torchao``).
+    """Options of ``mixed_precision="fp8"`` with torchao (``pip install torchao``).
 
     Args:
         config: a ``torchao.float8.Float8LinearConfig``; torchao's default with
-            ``pad_inner_dim=True`` if ``None``. ``Float8LinearConfig(emulate=True)`` computes the
-            same on devices that have no fp8, slowly.
+            ``pad_inner_dim=True`` if ``None``. ``Float8LinearConfig(emulate=True)`` gives the same
+            results on devices without fp8, slowly.
         module_filter_func: called with each ``torch.nn.Linear`` and its name; True converts it.
-            By default all but the first and the last of a model are, if both of their sizes are
-            multiples of 16.
+            By default all but the first and the last of a model are converted, if both of their
+            sizes are multiples of 16.
         pad_inner_dim: overrides that of ``config``: pad inputs to a multiple of 16.
 
     Raises:
@@ -78,17 +78,17 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class GradScalerKwargs(KwargsHandler):
-    """Options of ``torch.amp.GradScaler``, which only ``mixed_precision="fp16"`` has.
+    """Options of ``torch.amp.GradScaler``, which only ``mixed_precision="fp16"`` uses.
 
     Args:
-        init_scale: what the loss is first multiplied by.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` good steps.
-        backoff_factor: what the scale is multiplied by after an overflow.
+        init_scale: initial factor on the loss.
+        growth_factor: factor on the scale after ``growth_interval`` steps without an overflow.
+        backoff_factor: factor on the scale after an overflow.
         growth_interval: optimizer steps without an overflow before the scale grows.
-        enabled: scale at all. If False, no loss is scaled and no step is skipped.
+        enabled: If False, no loss is scaled and no step is skipped.
 
     Raises:
-        ValueError: a number with which the scale cannot move as it should.
+        ValueError: a number is out of range.
 
     Example:
         >>> from accel_callbacks import Accelerator, GradScalerKwargs

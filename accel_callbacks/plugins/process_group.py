@@ -13,12 +13,12 @@ __all__ = ["InitProcessGroupKwargs", "group_options"]
 
 @dataclass(frozen=True)
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the processes are joined; for the first Accelerator of a process.
+    """Options of the default process group; for the first Accelerator of a process.
 
     Args:
-        backend: of ``torch.distributed``, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; the
-            one that fits the device if ``None``.
-        init_method: URL to meet at, such as ``"tcp://10.0.0.1:29500"``; what the launcher said
+        backend: of ``torch.distributed``, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; chosen
+            by the device if ``None``.
+        init_method: the rendezvous URL, such as ``"tcp://10.0.0.1:29500"``; set by the launcher
             if ``None``.
         timeout: how long a collective waits for the other processes, as a ``timedelta`` or in
             seconds; torch's default if ``None``.
@@ -53,10 +53,10 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 
 def group_options(handlers: Handlers, timeout: timedelta | None) -> dict[str, Any]:
-    """What the process group is made with, from the handler and from ``Accelerator(timeout=)``.
+    """Return the options of the process group, from the handler and ``Accelerator(timeout=)``.
 
     Raises:
-        ValueError: both say how long to wait, or not above 0.
+        ValueError: both set a timeout, or it is not above 0.
         TypeError: ``timeout`` is neither a ``timedelta`` nor a number.
 
     Example:

@@ -1,4 +1,4 @@
-"""What to say about an option that the Accelerator does not have."""
+"""The error message for an option that the Accelerator does not have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STRATEGIES = (
 
 
 def unknown_option(name: str, owner: type[Any]) -> str:
-    """One line that says what to give instead of this argument of a constructor.
+    """Return one line with what to pass instead of this argument of a constructor.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -40,7 +40,7 @@ def unknown_option(name: str, owner: type[Any]) -> str:
 
 
 def _parts() -> list[tuple[str, type[Any]]]:
-    """Where the options of one part are given, and the class that holds them."""
+    """Return the arguments that take the options of one part, with the class of the options."""
     from accel_callbacks.checkpoint.project import ProjectConfiguration
     from accel_callbacks.data.config import DataLoaderConfiguration
 

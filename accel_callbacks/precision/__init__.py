@@ -1,4 +1,4 @@
-"""Precisions: one file each, one line here."""
+"""Precisions, one per file; a new one is added to the registry here."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _REGISTRY: dict[str, type[Precision]] = {"no": Precision, "bf16": BF16, "fp16": 
 def create_precision(
     name: str, device: torch.device, handlers: Handlers | None = None
 ) -> Precision:
-    """The precision of this name on this device.
+    """Return the precision of this name for a device.
 
     Args:
         name: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
-        device: what the model computes on.
-        handlers: its options; all are the default where ``None``.
+        device: the device that the model computes on.
+        handlers: its options; the defaults if ``None``.
 
     Raises:
-        ValueError: the device cannot compute in it, or there is a recipe for fp8 without fp8.
+        ValueError: the device does not support it, or there is an fp8 recipe without fp8.
         ImportError: fp8 without torchao.
 
     Example:

@@ -1,4 +1,4 @@
-"""Autocast precisions, bf16."""
+"""Precisions under torch.autocast, and bf16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BF16", "Autocast"]
 
 
 class Autocast(Precision):
-    """Run under ``torch.autocast``; the outputs of the model come back in fp32.
+    """A precision under ``torch.autocast``; the outputs of the model are cast back to fp32.
 
     Subclasses set ``name`` and ``dtype``.
 
@@ -54,13 +54,13 @@ class Autocast(Precision):
         )
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Run ``model.forward`` under autocast and upcast what it returns."""
+        """Run ``model.forward`` under autocast and upcast its outputs."""
         self.unwrap(model)
         model.__dict__["forward"] = PreparedForward(model.forward, self)
         return model
 
     def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Forward under autocast, with outputs in fp32 unless that was turned off."""
+        """Call ``forward`` under autocast, and upcast its outputs unless that is turned off."""
         with self.autocast():
             output = forward(*args, **kwargs)
         return map_tensors(output, self._upcast) if self.options.upcast_outputs else output
@@ -70,7 +70,7 @@ class Autocast(Precision):
 
 
 def _check_device(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a device on which torch would fail later, or would silently not cast at all."""
+    """Refuse a device on which torch would fail later, or would silently not autocast."""
     try:
         if not torch.amp.is_autocast_available(device.type):
             raise RuntimeError(f"torch has no autocast for {device.type!r}")

@@ -17,11 +17,11 @@ __all__ = ["Precision", "PreparedForward"]
 
 
 class Precision:
-    """How the forward pass, the loss and the optimizer step are computed.
+    """The precision of the forward pass, the loss and the optimizer step; fp32 in this class.
 
     Args:
         device: the device that the model computes on.
-        handlers: its options; the defaults where ``None``.
+        handlers: its options; the defaults if ``None``.
 
     Attributes:
         scaler: the loss scaler, for fp16.
@@ -43,17 +43,17 @@ class Precision:
         self.scaler: torch.amp.GradScaler | None = None
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Context in which operations run in this precision, or not where ``options`` say so."""
+        """Return a context for operations in this precision, or without it by ``options``."""
         if options is not None and not options.enabled:
             return torch.autocast(self.device.type, enabled=False)
         return nullcontext()
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make the model's own forward run in this precision only; parameters stay fp32."""
+        """Run the model's own forward in this precision; parameters stay in fp32."""
         return self.unwrap(model)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Give the model its own forward back, whichever precision wrapped it."""
+        """Restore the model's own forward, whichever precision wrapped it."""
         prepared = model.__dict__.get("forward")
         if isinstance(prepared, PreparedForward):
             del model.__dict__["forward"]
@@ -63,43 +63,43 @@ class Precision:
         return model
 
     def release(self, model: torch.nn.Module) -> None:
-        """Take back what :meth:`wrap` changed besides the forward."""
+        """Undo what :meth:`wrap` changed besides the forward."""
 
     def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What a wrapped model does in the place of ``forward``."""
+        """Call the original forward of a wrapped model in this precision."""
         return forward(*args, **kwargs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on."""
+        """Return the loss to call backward on."""
         return loss
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients of this optimizer to their true size, once a step."""
+        """Unscale the gradients of this optimizer, at most once a step."""
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
-        """Step; returns whether it happened, and what the optimizer returned."""
+        """Step the optimizer; return (True if it stepped, what the optimizer returned)."""
         return True, optimizer.step(*args, **kwargs)
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of this optimizer is left out; what was found in its gradients still counts."""
+        """Skip a step of this optimizer; an overflow in its gradients still counts."""
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of this optimizer were cleared."""
+        """Reset the state of this optimizer's gradients, which have been cleared."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs."""
+        """Return the state that a resume needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
 
 
 class PreparedForward:
-    """A model's own forward as a precision runs it, with the signature of the original.
+    """A callable that runs a model's own forward in a precision, with the original signature.
 
     Args:
         original: the forward, a method of the model.
-        precision: runs it.
+        precision: the precision to run it in.
 
     Example:
         >>> import torch
@@ -119,5 +119,5 @@ class PreparedForward:
         return self.precision.call(self.original, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedForward:
-        # The forward belongs to the model, so a copy has its own; the precision is shared.
+        # A copy of the model has its own forward, but shares the precision.
         return PreparedForward(copy.deepcopy(self.original, memo), self.precision)

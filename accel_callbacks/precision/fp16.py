@@ -1,4 +1,4 @@
-"""float16: needs a loss scaler, which skips steps whose gradients overflowed."""
+"""float16 with a loss scaler, which skips steps whose gradients overflowed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FP16(Autocast):
         self._stepped = False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the current scale."""
+        """Return the loss times the current scale."""
         self._update()
         return self.scaler.scale(loss)
 
@@ -57,16 +57,16 @@ class FP16(Autocast):
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
-        """Step unless a gradient is infinite or not a number.
+        """Step unless a gradient is infinite or nan.
 
         Raises:
-            RuntimeError: a closure, which would compute new gradients that are still scaled.
+            RuntimeError: a closure is passed; the gradients that it computes would stay scaled.
         """
         if not self.scales_loss:
             return super().step(optimizer, *args, **kwargs)
         if args or kwargs:
             raise RuntimeError("fp16 cannot step with a closure; use bf16 instead.")
-        if not has_gradients(optimizer):  # the scaler refuses a step without any
+        if not has_gradients(optimizer):  # the scaler raises without any gradient
             return True, optimizer.step()
         self.unscale(optimizer)
         self._unscaled.discard(id(optimizer))
@@ -77,32 +77,32 @@ class FP16(Autocast):
         return not overflow, result
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
-        """The scale still follows what was found in the gradients that were not stepped with."""
+        """Skip the step; the scale is still updated by overflows in the unused gradients."""
         if id(optimizer) in self._unscaled:
             self._unscaled.discard(id(optimizer))
             self._stepped = True
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """The next gradients of this optimizer are scaled again."""
-        if id(optimizer) in self._unscaled:  # clipped, and then no step was taken
+        """Reset the optimizer in the scaler, because its next gradients are scaled again."""
+        if id(optimizer) in self._unscaled:  # unscaled to clip, and then cleared without a step
             self._unscaled.discard(id(optimizer))
             self.scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and growth counter."""
+        """Return scale and growth counter."""
         self._update()
         return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore scale and growth counter; a state without any was saved without a scaler."""
-        self._update()  # not of the scale that is about to be loaded
+        """Restore scale and growth counter; an empty state was saved without a scaler."""
+        self._update()  # before loading, so that it does not change the loaded scale
         self._unscaled.clear()
         if state:
             self.scaler.load_state_dict(dict(state))
 
     def _update(self) -> None:
-        # Put off until the next backward: an update forgets which optimizers were unscaled,
-        # and a second optimizer may still have to step with the same gradients.
+        # Deferred until the next backward: update() resets which optimizers were unscaled, and a
+        # second optimizer may still have to step with the gradients of the same backward.
         if self._stepped:
             self.scaler.update()
             self._unscaled.clear()

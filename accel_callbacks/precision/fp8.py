@@ -1,4 +1,4 @@
-"""float8 matrix products with torchao; what is around them runs in bfloat16."""
+"""float8 matrix products with torchao, inside of bfloat16 autocast."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FIRST_CAPABILITY = (8, 9)  # Ada and Hopper are the first with fp8
 
 
 class FP8(BF16):
-    """Linear layers compute in float8, under autocast to bfloat16.
+    """Linear layers in float8, under autocast to bfloat16.
 
-    ``wrap`` changes the layers of the model in place. Parameters stay the same objects under the
-    same names, so that optimizers and checkpoints see no difference; ``unwrap`` brings the plain
-    layers back.
+    ``wrap`` replaces layers of the model in place. Parameters stay the same objects under the
+    same names, so that optimizers and checkpoints see no difference; ``unwrap`` restores the plain
+    layers.
 
     Args:
         device: the device that the model computes on.
@@ -33,7 +33,7 @@ class FP8(BF16):
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: the device has no fp8, and the recipe does not emulate it.
+        ValueError: the device has no fp8, and the recipe has no emulation.
 
     Example:
         >>> from accel_callbacks.precision import FP8
@@ -51,7 +51,7 @@ class FP8(BF16):
             _check_capability(device)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Convert the linear layers that the recipe picks, and autocast around the model."""
+        """Convert the linear layers that the recipe selects, and autocast the model's forward."""
         self.unwrap(model)
         chosen = _chosen_layers(model, self.recipe.module_filter_func)
         if "" in chosen:
@@ -70,24 +70,24 @@ class FP8(BF16):
             model, module_filter_fn=lambda _, name: name in chosen, config=self.float8_config
         )
         for name, layer in chosen.items():
-            _keep_surroundings(layer, model.get_submodule(name))
+            _copy_hooks_and_mode(layer, model.get_submodule(name))
         return super().wrap(model)
 
     def release(self, model: torch.nn.Module) -> None:
-        """Bring the plain layers back, with the parameters that there are."""
+        """Restore the plain layers, with the current parameters."""
         converted = import_module("torchao.float8.float8_linear").Float8Linear
         for name, layer in list(model.named_modules()):
             if isinstance(layer, converted):
                 with torch.device("meta"):
                     plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
                 plain.weight, plain.bias = layer.weight, layer.bias
-                _keep_surroundings(layer, plain)
+                _copy_hooks_and_mode(layer, plain)
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, plain)
 
 
 def _read_config(recipe: AORecipeKwargs) -> Any:
-    """The recipe as torchao's own config."""
+    """Return the recipe as torchao's own config."""
     try:
         kind = import_module("torchao.float8").Float8LinearConfig
     except ImportError as error:
@@ -124,13 +124,13 @@ def _check_capability(device: torch.device) -> None:
 
 
 def _chosen_layers(model: torch.nn.Module, picked: _Filter | None) -> dict[str, torch.nn.Module]:
-    """The linear layers to convert, by name."""
+    """Return the linear layers to convert, by name."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    # A subclass may compute something else, and would not come back when the layers do.
+    # A subclass may compute something else, and release() would restore a plain Linear.
     plain = {name: layer for name, layer in layers.items() if type(layer) is torch.nn.Linear}
     if picked is not None:
         return {name: layer for name, layer in plain.items() if picked(layer, name)}
-    inner = list(layers)[1:-1]  # the ends of a model are where fp8 loses too much
+    inner = list(layers)[1:-1]  # the first and last layers lose too much accuracy in fp8
     return {name: layer for name, layer in plain.items() if name in inner and _fits(layer)}
 
 
@@ -138,7 +138,7 @@ def _fits(layer: torch.nn.Linear) -> bool:
     return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
 
 
-def _keep_surroundings(old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """A layer that takes another's place has its mode and its hooks."""
+def _copy_hooks_and_mode(old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Copy hooks and training mode to the layer that replaces another."""
     hooks = {name: value for name, value in vars(old).items() if "_hook" in name}
     vars(new).update(hooks, training=old.training)

@@ -1,4 +1,4 @@
-"""Strategies: one file each, one line here."""
+"""Strategies, one per file; a new one is added to the registry here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REGISTRY: dict[DistributedType, type[Strategy]] = {
 
 
 def create_strategy(topology: Topology, handlers: Handlers | None = None) -> Strategy:
-    """The strategy for this topology, with the options that were given.
+    """Return the strategy for this topology, with these options.
 
     Example:
         >>> import torch

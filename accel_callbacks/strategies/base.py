@@ -1,4 +1,4 @@
-"""The interface of a strategy: all that differs between one device and many."""
+"""The interface of a strategy: everything that differs between one device and many."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class SetUp(NamedTuple):
 
 
 class Strategy(ABC):
-    """Wraps models and runs backward for one way of spreading the work.
+    """Wrap models and run backward for one way of distributing the work.
 
     Args:
-        topology: where this process stands.
-        handlers: the options that were given; none where ``None``.
+        topology: the rank and device of this process.
+        handlers: the options; the defaults if ``None``.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ class Strategy(ABC):
     """
 
     name: str
-    #: False where there is nothing to synchronise, so that no_sync can be left out.
+    #: False if there are no gradients to synchronize, so that no_sync can be left out.
     has_gradient_sync = False
 
     def __init__(self, topology: Topology, handlers: Handlers | None = None) -> None:
@@ -55,10 +55,10 @@ class Strategy(ABC):
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
 
     def check(self, model: torch.nn.Module) -> None:
-        """Refuse a model that cannot be made ready, before anything is done to it.
+        """Refuse a model that cannot be wrapped, before it is changed.
 
         Raises:
-            ValueError: why, and what to do instead.
+            ValueError: the model cannot be wrapped; the message says what to do instead.
         """
         refuse_empty(model)
 
@@ -79,7 +79,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make a model ready for training on this topology; it is on the device already."""
+        """Wrap a model for training on this topology; it is on the device already."""
 
     def setup(
         self,
@@ -103,7 +103,7 @@ class Strategy(ABC):
         return SetUp([self.wrap(model) for model in models], list(optimizers), list(schedulers))
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model as the user built it."""
+        """Return the model as the user built it."""
         return original(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -111,22 +111,22 @@ class Strategy(ABC):
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Context in which backward leaves gradients on this process."""
+        """Return a context in which backward does not synchronize gradients."""
         return nullcontext()
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Context in which backward synchronises after forwards that ran in :meth:`no_sync`."""
+        """Return a context in which backward synchronizes after forwards in :meth:`no_sync`."""
         return nullcontext()
 
     def join(
         self, models: Sequence[Any], follow: Callable[[int], None]
     ) -> AbstractContextManager[None]:
-        """Block in which processes may have unequal numbers of batches.
+        """Return a context in which ranks may have unequal numbers of batches.
 
         Args:
             models: the wrapped models that are trained in it.
-            follow: called at its end, on all processes, with the rank that took all steps, if
-                others took fewer.
+            follow: called at its end, on all ranks, with the rank that took all steps, if others
+                took fewer.
         """
         return nullcontext()
 
@@ -141,30 +141,30 @@ class Strategy(ABC):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """The full state of a wrapped model, under the names of the unwrapped one."""
+        """Return the full state of a wrapped model, under the names of the unwrapped one."""
         return self.unwrap(model).state_dict()
 
     def own_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """What this process holds of a model's state, under the names of the unwrapped one.
+        """Return this rank's part of a model's state, under the names of the unwrapped one.
 
-        Tensors that are spread over processes are DTensors.
+        Sharded tensors are DTensors.
         """
         return self.unwrap(model).state_dict()
 
     def fills_in_place(self, model: torch.nn.Module) -> bool:
-        """Whether writing into the tensors of :meth:`own_state` is all that loading takes."""
+        """Return True if a model is loaded by writing into the tensors of :meth:`own_state`."""
         return is_plain(self.unwrap(model))
 
     def alike_on_all(self, model: torch.nn.Module) -> set[str]:
-        """Names of the unwrapped model's parameters that training keeps alike on all processes."""
+        """Return the names of parameters that training keeps equal on all ranks."""
         return set()
 
     def trains_apart(self, model: torch.nn.Module) -> None:
-        """From now on processes may train this model without averaging."""
+        """Note that ranks may train this model without averaging from now on."""
         self._apart.add(model)
 
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Load what :meth:`model_state_dict` gave."""
+        """Load what :meth:`model_state_dict` returned."""
         self.unwrap(model).load_state_dict(state)
 
     def optimizer_state_dict(

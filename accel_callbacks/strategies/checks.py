@@ -1,4 +1,4 @@
-"""Models that a strategy cannot train."""
+"""Checks of models, and errors for those that a strategy cannot train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _METHODS = (
 
 
 def is_plain(model: torch.nn.Module) -> bool:
-    """False where a module saves or loads in a way of its own, which must then be asked.
+    """Return False if a module customizes how its state is saved or loaded.
+
+    The state of a plain model can be read and written through its tensors alone.
 
     Example:
         >>> import torch
@@ -43,12 +45,12 @@ def is_plain(model: torch.nn.Module) -> bool:
 
 
 def _inherits(kind: type, method: str) -> bool:
-    """torch's own modules only know older forms of a state, which has been checked for."""
+    """Return True if the method is torch's; its own modules only convert older state dicts."""
     return str(getattr(kind, method).__module__).startswith("torch.nn.modules.")
 
 
 def is_spread(model: torch.nn.Module) -> bool:
-    """Whether a ``device_map`` has put parts of the model on different devices.
+    """Return whether a ``device_map`` has put parts of the model on different devices.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""DDP and its communication hooks."""
+"""DistributedDataParallel and its communication hooks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 def register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
-    """Send the gradients of this model as the options say.
+    """Register the communication hook of the options, if there is one.
 
     Example:
         >>> from accel_callbacks import DistributedDataParallelKwargs
@@ -34,7 +34,7 @@ def register_hook(model: DistributedDataParallel, options: DistributedDataParall
     """
     if options.comm_hook is Hook.NO:
         return
-    # Here and not above: a run without hooks does not import them.
+    # Imported here, because a run without hooks does not need them.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     hooks: dict[Hook, _Hook] = {
@@ -57,7 +57,10 @@ def register_hook(model: DistributedDataParallel, options: DistributedDataParall
 
 
 def _squared(hook: _Hook) -> _Hook:
-    """PowerSGD of a whole bucket as one matrix; torch's own fails at its first such step."""
+    """Return a PowerSGD hook that compresses a whole bucket as one matrix.
+
+    It replaces torch's ``batched_powerSGD_hook``, which fails at its first compressed step.
+    """
 
     def send(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
@@ -68,7 +71,7 @@ def _squared(hook: _Hook) -> _Hook:
 
 
 class _Square:
-    """A bucket of gradients that looks like one with a single square gradient."""
+    """A gradient bucket with the interface of one that holds a single square gradient."""
 
     def __init__(self, bucket: Any) -> None:
         flat: torch.Tensor = bucket.buffer()
@@ -87,21 +90,22 @@ class _Square:
 
 
 def _named(hook: _Hook) -> _Hook:
-    """The hook under another name: torch refuses bf16 ones by name, where gloo sends them well."""
+    """Hide the name of a hook: DDP refuses bf16 ones by name without NCCL, but gloo sends them."""
 
     def send(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)
 
-    send.__annotations__ = {}  # strings in this file, and DDP wants classes or nothing
+    # DDP checks annotations, and expects classes; they are strings in this file.
+    send.__annotations__ = {}
     send.__qualname__ = getattr(hook, "__qualname__", send.__qualname__)  # for DDP's own log
     return send
 
 
 class DDP(Strategy):
-    """torch's DistributedDataParallel around each model that has something to train.
+    """A strategy that wraps each model with trainable parameters in DistributedDataParallel.
 
     Args:
-        topology: where this process stands.
+        topology: the rank and device of this process.
         handlers: for their :class:`accel_callbacks.DistributedDataParallelKwargs`.
 
     Example:
@@ -119,7 +123,7 @@ class DDP(Strategy):
         self.options = self.handlers.get(DistributedDataParallelKwargs, default)
 
     def check(self, model: torch.nn.Module) -> None:
-        """Refuse models that are spread over devices or processes already."""
+        """Refuse models that are already distributed over devices or processes."""
         super().check(model)
         refuse_spread(model)
         refuse_distributed(model)
@@ -133,7 +137,8 @@ class DDP(Strategy):
         wrapped = DistributedDataParallel(
             model, device_ids=None if index is None else [index], **self.options.to_kwargs()
         )
-        # Freed last: a group whose last reference the reducer has can lock up as it is freed.
+        # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last
+        # reference is the reducer's can deadlock when it is freed.
         wrapped.process_group = wrapped.__dict__.pop("process_group")
         register_hook(wrapped, self.options)
         if frozen:
@@ -141,14 +146,14 @@ class DDP(Strategy):
         return wrapped
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The replica inside the wrapper."""
+        """Return the replica inside the wrapper."""
         model = super().unwrap(model)
         if isinstance(model, DistributedDataParallel):
             return self.unwrap(model.module)
         return model
 
     def alike_on_all(self, model: torch.nn.Module) -> set[str]:
-        """What DDP sends from rank 0 at first, and averages from then on."""
+        """Return the parameters that DDP broadcasts at first and averages from then on."""
         if not isinstance(model, DistributedDataParallel) or model in self._apart:
             return set()
         ignored = {
@@ -160,13 +165,13 @@ class DDP(Strategy):
         return {name for name, parameter in named if id(parameter) not in ignored}
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """DDP's own no_sync, for models that it wraps."""
+        """Return DDP's own ``no_sync`` for models that it wraps."""
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
         return super().no_sync(model)
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """The reducer is told now what a forward outside of no_sync would have told it."""
+        """Prepare the reducer as a forward outside of ``no_sync`` would have done."""
         if isinstance(model, DistributedDataParallel):
             return _syncing(model)
         return super().trigger_sync(model)
@@ -174,14 +179,14 @@ class DDP(Strategy):
     def join(
         self, models: Sequence[Any], follow: Callable[[int], None]
     ) -> AbstractContextManager[None]:
-        """torch's Join around the models that have something to average."""
-        return joined([one for one in models if self._takes_part(one)], follow)
+        """Return torch's ``Join`` around the models that have gradients to average."""
+        return joined([one for one in models if self._is_averaged(one)], follow)
 
-    def _takes_part(self, model: Any) -> bool:
+    def _is_averaged(self, model: Any) -> bool:
         if isinstance(model, Joinable):
             return True
-        whole = isinstance(model, torch.nn.Module)
-        if whole and not any(parameter.requires_grad for parameter in model.parameters()):
+        is_module = isinstance(model, torch.nn.Module)
+        if is_module and not any(parameter.requires_grad for parameter in model.parameters()):
             return False
         raise TypeError(
             f"join_uneven_inputs got a {type(model).__name__} that averages nothing between "
@@ -190,7 +195,10 @@ class DDP(Strategy):
 
 
 class _StillFrozen:
-    """DDP averages what could be trained when it was made; training more would go unaveraged."""
+    """A forward hook that raises if a parameter is trained that was frozen at ``prepare``.
+
+    DDP averages only the parameters that required gradients when it was constructed.
+    """
 
     def __init__(self, frozen: list[tuple[str, torch.nn.Parameter]]) -> None:
         self.frozen = frozen

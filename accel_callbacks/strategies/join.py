@@ -1,4 +1,4 @@
-"""Processes with unequal numbers of batches: who is done answers for its part until all are."""
+"""torch's Join for uneven inputs: ranks that are done shadow the collectives of the others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["joined", "state_from"]
 
 
 class _Finish(Joinable):
-    """Notes whether this process was among the last that had inputs."""
+    """A Joinable that notes if this rank was among the last with inputs."""
 
-    def __init__(self, beside: Joinable) -> None:
+    def __init__(self, model: Joinable) -> None:
         super().__init__()
-        self._beside = beside
+        self._model = model
         self.was_last = True
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -28,11 +28,11 @@ class _Finish(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return self._beside.join_device
+        return self._model.join_device
 
     @property
     def join_process_group(self) -> Any:
-        return self._beside.join_process_group
+        return self._model.join_process_group
 
 
 class _FinishHook(JoinHook):
@@ -45,12 +45,12 @@ class _FinishHook(JoinHook):
 
 @contextmanager
 def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterator[None]:
-    """A block in which processes may run out of batches at different times.
+    """Context manager: let ranks run out of batches at different times.
 
     Args:
-        models: what takes part; torch gives all processes its final weights.
-        follow: called on all processes, where they took unequal numbers of steps, with the rank
-            whose state is the newest.
+        models: the models to join; torch broadcasts their final weights to all ranks.
+        follow: called on all ranks, if they took unequal numbers of steps, with the rank whose
+            state is the newest.
 
     Example:
         >>> from accel_callbacks.strategies.join import joined
@@ -69,7 +69,7 @@ def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterato
         with warnings.catch_warnings():  # torch changes the filters of the whole process
             join.__exit__(None, None, None)
     finally:
-        # torch leaves them on, and a later forward on one process only would hang.
+        # torch leaves joining enabled, and a later forward on a single rank would hang.
         for model, config in zip(models, before, strict=True):
             model._join_config = config
     last = collectives.gather(torch.tensor([finish.was_last])).tolist()
@@ -78,12 +78,12 @@ def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterato
 
 
 def state_from(source: int, state: Any, device: torch.device) -> Any:
-    """Collective: the state of the process ``source``, which may hold other tensors than ours.
+    """Collective: return the state of rank ``source``, whose tensors may differ in structure.
 
     Args:
-        source: its rank.
-        state: a tree with tensors; what the other processes pass does not matter.
-        device: where the other processes put tensors that are not on the CPU.
+        source: the rank that sends.
+        state: a tree with tensors; ignored on the other ranks.
+        device: where the other ranks put tensors that are not on the CPU.
 
     Example:
         >>> import torch

@@ -10,7 +10,7 @@ __all__ = ["SingleDevice"]
 
 
 class SingleDevice(Strategy):
-    """Leaves the model as it is.
+    """A strategy for one device, which leaves the model unchanged.
 
     Example:
         >>> import torch
@@ -24,5 +24,5 @@ class SingleDevice(Strategy):
     name = "single"
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model itself."""
+        """Return the model itself."""
         return model

@@ -15,10 +15,12 @@ from accel_callbacks import (
     Accelerator,
     AcceleratorState,
     DistributedType,
+    GradientState,
     PartialState,
     ProjectConfiguration,
     Topology,
     is_main_process,
+    state,
 )
 from accel_callbacks.config import resolve_config
 from accel_callbacks.distributed.process_group import GroupOptions, backend_for, join_group
@@ -253,6 +255,17 @@ def test_the_state_of_an_accelerator_has_its_options():
 def test_options_of_another_type_are_errors(option):
     with pytest.raises(TypeError, match=f"{next(iter(option))}=.* must be of type"):
         Accelerator(**{"cpu": True, **option})
+
+
+def test_the_state_module_has_the_topology_and_the_handles():
+    assert state.PartialState is PartialState
+    assert state.AcceleratorState is AcceleratorState
+    assert state.GradientState is GradientState
+    assert state.DistributedType is DistributedType
+    assert state.Topology is Topology
+    assert state.is_initialized is is_initialized
+    names = ("destroy_topology", "process_rank", "resolve_topology")
+    assert all(callable(getattr(state, name)) for name in names)
 
 
 def test_scripts_can_compare_with_run_types_that_are_not_there():

@@ -227,13 +227,13 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch
 from accel_callbacks import Accelerator
-from accel_callbacks.distributed import abort
 from accel_callbacks.collectives import all_objects
+from accel_callbacks.distributed import abort
 sys.path.insert(0, sys.argv[1])
 from gated_files import Gate
 
 how, folder = sys.argv[2:]
-abort._SILENCE = 1.0 if how == "cut off" else 8.0
+abort._SAVE_TIMEOUT = 1.0 if how == "cut off" else 8.0
 accel = Accelerator(cpu=True, timeout=timedelta(seconds=4))
 other = all_objects(os.getpid(), operation="test")[1]
 model = accel.prepare(torch.nn.Linear(1, 1))

@@ -278,13 +278,13 @@ def wait_while_another_publishes_an_error() -> list:
         time.sleep(0.1)
     else:
         over = threading.Event()
-        watch = threading.Thread(target=abort._look_out, args=(abort.store(), over))
+        watch = threading.Thread(target=abort._watch, args=(abort.store(), over))
         watch.start()
         error = ending(accel.wait_for_everyone)
         watch.join()
         found.append(error[0])
         found.append(abort.end_with(RuntimeError("gloo: " + error[1]), "here").args[0])
-    abort.tear_group()
+    abort.abort_group()
     return found
 
 
