@@ -15,9 +15,9 @@ from checkpoint_io.loader.selection import (
     Matched,
     Only,
     Rename,
-    idle_patterns,
     match_names,
-    settled,
+    reusable,
+    unmatched_patterns,
 )
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.sharding.dtensor import is_dtensor
@@ -248,8 +248,8 @@ def load_model(
     """
     source = open_weights(url, model_index, storage_options)
     targets = ModelTargets(model)
-    available, only = [*source.infos, *source.tied], settled(only)
-    idle = idle_patterns(only, available, source.where, strict)
+    available, only = [*source.infos, *source.tied], reusable(only)
+    idle = unmatched_patterns(only, available, source.where, strict)
     matched = _without_tied(match_names(targets.tensors, available, only, rename), targets)
     if strict:
         matched.require(source.where)
