@@ -296,13 +296,13 @@ def _placements_of_dtensor(entry: TensorEntry, target: torch.Tensor) -> list[Pla
         Placement(
             box.chunk,
             axes_of(box.chunk_offsets, box.lengths),
-            local[_slices(box.target_offsets, box.lengths)],
+            local[box_slices(box.target_offsets, box.lengths)],
         )
         for box in boxes
     ]
 
 
-def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+def box_slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of a box."""
     return tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))
 
