@@ -10,6 +10,7 @@ from typing import Any
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.format.safetensors import MAX_HEADER
+from checkpoint_io.storage.base import local_path
 from checkpoint_io.storage.local import LocalStore, local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
@@ -53,8 +54,10 @@ def _split(text: str) -> tuple[str, str | None]:
     trimmed = text.rstrip("/" + os.sep)
     at = max(trimmed.rfind(slash) for slash in ("/", os.sep))
     folder, name = trimmed[: at + 1] or ".", trimmed[at + 1 :]
-    is_file = any(kind.fullmatch(name) for kind in (_SAFETENSORS, _TORCH, _INDEX))
-    return (folder, name) if is_file and not os.path.isdir(text) else (text, None)
+    looks_like_file = any(kind.fullmatch(name) for kind in (_SAFETENSORS, _TORCH, _INDEX))
+    path = local_path(text)
+    is_folder = path is not None and os.path.isdir(path)
+    return (folder, name) if looks_like_file and not is_folder else (text, None)
 
 
 def _open_folder(
