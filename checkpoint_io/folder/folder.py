@@ -292,7 +292,8 @@ class CheckpointFolder:
         """
         busy = {base_name(path) for path in in_progress}
         entries = [entry for entry in self.survey() if entry.name not in busy]
-        own = [e.info for e in entries if e.status == "valid" and _is_of(e, run_id)]
+        valid = [entry.info for entry in entries if entry.status == "valid"]
+        own = [info for info in valid if info.manifest.metadata.get("run_id") == run_id]
         own.sort(key=age_order)
         kept = {base_name(path) for path in protect} | {info.name for info in own[-1:]}
         kept |= _newer_broken(entries, own)
@@ -302,11 +303,6 @@ class CheckpointFolder:
             paths = [keep] if isinstance(keep, (str, os.PathLike)) else keep
             kept |= {base_name(path) for path in paths}
         return Pruning(self._store, run_id, kept, dry_run).run(entries)
-
-
-def _is_of(entry: FolderEntry, run_id: str) -> bool:
-    """Return whether a run wrote this checkpoint."""
-    return entry.manifest is not None and entry.manifest.metadata.get("run_id") == run_id
 
 
 def _newer_broken(

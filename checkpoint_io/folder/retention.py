@@ -184,8 +184,8 @@ class Pruning:
 
     def _is_ours(self, entry: FolderEntry) -> bool:
         """Return whether an entry is, or may be, of this run."""
-        # Of an unfinished save, the files say later whose it is. The run of a checkpoint with a
-        # broken manifest cannot be known: it is never removed.
+        # The files of an unfinished save name its run; `_clean` reads them. The run of a
+        # checkpoint with a broken manifest is unknown: it is never removed.
         if entry.manifest is None:
             return entry.status == "unfinished" and entry.name not in self._keep
         return entry.manifest.metadata.get("run_id") == self._run_id

@@ -64,6 +64,7 @@ class FsspecStore:
 
         def write(data: memoryview[int]) -> None:
             nonlocal written
+            # never retried: a failed call may have written part of the data
             self._driver.request_once(lambda _: file.write(data))
             written += len(data)
 

@@ -80,6 +80,7 @@ class Fetch:
         """Read one span after another, as long as there are any."""
         assert self._free is not None
         while True:
+            # the buffer first: while `deliver` is slow, no buffer is free and no request is sent
             buffer = await self._free.get()
             index = next(indices, None)
             if index is None:
