@@ -13,6 +13,7 @@ from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.loader.files import check_sizes, manifest_of
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store
 
 __all__ = ["CheckpointInfo", "FolderEntry"]
@@ -128,7 +129,7 @@ class Scanner:
 
     def _each(self, action: Callable[[str], T], names: Sequence[str]) -> list[T]:
         """Apply an action to each name, concurrently where each call is a round trip."""
-        if self._store.can_rename or len(names) < 2:
+        if len(names) < 2 or local_folder(self._store) is not None:
             return [action(name) for name in names]
         with ThreadPoolExecutor(min(_AT_ONCE, len(names)), "checkpoint-scan") as pool:
             return list(pool.map(action, names))

@@ -174,12 +174,12 @@ class CheckpointFolder:
             StateMismatchError: the newest one is valid and does not fit `into`.
         """
         group = group or SingleProcess()
-        local_rank = group.rank if rank is None else rank
+        of_rank = group.rank if rank is None else rank
 
         def attempt(path: str) -> Checkpoint:
             return load(
                 path,
-                rank=local_rank,
+                rank=of_rank,
                 into=into,
                 only=only,
                 rename=rename,
@@ -190,10 +190,10 @@ class CheckpointFolder:
                 storage_options=self._options,
             )
 
-        tries: Fallback[Checkpoint] = Fallback(
+        fallback: Fallback[Checkpoint] = Fallback(
             self.url, self.survey, group, in_place=into is not None, covers_all=strict
         )
-        return tries.run(attempt)
+        return fallback.run(attempt)
 
     def open_latest(
         self,
@@ -214,15 +214,15 @@ class CheckpointFolder:
             CorruptCheckpointError: none of those that exist can be used.
         """
         group = group or SingleProcess()
-        local_rank = group.rank if rank is None else rank
+        of_rank = group.rank if rank is None else rank
 
         def attempt(path: str) -> CheckpointReader:
-            reader = open_checkpoint(path, rank=local_rank, storage_options=self._options)
+            reader = open_checkpoint(path, rank=of_rank, storage_options=self._options)
             reader.check()
             return reader
 
-        tries: Fallback[CheckpointReader] = Fallback(self.url, self.survey, group)
-        return tries.run(attempt, skip=[self._path_of(base_name(path)) for path in skip])
+        fallback: Fallback[CheckpointReader] = Fallback(self.url, self.survey, group)
+        return fallback.run(attempt, skip=[self._path_of(base_name(path)) for path in skip])
 
     def list(self) -> builtins.list[CheckpointInfo]:
         """Return all valid checkpoints, oldest first; warn about broken ones.
@@ -309,7 +309,7 @@ def _newer_broken(
     entries: Sequence[FolderEntry], own: Sequence[CheckpointInfo]
 ) -> builtins.set[str]:
     """Return the names of broken checkpoints that are newer than the run's newest valid one."""
-    # a user may repair them, by copying a file again; nothing else holds these steps
+    # kept, because a user may still repair them, for example by copying a file again
     newest = own[-1].manifest.generation if own else -1
     return {
         entry.name

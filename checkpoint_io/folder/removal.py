@@ -10,6 +10,7 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, kind_of, save_id_of, stale_probes
 from checkpoint_io.format.safetensors import MAX_HEADER
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import RangeReader, Store, child_name
 
 EXTRA_FILES = "extra_files"
@@ -83,7 +84,7 @@ def remove_saves(store: Store, names: Sequence[str], run_id: str) -> None:
     owners = {save: _owner(store, names, save) for save in _saves(names)}
     # A local file that is cut off before its header names no run. It is removed as well: the caller
     # holds the folder's lock, so that no save can be writing it. Remote folders have no locks.
-    claims = (run_id, None) if store.can_rename else (run_id,)
+    claims = (run_id,) if local_folder(store) is None else (run_id, None)
     doomed = {save for save, owner in owners.items() if owner in claims}
     remove_all(store, _owner_last([name for name in names if save_id_of(name) in doomed]))
     _abort_uploads(store, doomed)

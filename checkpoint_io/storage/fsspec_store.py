@@ -25,13 +25,12 @@ from checkpoint_io.storage.base import (
     probe_by_writing,
     truncated_error,
 )
-from checkpoint_io.storage.retry import RetryPolicy, retry
+from checkpoint_io.storage.retry import TRANSIENT_STATUS, RetryPolicy, retry
 from checkpoint_io.threads import for_each
 
 T = TypeVar("T")
 
 _TRUE_RENAME = frozenset({"sftp", "ssh"})  # drivers whose mv() is one atomic request
-_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _TAGS = ("generation", "ETag", "etag", "e_tag")
 _replacing = Lock()  # makes comparing and writing one step among the threads of this process
 
@@ -361,7 +360,7 @@ def is_transient(error: Exception) -> bool:
     if isinstance(error, tuple(wire)) or str(error) == "Socket is closed":  # paramiko's OSError
         return True
     status = [getattr(error, name, None) for name in ("status", "status_code", "code")]
-    return any(isinstance(found, int) and found in _TRANSIENT_STATUS for found in status)
+    return any(isinstance(found, int) and found in TRANSIENT_STATUS for found in status)
 
 
 def _channel(fs: Any) -> Any:

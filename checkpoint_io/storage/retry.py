@@ -10,6 +10,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})  # of HTTP
+
 
 @dataclass(frozen=True)
 class RetryPolicy:

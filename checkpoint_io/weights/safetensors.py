@@ -13,6 +13,7 @@ from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.format.safetensors import DTYPES, MAX_HEADER, Slot, as_bytes, parse_header
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.base import Span
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import RangeReader
 from checkpoint_io.weights.source import (
     STAGING,
@@ -126,7 +127,7 @@ def _dtype(name: str, key: str) -> torch.dtype:
 
 def _headers(files: Sequence[WeightFile]) -> Iterable[tuple[dict[str, str], dict[str, Slot]]]:
     """Read all headers, concurrently where each read is a round trip."""
-    if len(files) < 2 or files[0].store.can_rename:
+    if len(files) < 2 or local_folder(files[0].store) is not None:
         return [read_header(file) for file in files]
     with ThreadPoolExecutor(min(_AT_ONCE, len(files)), "checkpoint-headers") as pool:
         return list(pool.map(read_header, files))

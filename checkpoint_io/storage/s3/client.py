@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from aiohttp.payload import Payload
 
 from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError
-from checkpoint_io.storage.retry import Attempts, RetryPolicy
+from checkpoint_io.storage.retry import TRANSIENT_STATUS, Attempts, RetryPolicy
 from checkpoint_io.threads import ThreadForEach
 
 T = TypeVar("T")
@@ -29,7 +29,6 @@ _TRANSIENT_CODES = frozenset(
         "TooManyRequestsException", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch",
     }
 )  # fmt: skip
-_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 _WRONG_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"})
 _WRONG_REGION = frozenset(
@@ -274,7 +273,7 @@ def lost_condition(error: BaseException) -> bool:
 def is_transient(error: Exception) -> bool:
     """Return whether the same request may succeed later."""
     if code := code_of(error):
-        return code in _TRANSIENT_CODES or status_of(error) in _TRANSIENT_STATUS
+        return code in _TRANSIENT_CODES or status_of(error) in TRANSIENT_STATUS
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return False
     return isinstance(error, (asyncio.TimeoutError, *_wire_errors()))
