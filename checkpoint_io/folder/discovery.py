@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints: valid, unfinished, broken or foreign, and why."""
+"""Scan a folder of checkpoints: which ones are valid, unfinished, broken or foreign, and why."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.loader.files import check_sizes, manifest_of
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store
 
 __all__ = ["CheckpointInfo", "FolderEntry"]
 
 _AT_ONCE = 8
 _CACHED_TENSORS = 200_000
-_OF_THE_DISK = "lost+found"  # at the root of ext filesystems; only root may look into it
-_HEAD_BYTES = 4096
+_LOST_AND_FOUND = "lost+found"  # at the root of ext filesystems; only root may list it
+_HEAD_BYTES = 4096  # enough of a manifest for its id and generation, without the tensors
 _GENERATION = re.compile(rb'"generation":([0-9]{1,15}),')
 _ID = re.compile(rb'"id":"([0-9a-f]{8,64})"')
 
@@ -33,7 +34,7 @@ class CheckpointInfo:
     """A valid checkpoint found in a folder.
 
     Attributes:
-        path: its URL, as `load` takes it.
+        path: its URL, to be passed to `load`.
         name: its folder's name.
         manifest: its manifest.
 
@@ -52,16 +53,16 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class FolderEntry:
-    """One folder inside a folder of checkpoints, and what it is.
+    """One folder inside a folder of checkpoints, and its status.
 
     Attributes:
         path: its URL.
         name: its name.
-        status: "valid" (whole by manifest and sizes), "unfinished" (files of a save that never
-            committed), "broken" (a manifest that cannot be used, or files that do not fit it) or
-            "foreign" (nothing of ours).
+        status: "valid" (complete by manifest and sizes), "unfinished" (files of a save that never
+            committed), "broken" (an unusable manifest, or files that do not match it) or "foreign"
+            (no file of this package).
         reason: why it is not valid; "" if it is.
-        manifest: its manifest where that one is sound, else None.
+        manifest: its manifest if that is intact, else None.
 
     Example:
         >>> from checkpoint_io import CheckpointFolder
@@ -79,7 +80,7 @@ class FolderEntry:
 
     @property
     def info(self) -> CheckpointInfo:
-        """The same as a `CheckpointInfo`; for a valid entry."""
+        """This entry as a `CheckpointInfo`; ValueError if it is not valid."""
         if self.status != "valid" or self.manifest is None:
             raise ValueError(f"{self.name} is {self.status}: {self.reason}")
         return CheckpointInfo(self.path, self.name, self.manifest)
@@ -91,7 +92,7 @@ def age_order(info: CheckpointInfo) -> tuple[int, str]:
 
 
 def id_of(store: Store) -> str | None:
-    """Return the id of the checkpoint in a folder from the head of its manifest, None for none."""
+    """Return the id of the checkpoint in a folder, None if there is no readable one."""
     try:
         found = _ID.search(_head(store))
         return found[1].decode("ascii") if found else manifest_of(store).id
@@ -100,23 +101,23 @@ def id_of(store: Store) -> str | None:
 
 
 def _head(store: Store) -> bytes:
-    """Read the first bytes of a manifest, which hold its id and generation but not its tensors."""
+    """Read the head of a manifest, which has its id and generation."""
     with store.open(MANIFEST) as reader:
         return bytes(reader.read(0, min(reader.size, _HEAD_BYTES)))
 
 
 class Scanner:
-    """Looks through the folders of one store; a manifest that did not change is read once."""
+    """Scans the folders of one store; caches manifests as long as they do not change."""
 
     def __init__(self, store: Store, path_of: Callable[[str], str]) -> None:
         self._store = store
         self._path_of = path_of
-        self._known: dict[str, tuple[str, Manifest]] = {}
+        self._cache: dict[str, tuple[str, Manifest]] = {}  # name: token and manifest
         self._guard = threading.Lock()
 
     def survey(self) -> list[FolderEntry]:
-        """Look at every folder; sorted by name."""
-        return self._each(self._look, self._folders())
+        """Return an entry for every folder, sorted by name."""
+        return self._each(self._entry, self._folders())
 
     def highest_generation(self) -> int:
         """Return the highest generation in the folder, 0 where there is none."""
@@ -124,17 +125,17 @@ class Scanner:
 
     def _folders(self) -> list[str]:
         """List the folders that may be checkpoints."""
-        return [name for name in self._store.folders() if name != _OF_THE_DISK]
+        return [name for name in self._store.folders() if name != _LOST_AND_FOUND]
 
-    def _each(self, look: Callable[[str], T], names: Sequence[str]) -> list[T]:
-        """Apply to each name; several at a time where each costs a round trip."""
-        if self._store.can_rename or len(names) < 2:
-            return [look(name) for name in names]
+    def _each(self, action: Callable[[str], T], names: Sequence[str]) -> list[T]:
+        """Apply an action to each name, concurrently where each call is a round trip."""
+        if len(names) < 2 or local_folder(self._store) is not None:
+            return [action(name) for name in names]
         with ThreadPoolExecutor(min(_AT_ONCE, len(names)), "checkpoint-scan") as pool:
-            return list(pool.map(look, names))
+            return list(pool.map(action, names))
 
-    def _look(self, name: str) -> FolderEntry:
-        """Find out what one folder is."""
+    def _entry(self, name: str) -> FolderEntry:
+        """Return the entry of one folder."""
         store, manifest = self._store.child(name), None
         status: Status = "valid"
         reason = ""
@@ -150,22 +151,23 @@ class Scanner:
         return FolderEntry(self._path_of(name), name, status, reason, manifest)
 
     def _manifest(self, name: str, store: Store) -> Manifest:
-        """Read a manifest, or take the one that was read from the same version of the file."""
-        token = store.token(MANIFEST)  # before the read: a change in between is read again
+        """Return a manifest, from the cache if the file has not changed."""
+        token = store.token(MANIFEST)  # before the read: after a change in between, read again
         with self._guard:
-            known = self._known.get(name)
-        if known is not None and token and known[0] == token:
-            return known[1]
+            cached = self._cache.get(name)
+        if cached is not None and token and cached[0] == token:
+            return cached[1]
         manifest = manifest_of(store)
         with self._guard:
-            self._known.pop(name, None)
-            self._known[name] = (token, manifest)
-            while sum(len(m.tensors) for _, m in self._known.values()) > _CACHED_TENSORS:
-                del self._known[next(iter(self._known))]
+            self._cache.pop(name, None)
+            self._cache[name] = (token, manifest)
+            # bounded by tensors: a manifest takes memory in proportion; the oldest entries go first
+            while sum(len(m.tensors) for _, m in self._cache.values()) > _CACHED_TENSORS:
+                del self._cache[next(iter(self._cache))]
         return manifest
 
     def _generation(self, name: str) -> int:
-        """Return the generation of one checkpoint from the head of its manifest, 0 for no such."""
+        """Return the generation of one checkpoint, 0 if there is no readable one."""
         store = self._store.child(name)
         try:
             found = _GENERATION.search(_head(store))

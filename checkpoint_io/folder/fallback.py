@@ -1,4 +1,4 @@
-"""Taking the newest checkpoint that works for all ranks, and saying why newer ones did not."""
+"""Fall back to the newest checkpoint that works on all ranks; warn why newer ones did not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def warn(text: str) -> None:
-    """Tell about a checkpoint that was skipped, at the place that called into the folder."""
+    """Warn about a skipped checkpoint, with the line that called into the folder."""
     warnings.warn(text, CheckpointWarning, stacklevel=4)
 
 
@@ -30,10 +30,10 @@ class Fallback(Generic[T]):
 
     Args:
         url: the folder, for messages.
-        survey: looks at the folder; called on rank 0 only.
+        survey: scans the folder; called on rank 0 only.
         group: the ranks that must agree.
         in_place: attempts write into the caller's tensors.
-        covers_all: such an attempt writes all of them, so that it can follow a half-done one.
+        covers_all: each such attempt writes all of them, which repairs what a failed one left.
     """
 
     def __init__(
@@ -68,10 +68,11 @@ class Fallback(Generic[T]):
                 return value  # type: ignore[return-value]
         if self._touched:
             raise TornLoadError(
-                f"no checkpoint in {self._url} could be loaded, and an attempt had already begun "
-                "to write: the targets hold a mixture, load something else into them"
+                f"no checkpoint in {self._url} could be loaded, and an attempt had already written "
+                "to the targets: they hold a mixture, load something else into them"
             )
-        if tried or self._broken:  # not the same as having none: a run must not quietly begin again
+        # not the same as having no checkpoint: a run must not silently restart from scratch
+        if tried or self._broken:
             raise CorruptCheckpointError(
                 f"no valid checkpoint in {self._url}: all are damaged; the warnings say how"
             )
@@ -80,7 +81,8 @@ class Fallback(Generic[T]):
         )
 
     def _next(self, tried: Collection[str], skip: Collection[str]) -> str | None:
-        """Look again, since a prune may be at work; one rank does, so that all try the same."""
+        """Return the newest checkpoint not yet tried; rank 0 scans, so that all try the same."""
+        # scanned again for every attempt, since a prune may remove checkpoints meanwhile
         group = self._group
         looked = Outcome.of(lambda: self._candidates() if group.rank == 0 else ([], []))
         report = looked.to_plain()
@@ -104,7 +106,7 @@ class Fallback(Generic[T]):
         return [info.path for info in valid], [e.path for e in entries if e.status == "broken"]
 
     def _try(self, path: str, attempt: Callable[[str], T]) -> tuple[bool, T | None]:
-        """Make an attempt on all ranks; (False, None) on all if it is damaged for one."""
+        """Make an attempt on all ranks; return (False, None) on all if one finds it damaged."""
         mine = Outcome.of(lambda: attempt(path))
         damaged = isinstance(mine.error, (CorruptCheckpointError, CheckpointNotFoundError))
         torn = mine.error is None or isinstance(mine.error, TornLoadError)
@@ -115,15 +117,17 @@ class Fallback(Generic[T]):
             return True, mine.value
         self._touched |= self._in_place and any(o["torn"] for o in outcomes)
         if any(o["error"] and not o["damaged"] for o in outcomes):
-            # not damage but, say, a network that is down: an older one would be the wrong answer
-            self._give_up(path, bad, mine.error, damaged)
+            # not damage but, for example, a network failure: falling back would lose progress
+            self._raise_other(path, bad, mine.error, damaged)
         if self._touched and not self._covers_all:
-            raise TornLoadError(f"loading {path} broke off half-way: {bad}")
+            raise TornLoadError(f"loading {path} failed midway: {bad}")
         warn(f"passed over {path}: {bad}")
         return False, None
 
-    def _give_up(self, path: str, why: str, error: BaseException | None, damaged: bool) -> NoReturn:
-        """Raise for an attempt that failed on some rank for another reason than damage."""
+    def _raise_other(
+        self, path: str, why: str, error: BaseException | None, damaged: bool
+    ) -> NoReturn:
+        """Raise for an attempt that failed on some rank for a reason other than damage."""
         if error is not None and not isinstance(error, Exception):
             raise error
         if self._touched:  # by this attempt or an earlier one, here or on another rank

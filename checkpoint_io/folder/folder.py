@@ -1,4 +1,4 @@
-"""CheckpointFolder."""
+"""A folder of checkpoints: save the newest, load the newest, list, prune."""
 
 from __future__ import annotations
 
@@ -24,141 +24,11 @@ __all__ = ["CheckpointFolder"]
 Paths = Collection[str | os.PathLike[str]]
 
 
-class FolderListing:
-    """What there is in a folder of checkpoints; `CheckpointFolder` adds saving and loading."""
-
-    def __init__(
-        self, url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
-    ) -> None:
-        text = os.fspath(url)
-        # "memory://" and "/" are roots, whose slashes belong to them
-        self.url = text if text.endswith("://") else text.rstrip("/") or "/"
-        self._options = dict(storage_options or {})
-        self._store = open_store(text, self._options)
-        self._scanner = Scanner(self._store, self._path_of)
-
-    def path(self, step: int) -> str:
-        """Return the URL of the checkpoint of a step (whether or not there is one)."""
-        if step < 0:
-            raise ValueError(f"a step is counted from 0, not {step}")
-        return self._path_of(f"step-{step:08d}")
-
-    def _path_of(self, name: str) -> str:
-        """Return the URL of a checkpoint by its folder's name."""
-        slash = "" if self.url.endswith("/") else "/"
-        return f"{self.url}{slash}{child_name(name)}"
-
-    def probe(self) -> None:
-        """Write, read back and remove a small file; the error says what to do if that fails."""
-        self._store.probe()
-
-    def survey(self) -> builtins.list[FolderEntry]:
-        """Return what every folder in this one is, with the reason where it is not valid."""
-        return self._scanner.survey()
-
-    def list(self) -> builtins.list[CheckpointInfo]:
-        """Return all valid checkpoints, oldest first; broken ones are skipped with a warning.
-
-        Valid here means: the manifest is sound and every file has its size. Checksums are verified
-        when a checkpoint is loaded.
-        """
-        found = []
-        for entry in self.survey():
-            if entry.status == "valid":
-                found.append(entry.info)
-            elif entry.status != "foreign":
-                warn(f"skipped {entry.name}: {entry.reason}")
-        return sorted(found, key=age_order)
-
-    def latest(self) -> CheckpointInfo | None:
-        """Return the newest valid checkpoint, None if there is none."""
-        found = self.list()
-        return found[-1] if found else None
-
-    def best(self, metric: str | None = None, mode: str = "min") -> CheckpointInfo | None:
-        """Return the best valid checkpoint by a metric, None if none has it; see `keep_best`.
-
-        Args:
-            metric: a key of the metadata or the monitor of its `score`; None: any `score`.
-            mode: "min" or "max".
-        """
-        check_mode(mode)
-        found = ranked(self.list(), metric, mode)
-        return found[0] if found else None
-
-    def next_generation(self) -> int:
-        """Return 1 + the highest generation in the folder, damaged checkpoints included."""
-        return 1 + self._scanner.highest_generation()
-
-    def prune(
-        self,
-        keep: Paths | str | os.PathLike[str] | Choose,
-        *,
-        run_id: str,
-        protect: Paths = (),
-        in_progress: Paths = (),
-        dry_run: bool = False,
-    ) -> builtins.list[str]:
-        """Remove this run's checkpoints that are not to be kept, and what its killed saves left.
-
-        Call it on one rank, after a save has returned. The newest valid checkpoint of the run is
-        never removed, nor is a damaged one that is newer. Of other runs, and of files that we did
-        not name, nothing is touched, but for files that `metadata["extra_files"]` of a removed
-        checkpoint lists. A checkpoint that a save holds is left alone. What cannot be removed is a
-        warning.
-
-        Args:
-            keep: a policy such as `keep_last(3) | keep_every(1000)`, which picks from this run's
-                valid checkpoints, oldest first; or the paths (or names) to keep.
-            run_id: only checkpoints with this `metadata["run_id"]` are looked at.
-            protect: paths that stay whatever the policy says, such as the one resumed from.
-            in_progress: paths that a save is being written to right now; left alone.
-            dry_run: only return what would be removed.
-
-        Returns:
-            The paths of the checkpoints that were removed.
-        """
-        busy = {base_name(path) for path in in_progress}
-        entries = [entry for entry in self.survey() if entry.name not in busy]
-        own = [e.info for e in entries if e.status == "valid" and _is_of(e, run_id)]
-        own.sort(key=age_order)
-        kept = {base_name(path) for path in protect} | {info.name for info in own[-1:]}
-        kept |= _newer_broken(entries, own)
-        if callable(keep):
-            kept |= {info.name for info in keep(own)}
-        else:  # a single path would be taken for a collection of letters
-            paths = [keep] if isinstance(keep, (str, os.PathLike)) else keep
-            kept |= {base_name(path) for path in paths}
-        return Pruning(self._store, run_id, kept, dry_run).run(entries)
-
-
-def _is_of(entry: FolderEntry, run_id: str) -> bool:
-    """Say whether a run wrote this checkpoint."""
-    return entry.manifest is not None and entry.manifest.metadata.get("run_id") == run_id
-
-
-def _newer_broken(
-    entries: Sequence[FolderEntry], own: Sequence[CheckpointInfo]
-) -> builtins.set[str]:
-    """Name the broken checkpoints that no valid one of this run replaces: they may be mended."""
-    newest = own[-1].manifest.generation if own else -1
-    return {
-        entry.name
-        for entry in entries
-        if entry.status == "broken" and entry.manifest and entry.manifest.generation > newest
-    }
-
-
-def base_name(path: str | os.PathLike[str]) -> str:
-    """Return the last segment of a path or URL."""
-    return os.fspath(path).rstrip("/").rsplit("/", 1)[-1]
-
-
-class CheckpointFolder(FolderListing):
-    """Checkpoints beside each other, one folder a step: `<url>/step-00000200`.
+class CheckpointFolder:
+    """Checkpoints side by side, one folder per step: `<url>/step-00000200`.
 
     "Newest" is the highest generation, a counter that each save sets to 1 + the highest in the
-    folder; clocks play no part. Keep the object: a manifest that did not change is read once.
+    folder; clocks are not used. Reuse the object: it reads an unchanged manifest only once.
 
     Args:
         url: the folder: a local path or any fsspec URL; need not exist yet.
@@ -180,6 +50,31 @@ class CheckpointFolder(FolderListing):
         ['step-00000200', 'step-00000300']
     """
 
+    def __init__(
+        self, url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        text = os.fspath(url)
+        # "memory://" and "/" are roots, whose slashes belong to them
+        self.url = text if text.endswith("://") else text.rstrip("/") or "/"
+        self._options = dict(storage_options or {})
+        self._store = open_store(text, self._options)
+        self._scanner = Scanner(self._store, self._path_of)
+
+    def path(self, step: int) -> str:
+        """Return the URL of the checkpoint of a step, which need not exist."""
+        if step < 0:
+            raise ValueError(f"a step is counted from 0, not {step}")
+        return self._path_of(f"step-{step:08d}")
+
+    def _path_of(self, name: str) -> str:
+        """Return the URL of a checkpoint from its folder's name."""
+        slash = "" if self.url.endswith("/") else "/"
+        return f"{self.url}{slash}{child_name(name)}"
+
+    def probe(self) -> None:
+        """Write, read back and remove a small file; the error says what to check if that fails."""
+        self._store.probe()
+
     def save(
         self,
         step: int,
@@ -196,12 +91,12 @@ class CheckpointFolder(FolderListing):
         """Save as the newest checkpoint of this folder; see `checkpoint_io.save`.
 
         Args:
-            step: the training step; names the folder and is put into the metadata.
+            step: the training step; names the folder and is added to the metadata.
             state: the shared state.
-            name: another folder name than `step-<step>`, such as "best".
-            local_state: this rank's own state.
+            name: a folder name other than `step-<step>`, such as "best".
+            local_state: the local state of this rank.
             metadata: plain values for the manifest; `step` is added unless given.
-            group: the processes that save together.
+            group: the ranks that save together.
             max_shard_size: largest tensor file.
             replicated: which plain tensors are bitwise the same on all ranks.
             progress: a progress bar; None shows one for a long save on a terminal.
@@ -230,16 +125,12 @@ class CheckpointFolder(FolderListing):
         max_shard_size: int | str = "5GB",
         replicated: Replicated = True,
     ) -> SaveJob:
-        """Settle what `save` writes, as a job to be run later or in the background; collective."""
+        """Return a job that does the rest of a `save`, now or in the background; collective."""
         path = self.path(step) if name is None else self._path_of(name)
-
-        def generation(previous: Manifest | None) -> int:
-            return self.next_generation()
-
         return prepare_save(
             path,
             state,
-            next_generation=generation,
+            next_generation=lambda previous: self.next_generation(),
             local_state=local_state,
             metadata={"step": step, **(metadata or {})},
             group=group,
@@ -261,13 +152,13 @@ class CheckpointFolder(FolderListing):
         cast: bool = False,
         progress: bool | None = None,
     ) -> Checkpoint:
-        """Load the newest checkpoint whose checksums are right; warn about each one passed over.
+        """Load the newest checkpoint whose checksums match; warn about each damaged one.
 
         Args:
-            rank: whose `local_state` to load; default: this rank in `group`.
-            group: processes that must all load the same checkpoint: if one of them finds it
-                damaged, all fall back together. Default: just this one.
-            into: a tree of tensors to load into, as in `load`. Then all that is needed of a
+            rank: the rank whose `local_state` to load; default: this rank in `group`.
+            group: the ranks that must all load the same checkpoint: if one of them finds it
+                damaged, all fall back together. Default: this process alone.
+            into: a tree of tensors to load into, as in `load`. Then everything needed from a
                 checkpoint is verified before the first tensor is written (`verify` is "full").
             only: which tensors, as in `load`.
             rename: other names for them, as in `load`.
@@ -278,17 +169,17 @@ class CheckpointFolder(FolderListing):
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
-            CorruptCheckpointError: there are some, and none of them can be loaded. It is a
-                TornLoadError if `into` has been written to.
-            StateMismatchError: the newest one is sound and does not fit `into`.
+            CorruptCheckpointError: none of those that exist can be loaded. It is a TornLoadError
+                if `into` has been written to.
+            StateMismatchError: the newest one is valid and does not fit `into`.
         """
         group = group or SingleProcess()
-        own = group.rank if rank is None else rank
+        of_rank = group.rank if rank is None else rank
 
         def attempt(path: str) -> Checkpoint:
             return load(
                 path,
-                rank=own,
+                rank=of_rank,
                 into=into,
                 only=only,
                 rename=rename,
@@ -299,10 +190,10 @@ class CheckpointFolder(FolderListing):
                 storage_options=self._options,
             )
 
-        tries: Fallback[Checkpoint] = Fallback(
+        fallback: Fallback[Checkpoint] = Fallback(
             self.url, self.survey, group, in_place=into is not None, covers_all=strict
         )
-        return tries.run(attempt)
+        return fallback.run(attempt)
 
     def open_latest(
         self,
@@ -311,24 +202,122 @@ class CheckpointFolder(FolderListing):
         group: ProcessGroupLike | None = None,
         skip: Paths = (),
     ) -> CheckpointReader:
-        """Open the newest checkpoint whose files all fit its manifest (sizes and headers).
+        """Open the newest checkpoint whose files all match its manifest (sizes and headers).
 
         Args:
-            rank: whose `local_state` to open; default: this rank in `group`.
-            group: processes that must all open the same one. Default: just this one.
-            skip: paths not to take, such as one that turned out to be damaged while it was read.
+            rank: the rank whose `local_state` to open; default: this rank in `group`.
+            group: the ranks that must all open the same one. Default: this process alone.
+            skip: paths to exclude, such as one that turned out to be damaged while it was read.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
-            CorruptCheckpointError: there are some, and none of them can be used.
+            CorruptCheckpointError: none of those that exist can be used.
         """
         group = group or SingleProcess()
-        own = group.rank if rank is None else rank
+        of_rank = group.rank if rank is None else rank
 
         def attempt(path: str) -> CheckpointReader:
-            reader = open_checkpoint(path, rank=own, storage_options=self._options)
+            reader = open_checkpoint(path, rank=of_rank, storage_options=self._options)
             reader.check()
             return reader
 
-        tries: Fallback[CheckpointReader] = Fallback(self.url, self.survey, group)
-        return tries.run(attempt, skip=[self._path_of(base_name(path)) for path in skip])
+        fallback: Fallback[CheckpointReader] = Fallback(self.url, self.survey, group)
+        return fallback.run(attempt, skip=[self._path_of(base_name(path)) for path in skip])
+
+    def list(self) -> builtins.list[CheckpointInfo]:
+        """Return all valid checkpoints, oldest first; warn about broken ones.
+
+        Valid means here that the manifest is intact and every file has its size. Checksums are
+        verified when a checkpoint is loaded.
+        """
+        found = []
+        for entry in self.survey():
+            if entry.status == "valid":
+                found.append(entry.info)
+            elif entry.status != "foreign":
+                warn(f"skipped {entry.name}: {entry.reason}")
+        return sorted(found, key=age_order)
+
+    def latest(self) -> CheckpointInfo | None:
+        """Return the newest valid checkpoint, None if there is none."""
+        found = self.list()
+        return found[-1] if found else None
+
+    def best(self, metric: str | None = None, mode: str = "min") -> CheckpointInfo | None:
+        """Return the best valid checkpoint by a metric, None if none has it; see `keep_best`.
+
+        Args:
+            metric: a key of the metadata or the monitor of its `score`; None: any `score`.
+            mode: "min" or "max".
+        """
+        check_mode(mode)
+        found = ranked(self.list(), metric, mode)
+        return found[0] if found else None
+
+    def survey(self) -> builtins.list[FolderEntry]:
+        """Return the status of every folder in this one, with the reason if it is not valid."""
+        return self._scanner.survey()
+
+    def next_generation(self) -> int:
+        """Return 1 + the highest generation in the folder, damaged checkpoints included."""
+        return 1 + self._scanner.highest_generation()
+
+    def prune(
+        self,
+        keep: Paths | str | os.PathLike[str] | Choose,
+        *,
+        run_id: str,
+        protect: Paths = (),
+        in_progress: Paths = (),
+        dry_run: bool = False,
+    ) -> builtins.list[str]:
+        """Remove the checkpoints of a run that are not kept, and the leftovers of its killed saves.
+
+        Call it on one rank, after a save has returned. The newest valid checkpoint of the run is
+        never removed, nor is a damaged one that is newer. Checkpoints of other runs are not
+        touched, nor are files that this package did not name, except those that
+        `metadata["extra_files"]` of a removed checkpoint lists. A checkpoint that a save has locked
+        is skipped. Anything that cannot be removed is a warning.
+
+        Args:
+            keep: a policy such as `keep_last(3) | keep_every(1000)`, which selects from this run's
+                valid checkpoints, oldest first; or the paths (or names) to keep.
+            run_id: only checkpoints with this `metadata["run_id"]` are considered.
+            protect: paths to keep regardless of the policy, such as the one resumed from.
+            in_progress: paths that a save is writing to; skipped.
+            dry_run: only return what would be removed.
+
+        Returns:
+            The paths of the checkpoints that were removed.
+        """
+        busy = {base_name(path) for path in in_progress}
+        entries = [entry for entry in self.survey() if entry.name not in busy]
+        valid = [entry.info for entry in entries if entry.status == "valid"]
+        own = [info for info in valid if info.manifest.metadata.get("run_id") == run_id]
+        own.sort(key=age_order)
+        kept = {base_name(path) for path in protect} | {info.name for info in own[-1:]}
+        kept |= _newer_broken(entries, own)
+        if callable(keep):
+            kept |= {info.name for info in keep(own)}
+        else:  # a str is itself a collection, of letters
+            paths = [keep] if isinstance(keep, (str, os.PathLike)) else keep
+            kept |= {base_name(path) for path in paths}
+        return Pruning(self._store, run_id, kept, dry_run).run(entries)
+
+
+def _newer_broken(
+    entries: Sequence[FolderEntry], own: Sequence[CheckpointInfo]
+) -> builtins.set[str]:
+    """Return the names of broken checkpoints that are newer than the run's newest valid one."""
+    # kept, because a user may still repair them, for example by copying a file again
+    newest = own[-1].manifest.generation if own else -1
+    return {
+        entry.name
+        for entry in entries
+        if entry.status == "broken" and entry.manifest and entry.manifest.generation > newest
+    }
+
+
+def base_name(path: str | os.PathLike[str]) -> str:
+    """Return the last segment of a path or URL."""
+    return os.fspath(path).rstrip("/").rsplit("/", 1)[-1]

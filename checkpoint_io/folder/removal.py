@@ -1,4 +1,4 @@
-"""Removing files of ours: a whole checkpoint, or what killed saves of one run left behind."""
+"""Remove files of this package: a checkpoint, or the leftovers of killed saves of one run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, kind_of, save_id_of, stale_probes
 from checkpoint_io.format.safetensors import MAX_HEADER
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import RangeReader, Store, child_name
 
 EXTRA_FILES = "extra_files"
 
 
 def remove_all(store: Store, names: Sequence[str]) -> None:
-    """Remove files in the order given; a failure leaves litter, not damage, so it only warns."""
+    """Remove files in the given order; warn about failures, which leave litter but no damage."""
     if not names:
         return
     try:
         store.remove_many(names)
-    except Exception:  # each driver has errors of its own; one bad file must not keep the others
+    # drivers raise errors of their own types; a file that cannot be removed must not stop the rest
+    except Exception:
         for name in names:
             _remove_or_warn(store, name)
 
 
 def _remove_or_warn(store: Store, name: str) -> None:
-    """Remove one file, or say why it is still there."""
+    """Remove one file; warn if that fails."""
     try:
         store.remove(name)
     except Exception as error:
@@ -36,32 +38,33 @@ def _remove_or_warn(store: Store, name: str) -> None:
 
 
 def remove_checkpoint(store: Store, manifest: Manifest) -> None:
-    """Remove the commit first, so that what is half removed is no checkpoint; then the rest."""
+    """Remove all files of a checkpoint, the manifest first."""
+    # without its manifest, a checkpoint whose removal is cut short counts as unfinished
     present = store.sizes()
     ours = _ours(present)
     extras = [name for name in extra_files(manifest) if name in present]
     store.remove(MANIFEST)
     remove_all(store, [*extras, *stale_probes(present), *_owner_last(ours)])
-    _give_back_uploads(store, {manifest.id, *_saves(ours)})
+    _abort_uploads(store, {manifest.id, *_saves(ours)})
     store.remove_folder()
 
 
 def extra_files(manifest: Manifest) -> list[str]:
-    """Return the files of others that `metadata["extra_files"]` says belong to the checkpoint."""
+    """Return the files of other programs that `metadata["extra_files"]` lists."""
     listed = manifest.metadata.get(EXTRA_FILES)
     return [name for name in listed if _is_extra(name)] if isinstance(listed, list) else []
 
 
 def _is_extra(name: object) -> bool:
-    """Say whether this is the plain name of a file that is not one of our own."""
+    """Return whether this is the plain name of a file that this package did not write."""
     try:
         return isinstance(name, str) and child_name(name) != MANIFEST and not save_id_of(name)
     except ValueError:
         return False
 
 
-def remove_left_overs(store: Store, current: Manifest, run_id: str) -> None:
-    """Remove files of a run's saves that were killed before they replaced this checkpoint."""
+def remove_leftovers(store: Store, current: Manifest, run_id: str) -> None:
+    """Remove the files of a run's saves that were killed before they replaced a checkpoint."""
     kept = {entry.name for entry in current.files}
     litter = [name for name in _ours(store.sizes()) if name not in kept]
     remove_saves(store, litter, run_id)
@@ -77,17 +80,18 @@ def remove_unfinished(store: Store, run_id: str) -> None:
 
 
 def remove_saves(store: Store, names: Sequence[str], run_id: str) -> None:
-    """Remove, of some files, those of saves that this run began, and give back their uploads."""
+    """Remove those of the named files that belong to saves of a run, and abort their uploads."""
     owners = {save: _owner(store, names, save) for save in _saves(names)}
-    # a local file cut off before its header says nothing, and nobody writes it: we hold the lock
-    claims = (run_id, None) if store.can_rename else (run_id,)
+    # A local file that is cut off before its header names no run. It is removed as well: the caller
+    # holds the folder's lock, so that no save can be writing it. Remote folders have no locks.
+    claims = (run_id,) if local_folder(store) is None else (run_id, None)
     doomed = {save for save, owner in owners.items() if owner in claims}
     remove_all(store, _owner_last([name for name in names if save_id_of(name) in doomed]))
-    _give_back_uploads(store, doomed)
+    _abort_uploads(store, doomed)
 
 
-def _give_back_uploads(store: Store, saves: Iterable[str]) -> None:
-    """Abort what killed uploads of some saves still hold."""
+def _abort_uploads(store: Store, saves: Iterable[str]) -> None:
+    """Abort the unfinished uploads of some saves; warn if that fails."""
     for save in saves:
         try:
             store.abort_uploads(save)
@@ -97,12 +101,13 @@ def _give_back_uploads(store: Store, saves: Iterable[str]) -> None:
 
 
 def _ours(names: Collection[str]) -> list[str]:
-    """Return the names that are of this format."""
+    """Return the names that have the form of this package's files."""
     return [name for name in names if save_id_of(name)]
 
 
 def _owner_last(names: Sequence[str]) -> list[str]:
-    """Put last the files that say whose they are, so that a removal cut short can be finished."""
+    """Sort the files that name their run to the end."""
+    # while one of them is left, the next prune can continue a removal that was cut short
     return sorted(names, key=lambda name: kind_of(name) == "objects")
 
 
@@ -112,7 +117,7 @@ def _saves(names: Sequence[str]) -> set[str]:
 
 
 def _owner(store: Store, names: Sequence[str], save: str) -> str | None:
-    """Find out which run began a save: "" if its files name none, None if they are all cut off."""
+    """Return the run of a save, "" if its files name none, None if all of them are cut off."""
     found = None
     for name in names:
         if (
@@ -127,7 +132,7 @@ def _owner(store: Store, names: Sequence[str], save: str) -> str | None:
 
 
 def _label(store: Store, name: str) -> str | None:
-    """Read from a file which run wrote it: "" if it names none, None if it is cut off."""
+    """Return the run that a file names, "" if it names none, None if it is cut off."""
     try:
         with store.open(name) as reader:
             document = jsonio.loads(_head(reader, name), name)
@@ -141,7 +146,7 @@ def _label(store: Store, name: str) -> str | None:
 
 
 def _head(reader: RangeReader, name: str) -> bytes:
-    """Return the JSON that starts a tensor file, or all of an objects file."""
+    """Return the JSON header of a tensor file, or all of an objects file."""
     if kind_of(name) == "objects":
         return bytes(reader.read(0, min(reader.size, jsonio.MAX_JSON_BYTES)))
     length = int.from_bytes(bytes(reader.read(0, min(8, reader.size))), "little")

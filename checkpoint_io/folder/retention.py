@@ -1,4 +1,4 @@
-"""Keep_last, keep_best, prune."""
+"""Select the checkpoints to keep, and remove the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from checkpoint_io.errors import CheckpointConflictError, CheckpointWarning
 from checkpoint_io.folder.discovery import CheckpointInfo, FolderEntry, id_of
-from checkpoint_io.folder.removal import remove_checkpoint, remove_left_overs, remove_unfinished
+from checkpoint_io.folder.removal import remove_checkpoint, remove_leftovers, remove_unfinished
 from checkpoint_io.storage.open import Store
 
 __all__ = ["KeepPolicy", "any_of", "keep_best", "keep_every", "keep_last"]
@@ -16,66 +16,11 @@ __all__ = ["KeepPolicy", "any_of", "keep_best", "keep_every", "keep_last"]
 Choose = Callable[[Sequence[CheckpointInfo]], Iterable[CheckpointInfo]]
 
 
-class Pruning:
-    """One walk through a folder of checkpoints.
-
-    Args:
-        folder: the folder of checkpoints.
-        run_id: whose checkpoints and left-overs may go.
-        keep: names that stay.
-        dry_run: only say what would go.
-    """
-
-    def __init__(self, folder: Store, run_id: str, keep: Collection[str], dry_run: bool) -> None:
-        self._folder = folder
-        self._run_id = run_id
-        self._keep = keep
-        self._dry_run = dry_run
-
-    def run(self, entries: Sequence[FolderEntry]) -> list[str]:
-        """Go through what a scan found; return the paths of the checkpoints removed."""
-        return [entry.path for entry in entries if self._concerns(entry) and self._treat(entry)]
-
-    def _concerns(self, entry: FolderEntry) -> bool:
-        """Say whether an entry is, or may be, of this run."""
-        if entry.manifest is None:  # whose a broken one is cannot be known
-            return entry.status == "unfinished" and entry.name not in self._keep
-        return entry.manifest.metadata.get("run_id") == self._run_id
-
-    def _treat(self, entry: FolderEntry) -> bool:
-        """Clean one folder; a problem there is told and does not keep others from being cleaned."""
-        goes = entry.manifest is not None and entry.name not in self._keep
-        if self._dry_run:
-            return goes
-        try:
-            return self._clean(entry) and goes
-        except CheckpointConflictError:
-            return False  # a save is at work there: the next prune will look again
-        except Exception as error:
-            text = f"could not clean {entry.path}: {type(error).__name__}: {error}"
-            warnings.warn(text, CheckpointWarning, stacklevel=4)
-            return False
-
-    def _clean(self, entry: FolderEntry) -> bool:
-        """Remove what is to go from one folder; False if it is no longer what the scan saw."""
-        store = self._folder.child(entry.name)
-        with store.lock():
-            if id_of(store) != (entry.manifest.id if entry.manifest else None):
-                return False
-            if entry.manifest is None:
-                remove_unfinished(store, self._run_id)
-            elif entry.name in self._keep:
-                remove_left_overs(store, entry.manifest, self._run_id)
-            else:
-                remove_checkpoint(store, entry.manifest)
-        return True
-
-
 class KeepPolicy:
-    """Picks, from a run's valid checkpoints, oldest first, those to keep; `a | b` keeps both.
+    """Selects the checkpoints to keep from a run's valid ones, oldest first; `a | b` keeps both.
 
     Args:
-        choose: takes the sequence of `CheckpointInfo`, returns those of them to keep.
+        choose: takes the sequence of `CheckpointInfo`, returns those to keep.
 
     Example:
         >>> from checkpoint_io import KeepPolicy, keep_last
@@ -101,7 +46,7 @@ def any_of(*policies: Choose) -> KeepPolicy:
     """Return a policy that keeps what any of the given ones keeps.
 
     Args:
-        policies: policies, or functions like theirs; none of them keeps nothing.
+        policies: policies, or functions like theirs; without any, nothing is kept.
 
     Example:
         >>> from checkpoint_io import any_of, keep_every, keep_last
@@ -135,8 +80,8 @@ def keep_every(steps: int) -> KeepPolicy:
     """Return a policy that keeps checkpoints whose `metadata["step"]` is a multiple of `steps`.
 
     Args:
-        steps: the distance, at least 1. A checkpoint without a whole number as its step is not
-            kept by this rule.
+        steps: the distance, at least 1. A checkpoint whose step is not an integer is not kept by
+            this rule.
 
     Raises:
         ValueError: if `steps` is less than 1.
@@ -159,10 +104,10 @@ def keep_best(count: int, metric: str | None = None, mode: str = "min") -> KeepP
 
     Args:
         count: how many to keep, at least 1.
-        metric: a key of the metadata, or the monitor's name of a
-            `metadata["score"] = {"monitor": name, "value": number}`; None takes any `score`.
+        metric: a key of the metadata, or the monitor's name in a
+            `metadata["score"] = {"monitor": name, "value": number}`; None uses any `score`.
             Checkpoints without that number (or with NaN) are not kept by this rule.
-        mode: "min" if lower is better, or "max". Of equal ones the older is the better.
+        mode: "min" if lower is better, or "max". Of equal checkpoints the older one wins.
 
     Raises:
         ValueError: if `count` is less than 1, or `mode` is neither.
@@ -181,27 +126,27 @@ def keep_best(count: int, metric: str | None = None, mode: str = "min") -> KeepP
 
 
 def _at_least_one(count: int, rule: str) -> None:
-    """Refuse 0 and less."""
+    """Raise ValueError for 0 and less."""
     if count < 1:
         raise ValueError(f"{rule}, not {count}")
 
 
 def check_mode(mode: str) -> None:
-    """Refuse what is no mode."""
+    """Raise ValueError for anything but "min" and "max"."""
     if mode not in ("min", "max"):
         raise ValueError(f'mode is "min" or "max", not {mode!r}')
 
 
 def ranked(infos: Sequence[CheckpointInfo], metric: str | None, mode: str) -> list[CheckpointInfo]:
-    """Return those that have the metric, best first."""
+    """Return the checkpoints that have the metric, best first."""
     sign = 1.0 if mode == "min" else -1.0
     scored = [(value, info) for info in infos if (value := score_of(info, metric)) is not None]
-    # the sort keeps the given order among equals, so the older one stays in front
+    # the sort is stable: among equals the older one stays in front
     return [info for _, info in sorted(scored, key=lambda pair: sign * pair[0])]
 
 
 def score_of(info: CheckpointInfo, metric: str | None) -> float | None:
-    """Find the number that a checkpoint is ranked by; None if it has none."""
+    """Return the number that a checkpoint is ranked by, None if it has none."""
     metadata = info.manifest.metadata
     score = metadata.get("score")
     if isinstance(score, dict) and (metric is None or score.get("monitor") == metric):
@@ -212,6 +157,64 @@ def score_of(info: CheckpointInfo, metric: str | None) -> float | None:
         return None
     try:
         value = float(found)
-    except OverflowError:  # a whole number beyond all floats is no score
+    except OverflowError:  # an int that is too large for a float
         return None
     return None if math.isnan(value) else value
+
+
+class Pruning:
+    """Removes, from a folder of checkpoints, those of one run that are not kept.
+
+    Args:
+        folder: the folder of checkpoints.
+        run_id: the run whose checkpoints and leftovers may be removed.
+        keep: names to keep.
+        dry_run: only return what would be removed.
+    """
+
+    def __init__(self, folder: Store, run_id: str, keep: Collection[str], dry_run: bool) -> None:
+        self._folder = folder
+        self._run_id = run_id
+        self._keep = keep
+        self._dry_run = dry_run
+
+    def run(self, entries: Sequence[FolderEntry]) -> list[str]:
+        """Prune the entries of a scan; return the paths of the removed checkpoints."""
+        return [entry.path for entry in entries if self._is_ours(entry) and self._prune(entry)]
+
+    def _is_ours(self, entry: FolderEntry) -> bool:
+        """Return whether an entry is, or may be, of this run."""
+        # The files of an unfinished save name its run; `_clean` reads them. The run of a
+        # checkpoint with a broken manifest is unknown: it is never removed.
+        if entry.manifest is None:
+            return entry.status == "unfinished" and entry.name not in self._keep
+        return entry.manifest.metadata.get("run_id") == self._run_id
+
+    def _prune(self, entry: FolderEntry) -> bool:
+        """Clean one folder; return whether its checkpoint was removed."""
+        removes = entry.manifest is not None and entry.name not in self._keep
+        if self._dry_run:
+            return removes
+        try:
+            return self._clean(entry) and removes
+        except CheckpointConflictError:
+            return False  # a save has locked the folder: the next prune tries again
+        except Exception as error:  # must not keep the other folders from being cleaned
+            text = f"could not clean {entry.path}: {type(error).__name__}: {error}"
+            warnings.warn(text, CheckpointWarning, stacklevel=4)
+            return False
+
+    def _clean(self, entry: FolderEntry) -> bool:
+        """Remove from one folder what is not kept; return False if it changed since the scan."""
+        store = self._folder.child(entry.name)
+        with store.lock():
+            # a save may have committed here between the scan and the lock
+            if id_of(store) != (entry.manifest.id if entry.manifest else None):
+                return False
+            if entry.manifest is None:
+                remove_unfinished(store, self._run_id)
+            elif entry.name in self._keep:
+                remove_leftovers(store, entry.manifest, self._run_id)
+            else:
+                remove_checkpoint(store, entry.manifest)
+        return True

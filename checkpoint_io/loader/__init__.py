@@ -1,1 +1,1 @@
-"""Loading: views, plans, verified transfers."""
+"""Load checkpoints: open, match, verify, read."""

@@ -1,9 +1,9 @@
-"""The files of one checkpoint: its manifest, and whether the files that it names are there."""
+"""The files of one checkpoint: read its manifest, check that the named files are present."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -19,21 +19,20 @@ from checkpoint_io.threads import collector_paused
 
 T = TypeVar("T")
 
-_SAVES = 20  # that may replace a checkpoint while one reader reads it
+_SAVES = 20  # how many saves may replace a checkpoint during one read of it
 
 
-def while_replaced(store: Store, action: Callable[[Manifest], T]) -> T:
-    """Read the checkpoint that is there, again whenever a save replaced it meanwhile.
-
-    Its files vanish then; only if the manifest is still the same one is that damage.
-    """
+def retry_if_replaced(store: Store, action: Callable[[Manifest], T]) -> T:
+    """Read a checkpoint; start over whenever a save has replaced it meanwhile."""
     manifest = manifest_of(store)
     for _ in range(_SAVES):
         try:
             return action(manifest)
         except TornLoadError:
-            raise  # what is half written must be told
+            raise  # the targets hold a mixture: the caller must not miss that
         except CorruptCheckpointError:
+            # A save removes the files of the checkpoint that it replaces. Missing or changed files
+            # are damage only if the manifest is still the same.
             newer = manifest_of(store)
             if newer.id == manifest.id:
                 raise
@@ -42,7 +41,7 @@ def while_replaced(store: Store, action: Callable[[Manifest], T]) -> T:
 
 
 def manifest_of(store: Store, *, tensors: bool = True) -> Manifest:
-    """Read the manifest of a checkpoint folder, all of it or without its tensors."""
+    """Read the manifest of a checkpoint folder, with or without its tensors."""
     where = f"{store.url}/{MANIFEST}"
     try:
         data = _manifest_bytes(store, where, _SAVES)
@@ -53,7 +52,7 @@ def manifest_of(store: Store, *, tensors: bool = True) -> Manifest:
 
 
 def _manifest_bytes(store: Store, where: str, tries: int) -> bytes:
-    """Read one version of the manifest; a save may put the next one there at any moment."""
+    """Read one version of the manifest, which a save may replace at any moment."""
     with store.open(MANIFEST) as reader:
         if reader.size > jsonio.MAX_JSON_BYTES:
             raise CorruptCheckpointError(f"{where}: {reader.size} bytes is no manifest")
@@ -66,7 +65,7 @@ def _manifest_bytes(store: Store, where: str, tries: int) -> bytes:
 
 
 def _absence(store: Store) -> str:
-    """Tell an unfinished save from an empty place."""
+    """Return the error text for a folder without a manifest: an unfinished save, or nothing."""
     if any(save_id_of(name) for name in store.sizes()):
         return (
             f"{store.url} holds a save that never finished (no {MANIFEST}): load another "
@@ -76,54 +75,41 @@ def _absence(store: Store) -> str:
 
 
 def check_sizes(store: Store, manifest: Manifest, files: Collection[int] | None = None) -> None:
-    """Check that every file (or those given by index) is there, a regular one, of its size."""
+    """Check that every file (or those given by index) is a regular file of the saved size."""
     present = store.sizes()
     for index in range(len(manifest.files)) if files is None else sorted(files):
         entry = manifest.files[index]
         if present.get(entry.name) == entry.size:
             continue
-        # only then is a look at the file itself worth it
+        # The listing can be wrong about a file, or leave it out (a link). Only then is opening it,
+        # another request, worth it: it gives the exact error.
         try:
-            with open_listed(store, entry.name) as reader:
-                size = reader.size
+            size = _opened_size(store, entry.name)
         except CorruptCheckpointError as error:
-            held = naming(key for key, _ in manifest.tensors_of_file(index))
+            held = in_tensors(key for key, _ in manifest.tensors_of_file(index))
             raise CorruptCheckpointError(f"{error}{held}") from None
         if size != entry.size:
-            held = naming(key for key, _ in manifest.tensors_of_file(index))
+            held = in_tensors(key for key, _ in manifest.tensors_of_file(index))
             raise CorruptCheckpointError(
                 f"{store.url}/{entry.name}: {size} bytes long, {entry.size} were saved "
                 f"(truncated or replaced){held}"
             )
 
 
-def open_listed(store: Store, name: str) -> Any:
-    """Open a file that the manifest names; its absence is damage."""
-    return _MissingIsDamage(store, name)
+def _opened_size(store: Store, name: str) -> int:
+    """Return the size of a file by opening it; CorruptCheckpointError if it is missing."""
+    try:
+        with store.open(name) as reader:
+            return reader.size
+    except FileNotFoundError:
+        raise CorruptCheckpointError(
+            f"{store.url}/{name}: missing, though the manifest names it; "
+            "copy it again or load an older checkpoint"
+        ) from None
 
 
-class _MissingIsDamage:
-    """A context manager around `Store.open` that explains a missing file."""
-
-    def __init__(self, store: Store, name: str) -> None:
-        self._where = f"{store.url}/{name}"
-        self._manager = store.open(name)
-
-    def __enter__(self) -> Any:
-        try:
-            return self._manager.__enter__()
-        except FileNotFoundError:
-            raise CorruptCheckpointError(
-                f"{self._where}: missing, though the manifest names it; "
-                "copy it again or load an older checkpoint"
-            ) from None
-
-    def __exit__(self, *details: Any) -> bool | None:
-        return self._manager.__exit__(*details)
-
-
-def naming(labels: Iterable[str]) -> str:
-    """Name a few tensors at the end of a message."""
+def in_tensors(labels: Iterable[str]) -> str:
+    """Return ", in tensors ..." with the first labels, "" if there are none, for a message."""
     names = list(dict.fromkeys(label for label in labels if label))
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""Open_checkpoint: views, slices."""
+"""Open a checkpoint without reading its tensors, and read whole tensors or slices later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.safetensors import empty
 from checkpoint_io.format.tree import decode_tree
-from checkpoint_io.loader.files import while_replaced
+from checkpoint_io.loader.files import retry_if_replaced
 from checkpoint_io.loader.selection import nearest
 from checkpoint_io.loader.source import Source, dtype_of, nbytes_of, wants_for
 from checkpoint_io.loader.transfer import Bytes, Flat, Want
@@ -31,199 +31,6 @@ __all__ = ["CheckpointReader", "TensorView", "open_checkpoint"]
 Path = tuple[Any, ...]
 
 
-class TensorView:
-    """A stored tensor that has not been read; indexing it reads only the bytes it needs.
-
-    Views come from a `CheckpointReader` and stay usable as long as the checkpoint is there.
-
-    Attributes:
-        key: its name in the checkpoint.
-        is_array: it was saved from a numpy array, and `load_tree` gives one back.
-
-    Example:
-        >>> import torch
-        >>> from checkpoint_io import open_checkpoint, save
-        >>> _ = save("memory://doc-view/v", {"w": torch.arange(12).reshape(3, 4)})
-        >>> view = open_checkpoint("memory://doc-view/v")["w"]
-        >>> view.dtype, view.shape, view.nbytes
-        (torch.int64, (3, 4), 96)
-        >>> view[1:, ::2]
-        tensor([[ 4,  6],
-                [ 8, 10]])
-        >>> bool((view.read_into(torch.zeros(3, 4, dtype=torch.int64)) == view.read()).all())
-        True
-    """
-
-    __slots__ = ("_source", "is_array", "key")
-
-    def __init__(self, source: Source, key: str, is_array: bool = False) -> None:
-        self._source = source
-        self.key = key
-        self.is_array = is_array
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The saved dtype; CheckpointError if this torch does not have it."""
-        return dtype_of(self._source.entry(self.key), self.key)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The full shape, however many ranks wrote it."""
-        return self._source.entry(self.key).shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return nbytes_of(self._source.entry(self.key))
-
-    @property
-    def stored_key(self) -> str:
-        """The key under which the bytes are stored; tied tensors have one in common."""
-        return self._source.stored(self.key)
-
-    def __repr__(self) -> str:
-        name = self._source.entry(self.key).dtype
-        return f"TensorView({self.key!r}, {name}, shape={self.shape})"
-
-    def belongs_to(self, source: Source) -> bool:
-        """Say whether this view reads from that opened checkpoint."""
-        return self._source is source
-
-    def numpy(self) -> TensorView:
-        """Return a view of the same tensor that `load_tree` turns into a numpy array."""
-        return TensorView(self._source, self.key, is_array=True)
-
-    def read(self) -> torch.Tensor:
-        """Read the whole tensor, verified, into a new one on the CPU.
-
-        Raises:
-            CorruptCheckpointError: its bytes are not the ones saved, or are gone.
-        """
-        tensors = self._source.new_tensors([self.key])
-        self._source.fill([], fresh=tensors.items())
-        return tensors[self.stored_key]
-
-    def read_into(self, target: torch.Tensor, *, cast: bool = False) -> torch.Tensor:
-        """Read into a tensor on any device, or into this rank's part of a DTensor.
-
-        Args:
-            target: a tensor of the saved shape. Of a DTensor only the local part is read.
-            cast: convert to the target's dtype; default False: another dtype is an error.
-
-        Returns:
-            The target.
-
-        Raises:
-            StateMismatchError: shape or dtype differ; nothing was changed.
-            CorruptCheckpointError: the bytes are not the ones saved; nothing was changed.
-            TornLoadError: the same, but part of the target had been written before.
-        """
-        pairs = [(self.key, target)]
-        self._source.check_targets(pairs, cast)
-        self._source.fill(pairs)
-        return target
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read a part of the tensor: ints, slices with a step of 1 or more, and `...`.
-
-        Only the parts (of 1 MiB) that hold an element of it are read.
-
-        Raises:
-            IndexError: an index that is out of range, or of another kind.
-            ValueError: a slice with a negative step.
-        """
-        entry = self._source.entry(self.key)
-        axes, kept = parse_index(index, entry.shape)
-        box = tuple(axis.length for axis in axes)
-        target = empty(entry.dtype, box, f"tensor {self.key!r}")
-        part = self._source.manifest.part_size
-        self._source.transfer(wants_for(entry, self.key, target, part, axes))
-        return target.reshape([axes[dim].length for dim in kept])
-
-
-def parse_index(index: Any, shape: tuple[int, ...]) -> tuple[Axes, list[int]]:
-    """Turn a basic index into a box, and the dimensions that it keeps."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    dots = [n for n, item in enumerate(items) if item is Ellipsis]
-    missing = len(shape) - (len(items) - len(dots))
-    if len(dots) > 1 or missing < 0:
-        raise IndexError(f"{index!r:.200} does not index a tensor of shape {shape}")
-    at = dots[0] if dots else len(items)
-    items[at : at + 1] = [slice(None)] * missing
-    axes = tuple(_axis(item, length) for item, length in zip(items, shape, strict=True))
-    return axes, [dim for dim, item in enumerate(items) if isinstance(item, slice)]
-
-
-def _axis(item: Any, length: int) -> Axis:
-    """Turn an int or a slice into an axis."""
-    if isinstance(item, slice):
-        start, stop, step = item.indices(length)
-        if step < 0:
-            raise ValueError("a view takes steps of 1 or more: read() it and use torch.flip")
-        return Axis(start, len(range(start, stop, step)), step if step < length else 1)
-    try:
-        if isinstance(item, bool):  # an int to Python, something else to torch
-            raise TypeError
-        number = operator.index(item)
-    except TypeError:
-        raise IndexError(
-            f"a view takes ints, slices and ..., not {type(item).__name__}: "
-            "read() it and index the tensor"
-        ) from None
-    if not -length <= number < length:
-        raise IndexError(f"index {number} is out of range for a dimension of {length}")
-    return Axis(number % length, 1)
-
-
-def views_in(tree: Any) -> Iterator[TensorView]:
-    """Yield the views in a tree, in its order."""
-    if isinstance(tree, TensorView):
-        yield tree
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from views_in(item)
-    elif isinstance(tree, (list, tuple, set, frozenset)):
-        for item in tree:
-            yield from views_in(item)
-
-
-def replace_views(tree: Any, value: Callable[[TensorView], Any]) -> Any:
-    """Build the same tree with a value in place of each view."""
-    if isinstance(tree, TensorView):
-        return value(tree)
-    if isinstance(tree, dict):
-        return {key: replace_views(item, value) for key, item in tree.items()}
-    if isinstance(tree, (list, tuple, set, frozenset)):
-        return type(tree)(replace_views(item, value) for item in tree)
-    return tree
-
-
-def as_leaf(view: TensorView, tensor: torch.Tensor) -> Any:
-    """Return a tensor as what it was saved from."""
-    return tensor.numpy() if view.is_array else tensor
-
-
-def beside(tree: Any, saved: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield each leaf of the caller's tree with its path and what was saved there (or None)."""
-    if isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from beside(item, _child(saved, key), (*path, key))
-    elif isinstance(tree, (list, tuple)):
-        for index, item in enumerate(tree):
-            yield from beside(item, _child(saved, index), (*path, index))
-    else:
-        yield path, tree, saved
-
-
-def _child(saved: Any, key: Any) -> Any:
-    """Return what a saved dict or sequence holds under a key, None for nothing."""
-    if isinstance(saved, dict):
-        return saved.get(key)
-    if isinstance(saved, (list, tuple)) and type(key) is int and key < len(saved):
-        return saved[key]
-    return None
-
-
 def open_checkpoint(
     url: str | os.PathLike[str],
     *,
@@ -232,11 +39,12 @@ def open_checkpoint(
 ) -> CheckpointReader:
     """Open a checkpoint without reading its tensors.
 
-    The manifest and the JSON of the shared state and of one rank's own are read and verified.
+    The manifest, the JSON of the shared state and that of one rank's local state are read and
+    verified.
 
     Args:
         url: the folder of a checkpoint.
-        rank: whose own state to open; default 0.
+        rank: the rank whose local state to open; default 0.
         storage_options: passed to the fsspec driver.
 
     Raises:
@@ -258,10 +66,10 @@ def open_checkpoint(
 
     def opened(manifest: Manifest) -> CheckpointReader:
         reader = CheckpointReader(store, manifest, rank)
-        _ = reader.state  # a bad one is an error now, not later
+        _ = reader.state  # decode now, so that damaged JSON is an error here and not later
         return reader
 
-    return while_replaced(store, opened)
+    return retry_if_replaced(store, opened)
 
 
 class CheckpointReader:
@@ -269,9 +77,9 @@ class CheckpointReader:
 
     Attributes:
         path: the URL that it was opened from.
-        manifest: what the checkpoint consists of, with the caller's metadata.
+        manifest: the files and tensors of the checkpoint, with the caller's metadata.
         state: the shared state; its tensors are `TensorView`s.
-        local_state: the opened rank's own state likewise, None if it saved none.
+        local_state: the local state of the opened rank, likewise; None if it saved none.
 
     Raises:
         CorruptCheckpointError: the JSON of a state is damaged.
@@ -311,7 +119,7 @@ class CheckpointReader:
 
     @property
     def local_state(self) -> dict[str, Any] | None:
-        """The rank's own state with views."""
+        """The rank's local state with views."""
         return self._with_views[1]
 
     @cached_property
@@ -319,13 +127,13 @@ class CheckpointReader:
         return self.decoded(_Views(self.source, self._prefix))
 
     def decoded(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return both states with these tensors (by key) in them."""
+        """Return both states, with these tensors (by key) in place of references."""
         with collector_paused():
             states = [_decode(tree, tensors, where) for where, tree in self._trees]
         return states[0], states[1] if len(states) > 1 else None
 
     def keys(self) -> list[str]:
-        """Return the keys of all shared tensors and of the opened rank's own, tied ones too."""
+        """Return the keys of all shared tensors and of the rank's local ones, with tied names."""
         known = (*self.manifest.tensors, *self.manifest.aliases)
         return [key for key in known if is_shared(key) or key.startswith(self._prefix)]
 
@@ -357,7 +165,7 @@ class CheckpointReader:
             progress: a bar with bytes per second; None shows one for a long check on a terminal.
 
         Raises:
-            CorruptCheckpointError: a file is missing or differs; names it and a tensor in it.
+            CorruptCheckpointError: a file is missing or differs; names the file and its tensors.
         """
         files: Collection[int] = range(len(self.manifest.files))
         if keys is not None:
@@ -365,7 +173,7 @@ class CheckpointReader:
         check_files(self.source, files, full=full, progress=progress)
 
     def files_of(self, keys: Iterable[str]) -> list[int]:
-        """Return the indices of the files that hold some tensors, and of this reader's JSON."""
+        """Return the indices of the files that hold some tensors or this reader's JSON."""
         found = {n for n, entry in enumerate(self.manifest.files) if entry.name in self._names}
         tensors, stored = self.manifest.tensors, self.manifest.aliases.get
         for key in keys:
@@ -373,7 +181,7 @@ class CheckpointReader:
         return sorted(found)
 
     def replaced(self) -> bool:
-        """Say whether another save has replaced this checkpoint since it was opened."""
+        """Return whether another save has replaced this checkpoint since it was opened."""
         return self.source.replaced()
 
     def read(
@@ -388,24 +196,24 @@ class CheckpointReader:
         Shapes, dtypes and coverage of all targets are checked before the first byte is read.
 
         Args:
-            pairs: views of this checkpoint, with the tensor (on any device) or DTensor to fill.
+            pairs: views of this checkpoint, each with a tensor (on any device) or DTensor to fill.
             cast: convert to the targets' dtypes; default False: another dtype is an error.
             progress: a bar with bytes per second; None shows one for a long read on a terminal.
 
         Raises:
             StateMismatchError: a target does not fit; nothing was changed.
             CorruptCheckpointError: bytes are not the ones saved; nothing was changed.
-            TornLoadError: the read broke off after some targets had been written.
+            TornLoadError: the read failed after some targets had been written.
         """
         for view, _ in pairs:
             if not view.belongs_to(self.source):
-                raise ValueError(f"{view!r} is a view of another checkpoint than {self.path}")
+                raise ValueError(f"{view!r} is a view of another checkpoint, not of {self.path}")
         keyed = [(view.key, target) for view, target in pairs]
         self.source.check_targets(keyed, cast)
-        self.source.fill(keyed, progress=progress)
+        self.source.read_into(keyed, progress=progress)
 
     def load_tree(self, tree: Any, *, progress: bool | None = False) -> Any:
-        """Return a tree with its views read into new CPU tensors; tied views give one tensor.
+        """Return a tree with its views read into new CPU tensors; tied views become one tensor.
 
         Args:
             tree: any part of `state` or `local_state`: views in dicts, lists, tuples and sets.
@@ -416,13 +224,13 @@ class CheckpointReader:
         """
         with collector_paused():
             tensors = self.source.new_tensors(view.stored_key for view in views_in(tree))
-        self.source.fill([], fresh=tensors.items(), progress=progress)
+        self.source.read_into([], fresh=tensors.items(), progress=progress)
         with collector_paused():
             return replace_views(tree, lambda view: as_leaf(view, tensors[view.stored_key]))
 
 
 class _Views(Mapping[str, Any]):
-    """The tensors that the trees of one rank may refer to, as views."""
+    """The tensors that the states of one rank may refer to, as views."""
 
     def __init__(self, source: Source, prefix: str) -> None:
         self._source, self._prefix = source, prefix
@@ -443,7 +251,7 @@ class _Views(Mapping[str, Any]):
 
 
 def _read_objects(source: Source, names: Sequence[str]) -> list[tuple[str, bytes]]:
-    """Read some JSON files, verified."""
+    """Read and verify some JSON files."""
     numbers = {entry.name: index for index, entry in enumerate(source.manifest.files)}
     found: list[Bytes] = []
     wants = []
@@ -465,13 +273,206 @@ def _parse(data: bytes, where: str) -> Any:
     with collector_paused():
         document = jsonio.loads(data, where)
     if not isinstance(document, dict) or "state" not in document:
-        raise CorruptCheckpointError(f"{where}: holds no state")
+        raise CorruptCheckpointError(f"{where}: there is no state in it")
     return document["state"]
 
 
 def _decode(tree: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Decode a state, which is a dict at its root."""
+    """Decode a state; raise CorruptCheckpointError if it is not a dict."""
     state = decode_tree(tree, tensors, where)
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{where}: the state is not a dict")
     return state
+
+
+class TensorView:
+    """A stored tensor that has not been read; indexing it reads only the bytes it needs.
+
+    Views come from a `CheckpointReader` and can be used as long as the checkpoint exists.
+
+    Attributes:
+        key: its name in the checkpoint.
+        is_array: whether it was saved from a numpy array; `load_tree` then returns one.
+
+    Example:
+        >>> import torch
+        >>> from checkpoint_io import open_checkpoint, save
+        >>> _ = save("memory://doc-view/v", {"w": torch.arange(12).reshape(3, 4)})
+        >>> view = open_checkpoint("memory://doc-view/v")["w"]
+        >>> view.dtype, view.shape, view.nbytes
+        (torch.int64, (3, 4), 96)
+        >>> view[1:, ::2]
+        tensor([[ 4,  6],
+                [ 8, 10]])
+        >>> bool((view.read_into(torch.zeros(3, 4, dtype=torch.int64)) == view.read()).all())
+        True
+    """
+
+    __slots__ = ("_source", "is_array", "key")
+
+    def __init__(self, source: Source, key: str, is_array: bool = False) -> None:
+        self._source = source
+        self.key = key
+        self.is_array = is_array
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The saved dtype; CheckpointError if this torch does not have it."""
+        return dtype_of(self._source.entry(self.key), self.key)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full shape, however many ranks wrote it."""
+        return self._source.entry(self.key).shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return nbytes_of(self._source.entry(self.key))
+
+    @property
+    def stored_key(self) -> str:
+        """The key under which the bytes are stored; tied tensors share one."""
+        return self._source.stored(self.key)
+
+    def __repr__(self) -> str:
+        name = self._source.entry(self.key).dtype
+        return f"TensorView({self.key!r}, {name}, shape={self.shape})"
+
+    def belongs_to(self, source: Source) -> bool:
+        """Return whether this view reads from the given opened checkpoint."""
+        return self._source is source
+
+    def numpy(self) -> TensorView:
+        """Return a view of the same tensor that `load_tree` reads as a numpy array."""
+        return TensorView(self._source, self.key, is_array=True)
+
+    def read(self) -> torch.Tensor:
+        """Read and verify the whole tensor; return a new one on the CPU.
+
+        Raises:
+            CorruptCheckpointError: its bytes are missing or not the ones saved.
+        """
+        tensors = self._source.new_tensors([self.key])
+        self._source.read_into([], fresh=tensors.items())
+        return tensors[self.stored_key]
+
+    def read_into(self, target: torch.Tensor, *, cast: bool = False) -> torch.Tensor:
+        """Read into a tensor on any device, or into this rank's part of a DTensor.
+
+        Args:
+            target: a tensor of the saved shape. Of a DTensor only the local part is read.
+            cast: convert to the target's dtype; default False: another dtype is an error.
+
+        Returns:
+            The target.
+
+        Raises:
+            StateMismatchError: shape or dtype differ; nothing was changed.
+            CorruptCheckpointError: the bytes are not the ones saved; nothing was changed.
+            TornLoadError: the same, but part of the target had already been written.
+        """
+        pairs = [(self.key, target)]
+        self._source.check_targets(pairs, cast)
+        self._source.read_into(pairs)
+        return target
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read a part of the tensor, by ints, slices with a positive step, and `...`.
+
+        Only the parts (of 1 MiB) that hold a selected element are read.
+
+        Raises:
+            IndexError: an index is out of range, or of another kind.
+            ValueError: a slice has a negative step.
+        """
+        entry = self._source.entry(self.key)
+        axes, kept = parse_index(index, entry.shape)
+        box = tuple(axis.length for axis in axes)
+        target = empty(entry.dtype, box, f"tensor {self.key!r}")
+        part = self._source.manifest.part_size
+        self._source.transfer(wants_for(entry, self.key, target, part, axes))
+        return target.reshape([axes[dim].length for dim in kept])
+
+
+def parse_index(index: Any, shape: tuple[int, ...]) -> tuple[Axes, list[int]]:
+    """Return the box that a basic index selects, and the dimensions that it keeps."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    dots = [n for n, item in enumerate(items) if item is Ellipsis]
+    missing = len(shape) - (len(items) - len(dots))
+    if len(dots) > 1 or missing < 0:
+        raise IndexError(f"{index!r:.200} does not index a tensor of shape {shape}")
+    at = dots[0] if dots else len(items)
+    items[at : at + 1] = [slice(None)] * missing
+    axes = tuple(_axis(item, length) for item, length in zip(items, shape, strict=True))
+    return axes, [dim for dim, item in enumerate(items) if isinstance(item, slice)]
+
+
+def _axis(item: Any, length: int) -> Axis:
+    """Return the axis that an int or a slice selects."""
+    if isinstance(item, slice):
+        start, stop, step = item.indices(length)
+        if step < 0:
+            raise ValueError("a view takes steps of 1 or more: read() it and use torch.flip")
+        return Axis(start, len(range(start, stop, step)), step if step < length else 1)
+    try:
+        if isinstance(item, bool):  # an int in Python, but a mask in torch
+            raise TypeError
+        number = operator.index(item)
+    except TypeError:
+        raise IndexError(
+            f"a view takes ints, slices and ..., not {type(item).__name__}: "
+            "read() it and index the tensor"
+        ) from None
+    if not -length <= number < length:
+        raise IndexError(f"index {number} is out of range for a dimension of {length}")
+    return Axis(number % length, 1)
+
+
+def views_in(tree: Any) -> Iterator[TensorView]:
+    """Yield the views in a tree, in its order."""
+    if isinstance(tree, TensorView):
+        yield tree
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from views_in(item)
+    elif isinstance(tree, (list, tuple, set, frozenset)):
+        for item in tree:
+            yield from views_in(item)
+
+
+def replace_views(tree: Any, value: Callable[[TensorView], Any]) -> Any:
+    """Return the same tree with a value in place of each view."""
+    if isinstance(tree, TensorView):
+        return value(tree)
+    if isinstance(tree, dict):
+        return {key: replace_views(item, value) for key, item in tree.items()}
+    if isinstance(tree, (list, tuple, set, frozenset)):
+        return type(tree)(replace_views(item, value) for item in tree)
+    return tree
+
+
+def as_leaf(view: TensorView, tensor: torch.Tensor) -> Any:
+    """Return a tensor, or a numpy array if it was saved from one."""
+    return tensor.numpy() if view.is_array else tensor
+
+
+def pair_leaves(tree: Any, saved: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+    """Yield each leaf of the caller's tree with its path and what was saved there (or None)."""
+    if isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from pair_leaves(item, _child(saved, key), (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for index, item in enumerate(tree):
+            yield from pair_leaves(item, _child(saved, index), (*path, index))
+    else:
+        yield path, tree, saved
+
+
+def _child(saved: Any, key: Any) -> Any:
+    """Return the item of a saved dict or sequence under a key, None if there is none."""
+    if isinstance(saved, dict):
+        return saved.get(key)
+    if isinstance(saved, (list, tuple)) and type(key) is int and key < len(saved):
+        return saved[key]
+    return None

@@ -1,4 +1,4 @@
-"""Load(): match, check, read."""
+"""Load a checkpoint: match names, check everything, then read."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 
 from checkpoint_io.errors import StateMismatchError
 from checkpoint_io.format.manifest import Manifest
-from checkpoint_io.loader.files import manifest_of, while_replaced
+from checkpoint_io.loader.files import manifest_of, retry_if_replaced
 from checkpoint_io.loader.lazy import (
     CheckpointReader,
     TensorView,
     as_leaf,
-    beside,
     open_checkpoint,
+    pair_leaves,
     replace_views,
     views_in,
 )
 from checkpoint_io.loader.selection import (
     Only,
     Rename,
-    idle_patterns,
     match_names,
     renamer,
+    reusable,
     selector,
-    settled,
+    unmatched_patterns,
 )
 from checkpoint_io.loader.source import dtype_of
 from checkpoint_io.loader.verify import check_files
@@ -43,179 +43,73 @@ __all__ = ["Checkpoint", "CheckpointReader", "load", "open_checkpoint", "read_ma
 VERIFY = ("parts", "full", "sizes")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the caller of `load` asked for."""
+def load(
+    url: str | os.PathLike[str],
+    *,
+    rank: int = 0,
+    into: Mapping[Any, Any] | None = None,
+    only: Only | None = None,
+    rename: Rename | None = None,
+    strict: bool = True,
+    verify: Literal["parts", "full", "sizes"] = "parts",
+    cast: bool = False,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Load the shared state and one rank's local state; verify every byte before it is used.
 
-    into: Mapping[Any, Any] | None = None
-    only: Only | None = None
-    rename: Rename | None = None
-    strict: bool = True
-    verify: str = "parts"
-    cast: bool = False
-    progress: bool | None = None
+    No process group is needed, however many ranks saved: each rank reads what it needs.
 
-    def __post_init__(self) -> None:
-        if self.verify not in VERIFY:
-            raise ValueError(f"verify= is one of {', '.join(VERIFY)}, not {self.verify!r}")
-        if self.into is not None and not isinstance(self.into, Mapping):
-            raise TypeError(
-                f"into= is a dict like the saved state, not a {type(self.into).__name__}"
-            )
-        if self.rename is not None and self.into is None:
-            raise ValueError("rename= says how saved names are called in into=, which is missing")
-        object.__setattr__(self, "only", settled(self.only))  # a generator gives its items once
+    Args:
+        url: the folder of a checkpoint.
+        rank: the rank whose `local_state` to return; default 0. None for a rank that saved none.
+        into: a dict like the saved state, or some of its top-level keys, with tensors (on any
+            device), DTensors or numpy arrays to be filled in place; of a DTensor only this rank's
+            part is read. Plain values in it are not changed: the saved ones are in the returned
+            state, which holds the given tensors. Saved tensors outside of its top-level keys are
+            loaded as new ones.
+        only: the saved names to load: a glob pattern over keys such as "models/0/*" (`*` also
+            matches `/`), several, or a function. Default None: all. Tensors that are not selected
+            are returned as `TensorView`s, which can be read later.
+        rename: with `into`: prefixes of saved keys mapped to their names there, or a function.
+        strict: True (default): a name in `into` that was not saved, a saved name below the
+            top-level keys of `into` without a target there, or a pattern that matches nothing, is
+            an error that names the nearest names. False: they are listed in the result.
+        verify: "parts" (default) checks sizes and headers before anything is changed, then each
+            part of 1 MiB before it is copied; "full" checks every byte of the files it needs
+            before anything is changed; "sizes" checks sizes alone.
+        cast: convert to the dtypes of `into`; default False: another dtype is an error.
+        progress: a bar with bytes per second; default None: for a long load on a terminal.
+        storage_options: passed to the fsspec driver.
 
+    Returns:
+        A `Checkpoint`; new tensors are on the CPU, with the saved dtypes and shapes.
 
-@dataclass
-class Loaded:
-    """The two states with tensors in place of views, and what did not match."""
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint at `url`.
+        CorruptCheckpointError: a file is missing or differs; the message names it.
+        StateMismatchError: names, shapes or dtypes do not fit `into`; nothing was changed.
+        TornLoadError: the load failed after some tensors in `into` had been written.
+        ManifestVersionError: this package cannot read the version that wrote it.
 
-    state: dict[str, Any]
-    local_state: dict[str, Any] | None
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-
-
-@dataclass
-class _Plan:
-    """Which saved tensors go into the caller's, and which into new ones."""
-
-    given: dict[str, Any] = field(default_factory=dict)  # by saved key: what the caller passed
-    fresh: dict[str, None] = field(default_factory=dict)  # an ordered set of saved keys
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-
-
-def read_checkpoint(reader: CheckpointReader, request: Request) -> Loaded:
-    """Read what was asked for; everything that can be checked before is checked before."""
-    if request.into is None and request.only is None:
-        return _read_all(reader, request)
-    with collector_paused():
-        plan = _plan_new(reader, request) if request.into is None else _plan_into(reader, request)
-    source = reader.source
-    targets = {key: _as_tensor(key, value) for key, value in plan.given.items()}
-    source.check_targets(targets.items(), request.cast)
-    check_files(
-        source,
-        reader.files_of([*targets, *plan.fresh]),
-        headers=request.verify != "sizes",
-        full=request.verify == "full",
-        progress=request.progress,
-    )
-    # what is tied to one of these is this one, unless the caller's is spread or converted
-    by_stored = {
-        source.stored(key): target
-        for key, target in targets.items()
-        if not is_dtensor(target) and target.dtype == dtype_of(source.entry(key), key)
-    }
-    with collector_paused():
-        new = {source.stored(key): None for key in plan.fresh}
-        fresh = source.new_tensors(key for key in new if key not in by_stored)
-    source.fill(
-        list(targets.items()),
-        fresh=fresh.items(),
-        check=request.verify != "sizes",
-        progress=request.progress,
-    )
-    tensors = {**by_stored, **fresh}
-
-    def value(view: TensorView) -> Any:
-        if view.key in plan.given:
-            return plan.given[view.key]
-        return as_leaf(view, tensors[view.stored_key]) if view.key in plan.fresh else view
-
-    with collector_paused():
-        state = replace_views(reader.state, value)
-        local_state = replace_views(reader.local_state, value)
-    return Loaded(state, local_state, tuple(plan.missing), tuple(plan.unexpected))
-
-
-def _read_all(reader: CheckpointReader, request: Request) -> Loaded:
-    """Read everything into new tensors: the same as below, without a detour over views."""
-    source, keys = reader.source, reader.keys()
-    headers, full = request.verify != "sizes", request.verify == "full"
-    check_files(
-        source, reader.files_of(keys), headers=headers, full=full, progress=request.progress
-    )
-    with collector_paused():
-        tensors = source.new_tensors(keys)
-    source.fill([], fresh=tensors.items(), check=headers, progress=request.progress)
-    with collector_paused():
-        stored = reader.manifest.aliases.get
-        known = {key: tensors[stored(key, key)] for key in keys}
-    return Loaded(*reader.decoded(known))
-
-
-def _plan_new(reader: CheckpointReader, request: Request) -> _Plan:
-    """Take all selected tensors as new ones."""
-    views = [*views_in(reader.state), *views_in(reader.local_state)]
-    keys = [view.key for view in views]
-    missing = idle_patterns(request.only, keys, reader.path, request.strict)
-    selected = selector(request.only)
-    return _Plan(fresh={key: None for key in keys if selected(key)}, missing=missing)
-
-
-def _plan_into(reader: CheckpointReader, request: Request) -> _Plan:
-    """Match the caller's tensors with the saved ones by name."""
-    assert request.into is not None
-    wanted, replaced = _wanted(request.into, reader.state)
-    translate, selected = renamer(request.rename), selector(request.only)
-    roots = {shared_key((key,)) for key in request.into}
-    keys = list(dict.fromkeys(view.key for view in views_in(reader.state)))
-    # below the caller's top-level keys every saved tensor should have a place
-    scope = [k for k in keys if k not in replaced and translate(k).split("/", 1)[0] in roots]
-    matched = match_names(wanted, scope, request.only, request.rename)
-    if request.strict:
-        matched.require(reader.path)
-    inside = set(scope)
-    others = [key for key in keys if key not in inside]
-    own = [view.key for view in views_in(reader.local_state)]
-    others += own
-    idle = idle_patterns(request.only, [*keys, *own], reader.path, request.strict)
-    return _Plan(
-        given={saved: wanted[name] for name, saved in matched.pairs},
-        fresh={key: None for key in others if selected(key)},
-        missing=matched.missing + idle,
-        unexpected=matched.unexpected,
-    )
-
-
-def _wanted(into: Mapping[Any, Any], saved: Any) -> tuple[dict[str, Any], set[str]]:
-    """Name the caller's tensors, and the saved tensors in whose place the caller has none."""
-    wanted: dict[str, Any] = {}
-    replaced: set[str] = set()
-    for path, leaf, there in beside(into, saved):
-        if not isinstance(leaf, (torch.Tensor, np.ndarray)):
-            replaced.update(view.key for view in views_in(there))
-            continue
-        # the tree knows the key; a name is built only for what is not at its saved place
-        name = there.key if isinstance(there, TensorView) else shared_key(path)
-        wanted[_free(name, wanted)] = leaf
-    return wanted, replaced
-
-
-def _free(name: str, taken: Iterable[str]) -> str:
-    """Return a name that no other target has, as it is made on saving."""
-    candidate, number = name, 1
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}~~{number}"
-    return candidate
-
-
-def _as_tensor(key: str, value: Any) -> torch.Tensor:
-    """Return the caller's tensor, or a numpy array as one that shares its memory."""
-    if isinstance(value, torch.Tensor):
-        return value
-    try:
-        if value.flags.writeable:
-            return torch.from_numpy(value)
-    except TypeError:
-        pass
-    raise StateMismatchError(
-        f"tensor {key}: the numpy array to load into is read-only or of a type that a checkpoint "
-        f"cannot hold ({value.dtype}); nothing was changed"
+    Example:
+        >>> import torch
+        >>> from checkpoint_io import load, save
+        >>> state = {"model": {"w": torch.arange(3)}, "optimizer": {"m": torch.zeros(3)}}
+        >>> _ = save("memory://doc-reader/l", state)
+        >>> load("memory://doc-reader/l").state["model"]["w"]
+        tensor([0, 1, 2])
+        >>> weights = torch.zeros(3, dtype=torch.int64)
+        >>> _ = load("memory://doc-reader/l", into={"model": {"w": weights}}, only="model/*")
+        >>> weights
+        tensor([0, 1, 2])
+    """
+    # by default rank 0 alone shows a bar
+    shown = False if progress is None and rank else progress
+    request = Request(into, only, rename, strict, verify, cast, shown)
+    store = open_store(url, storage_options)
+    return retry_if_replaced(
+        store, lambda manifest: read_checkpoint(CheckpointReader(store, manifest, rank), request)
     )
 
 
@@ -226,11 +120,11 @@ class Checkpoint:
     Attributes:
         path: the URL that it was loaded from.
         state: the shared state; tensors are on the CPU (or the ones passed as `into`), tied
-            tensors are one tensor again. What was not selected is still a `TensorView`.
-        local_state: the state that the asked rank saved for itself, None if it saved none.
-        manifest: what the checkpoint consists of, with the caller's metadata.
+            tensors are one tensor again. Tensors that were not selected are `TensorView`s.
+        local_state: the local state of the requested rank, None if it saved none.
+        manifest: the files and tensors of the checkpoint, with the caller's metadata.
         missing: with `strict=False`: names in `into` (or patterns) for which nothing was saved.
-        unexpected: with `strict=False`: saved names that have no place in `into`.
+        unexpected: with `strict=False`: saved names without a target in `into`.
 
     Example:
         >>> from checkpoint_io import load, save
@@ -248,91 +142,10 @@ class Checkpoint:
     unexpected: tuple[str, ...] = ()
 
 
-def load(
-    url: str | os.PathLike[str],
-    *,
-    rank: int = 0,
-    into: Mapping[Any, Any] | None = None,
-    only: Only | None = None,
-    rename: Rename | None = None,
-    strict: bool = True,
-    verify: Literal["parts", "full", "sizes"] = "parts",
-    cast: bool = False,
-    progress: bool | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Checkpoint:
-    """Load the shared state and one rank's own state; every byte used is verified first.
-
-    No process group is needed, however many ranks saved: each process reads what it needs.
-
-    Args:
-        url: the folder of a checkpoint.
-        rank: whose `local_state` to return; default 0. A rank that did not save gets None.
-        into: a dict like the saved state, or some of its top-level keys, with tensors (on any
-            device), DTensors or numpy arrays to be filled in place; of a DTensor only this rank's
-            part is read. Plain values in it are not changed: the saved ones are in the returned
-            state, which holds the given tensors. Saved tensors outside of its top-level keys are
-            loaded as new ones.
-        only: the saved names to load: a glob pattern over keys such as "models/0/*" (`*` also
-            matches `/`), several, or a function. Default None: all. What is not selected comes
-            back as a `TensorView`, which reads when it is asked to.
-        rename: with `into`: prefixes of saved keys to what they are called there, or a function.
-        strict: True (default): a name in `into` that was not saved, a saved one below the
-            top-level keys of `into` that has no place there, or a pattern that matches nothing,
-            is an error with the nearest names. False: they are listed in the result.
-        verify: "parts" (default) checks sizes and headers before anything is changed, then each
-            part of 1 MiB before it is copied; "full" checks every byte of the files it needs
-            before anything is changed; "sizes" checks sizes alone.
-        cast: convert to the dtypes of `into`; default False: another dtype is an error.
-        progress: a bar with bytes per second; default None: for a long load on a terminal.
-        storage_options: passed to the fsspec driver.
-
-    Returns:
-        A `Checkpoint`; new tensors are on the CPU, with the saved dtypes and shapes.
-
-    Raises:
-        CheckpointNotFoundError: there is no committed checkpoint at `url`.
-        CorruptCheckpointError: a file is missing or differs; the message names it.
-        StateMismatchError: names, shapes or dtypes do not fit `into`; nothing was changed.
-        TornLoadError: the load broke off after some tensors in `into` had been written.
-        ManifestVersionError: this package cannot read the version that wrote it.
-
-    Example:
-        >>> import torch
-        >>> from checkpoint_io import load, save
-        >>> state = {"model": {"w": torch.arange(3)}, "optimizer": {"m": torch.zeros(3)}}
-        >>> _ = save("memory://doc-reader/l", state)
-        >>> load("memory://doc-reader/l").state["model"]["w"]
-        tensor([0, 1, 2])
-        >>> weights = torch.zeros(3, dtype=torch.int64)
-        >>> _ = load("memory://doc-reader/l", into={"model": {"w": weights}}, only="model/*")
-        >>> weights
-        tensor([0, 1, 2])
-    """
-    # one bar is enough for all ranks
-    shown = False if progress is None and rank else progress
-    request = Request(into, only, rename, strict, verify, cast, shown)
-    store = open_store(url, storage_options)
-    return while_replaced(store, lambda m: _load(CheckpointReader(store, m, rank), request))
-
-
-def _load(reader: CheckpointReader, request: Request) -> Checkpoint:
-    """Load from an opened checkpoint."""
-    loaded = read_checkpoint(reader, request)
-    return Checkpoint(
-        reader.path,
-        loaded.state,
-        loaded.local_state,
-        reader.manifest,
-        loaded.missing,
-        loaded.unexpected,
-    )
-
-
 def read_manifest(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Read and check the manifest of a checkpoint without reading its data.
+    """Read and check the manifest of a checkpoint, without its data.
 
     Args:
         url: the folder of a checkpoint.
@@ -343,7 +156,7 @@ def read_manifest(
 
     Raises:
         CheckpointNotFoundError: there is no manifest at `url`.
-        CorruptCheckpointError: the manifest was damaged or is not acceptable.
+        CorruptCheckpointError: the manifest is damaged or not acceptable.
         ManifestVersionError: this package cannot read the version that wrote it.
 
     Example:
@@ -353,3 +166,177 @@ def read_manifest(
         200
     """
     return manifest_of(open_store(url, storage_options))
+
+
+@dataclass(frozen=True)
+class Request:
+    """The checked arguments of `load`."""
+
+    into: Mapping[Any, Any] | None = None
+    only: Only | None = None
+    rename: Rename | None = None
+    strict: bool = True
+    verify: str = "parts"
+    cast: bool = False
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY:
+            raise ValueError(f"verify= is one of {', '.join(VERIFY)}, not {self.verify!r}")
+        if self.into is not None and not isinstance(self.into, Mapping):
+            raise TypeError(
+                f"into= is a dict like the saved state, not a {type(self.into).__name__}"
+            )
+        if self.rename is not None and self.into is None:
+            raise ValueError("rename= maps saved names to those in into=, which is missing")
+        object.__setattr__(self, "only", reusable(self.only))  # a generator can be consumed once
+
+
+@dataclass
+class _Plan:
+    """The saved tensors to read into the caller's targets, and those to read into new ones."""
+
+    given: dict[str, Any] = field(default_factory=dict)  # the caller's targets by saved key
+    fresh: dict[str, None] = field(default_factory=dict)  # an ordered set of saved keys
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def read_checkpoint(reader: CheckpointReader, request: Request) -> Checkpoint:
+    """Read what was requested; check everything that can be checked before the first write."""
+    if request.into is None and request.only is None:
+        return _read_all(reader, request)
+    with collector_paused():
+        plan = _plan_new(reader, request) if request.into is None else _plan_into(reader, request)
+    source = reader.source
+    targets = {key: _as_tensor(key, value) for key, value in plan.given.items()}
+    source.check_targets(targets.items(), request.cast)
+    check_files(
+        source,
+        reader.files_of([*targets, *plan.fresh]),
+        headers=request.verify != "sizes",
+        full=request.verify == "full",
+        progress=request.progress,
+    )
+    # A saved tensor that is tied to one of these is not read again but is this one, unless the
+    # caller's is sharded or of another dtype.
+    by_stored = {
+        source.stored(key): target
+        for key, target in targets.items()
+        if not is_dtensor(target) and target.dtype == dtype_of(source.entry(key), key)
+    }
+    with collector_paused():
+        new = {source.stored(key): None for key in plan.fresh}
+        fresh = source.new_tensors(key for key in new if key not in by_stored)
+    source.read_into(
+        list(targets.items()),
+        fresh=fresh.items(),
+        check=request.verify != "sizes",
+        progress=request.progress,
+    )
+    tensors = {**by_stored, **fresh}
+
+    def value(view: TensorView) -> Any:
+        if view.key in plan.given:
+            return plan.given[view.key]
+        return as_leaf(view, tensors[view.stored_key]) if view.key in plan.fresh else view
+
+    with collector_paused():
+        state = replace_views(reader.state, value)
+        local_state = replace_views(reader.local_state, value)
+    return Checkpoint(
+        reader.path,
+        state,
+        local_state,
+        reader.manifest,
+        tuple(plan.missing),
+        tuple(plan.unexpected),
+    )
+
+
+def _read_all(reader: CheckpointReader, request: Request) -> Checkpoint:
+    """Read everything into new tensors, the most frequent case, without creating views."""
+    source, keys = reader.source, reader.keys()
+    headers, full = request.verify != "sizes", request.verify == "full"
+    check_files(
+        source, reader.files_of(keys), headers=headers, full=full, progress=request.progress
+    )
+    with collector_paused():
+        tensors = source.new_tensors(keys)
+    source.read_into([], fresh=tensors.items(), check=headers, progress=request.progress)
+    with collector_paused():
+        stored = reader.manifest.aliases.get
+        known = {key: tensors[stored(key, key)] for key in keys}
+    state, local_state = reader.decoded(known)
+    return Checkpoint(reader.path, state, local_state, reader.manifest)
+
+
+def _plan_new(reader: CheckpointReader, request: Request) -> _Plan:
+    """Plan to read all selected tensors into new ones."""
+    views = [*views_in(reader.state), *views_in(reader.local_state)]
+    keys = [view.key for view in views]
+    missing = unmatched_patterns(request.only, keys, reader.path, request.strict)
+    selected = selector(request.only)
+    return _Plan(fresh={key: None for key in keys if selected(key)}, missing=missing)
+
+
+def _plan_into(reader: CheckpointReader, request: Request) -> _Plan:
+    """Plan to read into the caller's tensors those of the same name."""
+    assert request.into is not None
+    wanted, replaced = _wanted(request.into, reader.state)
+    translate, selected = renamer(request.rename), selector(request.only)
+    roots = {shared_key((key,)) for key in request.into}
+    keys = list(dict.fromkeys(view.key for view in views_in(reader.state)))
+    # below the caller's top-level keys every saved tensor should have a target
+    scope = [k for k in keys if k not in replaced and translate(k).split("/", 1)[0] in roots]
+    matched = match_names(wanted, scope, request.only, request.rename)
+    if request.strict:
+        matched.require(reader.path)
+    in_scope = set(scope)
+    local = [view.key for view in views_in(reader.local_state)]
+    others = [key for key in keys if key not in in_scope] + local
+    unmatched = unmatched_patterns(request.only, [*keys, *local], reader.path, request.strict)
+    return _Plan(
+        given={saved: wanted[name] for name, saved in matched.pairs},
+        fresh={key: None for key in others if selected(key)},
+        missing=matched.missing + unmatched,
+        unexpected=matched.unexpected,
+    )
+
+
+def _wanted(into: Mapping[Any, Any], saved: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return the caller's tensors by key, and the keys where the caller has a plain value."""
+    wanted: dict[str, Any] = {}
+    replaced: set[str] = set()
+    for path, leaf, there in pair_leaves(into, saved):
+        if not isinstance(leaf, (torch.Tensor, np.ndarray)):
+            replaced.update(view.key for view in views_in(there))
+            continue
+        # the view knows its key; one is built only for a path that the saved tree lacks
+        name = there.key if isinstance(there, TensorView) else shared_key(path)
+        wanted[_free(name, wanted)] = leaf
+    return wanted, replaced
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    """Return a name that is not taken, formed as on saving."""
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}~~{number}"
+    return candidate
+
+
+def _as_tensor(key: str, value: Any) -> torch.Tensor:
+    """Return the caller's tensor; for a numpy array, a tensor that shares its memory."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        if value.flags.writeable:
+            return torch.from_numpy(value)
+    except TypeError:
+        pass
+    raise StateMismatchError(
+        f"tensor {key}: the numpy array to load into is read-only or of a type that a checkpoint "
+        f"cannot hold ({value.dtype}); nothing was changed"
+    )

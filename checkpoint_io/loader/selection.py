@@ -1,4 +1,4 @@
-"""Which saved name goes to which wanted name: patterns, renaming, and what is left over."""
+"""Match saved names with wanted ones: patterns, renaming, missing and unexpected names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from checkpoint_io.errors import StateMismatchError
 __all__ = ["Matched", "Only", "Rename", "match_names", "nearest", "renamer", "selector"]
 
 Only = str | Iterable[str] | Callable[[str], bool]
-"""Saved names to take: a glob pattern (`*` also matches `/`), several, or a function."""
+"""Saved names to load: a glob pattern (`*` also matches `/`), several, or a function."""
 
 Rename = Mapping[str, str] | Callable[[str], str]
-"""Prefixes of saved names to their replacements (the longest that fits), or a function."""
+"""Prefixes of saved names mapped to replacements (the longest match wins), or a function."""
 
 _SHOWN = 8
 _COMPARED = 5000
@@ -29,7 +29,7 @@ class Matched:
     Attributes:
         pairs: (wanted name, saved name), in the order of the wanted names.
         missing: wanted names for which nothing was saved.
-        unexpected: selected saved names that nobody wants.
+        unexpected: selected saved names that are not wanted.
     """
 
     pairs: list[tuple[str, str]]
@@ -37,7 +37,7 @@ class Matched:
     unexpected: list[str]
 
     def describe(self) -> str:
-        """Say what is missing and unexpected, with the nearest name on the other side."""
+        """Return the missing and unexpected names, with the nearest name on the other side."""
         saved = self.unexpected or [saved for _, saved in self.pairs]
         wanted = self.missing or [wanted for wanted, _ in self.pairs]
         lines = [
@@ -56,8 +56,8 @@ class Matched:
         """Raise `StateMismatchError` if a name is missing or unexpected."""
         if self.missing or self.unexpected:
             raise StateMismatchError(
-                f"{where}: the names do not fit: {self.describe()}; nothing was changed. Choose "
-                "with only=, translate with rename=, or pass strict=False to take what fits"
+                f"{where}: the names do not match: {self.describe()}; nothing was changed. Select "
+                "with only=, translate with rename=, or pass strict=False to load what matches"
             )
 
 
@@ -70,14 +70,14 @@ def match_names(
     """Match wanted names with saved ones.
 
     Args:
-        wanted: the names that the caller has places for.
+        wanted: the names of the caller's targets.
         available: the saved names.
-        only: which saved names to take, by their saved name; default all. A wanted name that was
+        only: which saved names to load, by their saved name; default all. A wanted name that was
             not selected is neither matched nor missing.
         rename: from a saved name to the wanted one; default unchanged.
 
     Raises:
-        ValueError: renaming gives two saved names the same new one.
+        ValueError: renaming maps two saved names to the same name.
     """
     selected, translate = selector(only), renamer(rename)
     by_new: dict[str, str] = {}
@@ -86,7 +86,7 @@ def match_names(
         if new in by_new:
             raise ValueError(
                 f"rename= turns both {by_new[new]!r} and {saved!r} into {new!r}: "
-                "give each saved name a name of its own"
+                "map each saved name to a different one"
             )
         by_new[new] = saved
     pairs: list[tuple[str, str]] = []
@@ -95,7 +95,8 @@ def match_names(
     for name in places:
         source = by_new.get(name)
         if source is None:
-            # a name that nothing was renamed to can only be judged by itself
+            # `only` selects saved names. Under rename=, the saved name that would have become this
+            # one is not known, so that the name always counts as missing.
             if rename is not None or selected(name):
                 missing.append(name)
         elif selected(source):
@@ -106,7 +107,7 @@ def match_names(
 
 
 def selector(only: Only | None) -> Callable[[str], bool]:
-    """Turn `only` into a function; None selects everything."""
+    """Return `only` as a function; None selects everything."""
     if only is None:
         return lambda name: True
     if callable(only):
@@ -120,33 +121,30 @@ def selector(only: Only | None) -> Callable[[str], bool]:
     return lambda name: match(name) is not None
 
 
-def settled(only: Only | None) -> Only | None:
-    """Return the same selection in a form that can be gone through more than once."""
+def reusable(only: Only | None) -> Only | None:
+    """Return the same selection in a form that can be iterated more than once."""
     return only if only is None or isinstance(only, str) or callable(only) else tuple(only)
 
 
-def idle_patterns(
+def unmatched_patterns(
     only: Only | None, available: Sequence[str], where: str, strict: bool
 ) -> list[str]:
-    """Return the patterns that select nothing; with `strict` they are an error.
-
-    A function is taken at its word.
-    """
+    """Return the patterns that select nothing, none for a function; with `strict`, raise."""
     if only is None or callable(only):
         return []
     patterns = [only] if isinstance(only, str) else list(only)
-    idle = [pattern for pattern in patterns if not any(map(selector(pattern), available))]
-    if idle and strict:
-        hints = [repr(pattern) + _hint(pattern, available) for pattern in idle]
+    unmatched = [pattern for pattern in patterns if not any(map(selector(pattern), available))]
+    if unmatched and strict:
+        hints = [repr(pattern) + _hint(pattern, available) for pattern in unmatched]
         raise StateMismatchError(
-            f"{where}: only= matches no saved tensor with {', '.join(hints)}; nothing was "
+            f"{where}: in only=, no saved tensor matches {', '.join(hints)}; nothing was "
             "changed: correct the pattern, or pass strict=False"
         )
-    return idle
+    return unmatched
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str]:
-    """Turn `rename` into a function; None changes nothing."""
+    """Return `rename` as a function; None changes nothing."""
     if rename is None:
         return lambda name: name
     if callable(rename):
@@ -164,8 +162,8 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    """Return the name that looks most like this one, None if none does."""
-    # a long list is searched where a slip is likely: among names with the same ending
+    """Return the most similar name, None if none is similar."""
+    # comparing with all of a long list takes too long: a typo rarely hits the last component
     if len(names) > _COMPARED:
         ending = name.rsplit("/", 1)[-1].rsplit(".", 1)[-1]
         names = [other for other in names if other.endswith(ending)][:_COMPARED]
@@ -174,11 +172,11 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def _hint(name: str, names: Sequence[str]) -> str:
-    """Return the nearest name as an addition to a message."""
+    """Return the nearest name in parentheses, "" if there is none, for a message."""
     close = nearest(name, names)
     return f" (nearest: {close})" if close else ""
 
 
 def _listing(label: str, names: Sequence[str]) -> str:
-    """Write a list for a message."""
+    """Return a labelled list for a message."""
     return f"{label} {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Checking a checkpoint against its manifest: sizes, headers, and every byte if asked to."""
+"""Check a checkpoint against its manifest: sizes, headers and, on request, every byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import FileEntry, Manifest
 from checkpoint_io.format.safetensors import MAX_HEADER, parse_header
-from checkpoint_io.loader.files import check_sizes, naming, while_replaced
+from checkpoint_io.loader.files import check_sizes, in_tensors, retry_if_replaced
 from checkpoint_io.loader.source import Source
 from checkpoint_io.loader.transfer import Bytes, Flat, Want
 from checkpoint_io.storage.open import open_store
@@ -22,8 +22,8 @@ from checkpoint_io.threads import collector_paused
 
 __all__ = ["verify"]
 
-# first and last byte, name in the header, dtype and shape: what a header says, in its order
-_Held = list[tuple[int, int, str, str, tuple[int, ...]]]
+# begin, end, name in the header, dtype and shape of each tensor of a file, in a header's order
+_Rows = list[tuple[int, int, str, str, tuple[int, ...]]]
 
 
 def verify(
@@ -33,7 +33,7 @@ def verify(
     progress: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check a checkpoint: the files of all ranks, without building any tensor.
+    """Check the files of all ranks of a checkpoint without creating tensors.
 
     Args:
         url: the folder of a checkpoint.
@@ -44,7 +44,7 @@ def verify(
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint at `url`.
-        CorruptCheckpointError: names the file, and the tensor in the damaged part.
+        CorruptCheckpointError: a file is damaged; names it, and the tensor in the damaged part.
         ManifestVersionError: a newer version of this package wrote it.
 
     Example:
@@ -58,7 +58,7 @@ def verify(
         every = range(len(manifest.files))
         check_files(Source(store, manifest), every, full=full, progress=progress)
 
-    while_replaced(store, check)
+    retry_if_replaced(store, check)
 
 
 def check_files(
@@ -70,6 +70,7 @@ def check_files(
     progress: bool | None = False,
 ) -> None:
     """Check some files (by index) against the manifest: sizes, then headers, then all bytes."""
+    # cheapest first: most damage (a copy that was cut off) shows in the sizes
     check_sizes(source.store, source.manifest, files)
     if not headers and not full:
         return
@@ -78,12 +79,12 @@ def check_files(
         source.transfer(_all_of(source.manifest, files), progress=progress, label="verifying")
 
 
-def _held(manifest: Manifest) -> dict[int, _Held]:
-    """List what each file holds, by the manifest."""
-    held: dict[int, _Held] = defaultdict(list)
+def _held(manifest: Manifest) -> dict[int, _Rows]:
+    """Return the tensors that the manifest puts into each file."""
+    held: dict[int, _Rows] = defaultdict(list)
     for key, (dtype, whole, chunks) in manifest.tensors.items():
         for file, offsets, shape, begin, end, _ in chunks:
-            name = key if shape == whole else box_name(key, offsets)
+            name = key if shape == whole else _box_name(key, offsets)
             held[file].append((begin, end, name, dtype, shape))
     for rows in held.values():
         rows.sort()
@@ -91,7 +92,7 @@ def _held(manifest: Manifest) -> dict[int, _Held]:
 
 
 def _all_of(manifest: Manifest, files: Collection[int]) -> Iterator[Want]:
-    """Yield everything that has a checksum in some files."""
+    """Yield a read of everything in some files that has a checksum."""
     for index in files:
         entry = manifest.files[index]
         yield Want(index, 0, entry.covered, entry.checksums, "")
@@ -103,14 +104,14 @@ def _all_of(manifest: Manifest, files: Collection[int]) -> Iterator[Want]:
 
 
 def _check_headers(source: Source, files: Collection[int]) -> None:
-    """Check that the headers of tensor files say what the manifest says."""
+    """Check that the headers of tensor files agree with the manifest."""
     heads: dict[int, Bytes] = {}
     wants = []
     for index in files:
         entry = source.manifest.files[index]
         if not 8 <= entry.covered <= MAX_HEADER + 8:
             raise CorruptCheckpointError(
-                f"{source.where(entry.name)}: a header of {entry.covered} bytes is refused"
+                f"{source.where(entry.name)}: a header of {entry.covered} bytes is not accepted"
             )
         heads[index] = np.empty(entry.covered, dtype=np.uint8)
         sink = Flat(heads[index])
@@ -124,11 +125,9 @@ def _check_headers(source: Source, files: Collection[int]) -> None:
                 _compare(source.where(entry.name), entry, head, held[index])
 
 
-def _as_written(entry: FileEntry, head: bytes, held: _Held) -> bool:
-    """Say whether a header is what this package writes for these chunks, byte by byte.
-
-    Much faster than reading it; a header that some other writer made is compared entry by entry.
-    """
+def _as_written(entry: FileEntry, head: bytes, held: _Rows) -> bool:
+    """Return whether a header is byte for byte the one that this package writes."""
+    # much faster than parsing; a header of another writer is compared entry by entry
     base = entry.covered
     rows = [
         f'{quoted(name)}:{{"dtype":"{dtype}","shape":{list(shape)},'
@@ -145,20 +144,20 @@ def _as_written(entry: FileEntry, head: bytes, held: _Held) -> bool:
     return whole and [*first] == ["__metadata__"] and head[8:].rstrip(b" ") == start + end
 
 
-def _compare(where: str, entry: FileEntry, head: bytes, held: _Held) -> None:
-    """Compare one header with what the manifest puts into that file."""
+def _compare(where: str, entry: FileEntry, head: bytes, held: _Rows) -> None:
+    """Parse one header and compare it with the manifest."""
     if int.from_bytes(head[:8], "little") != len(head) - 8:
         raise CorruptCheckpointError(f"{where}: the length of its header is not the one saved")
     _, slots = parse_header(head[8:], entry.size, where)
-    said = sorted((s.begin, s.end, name, s.dtype, s.shape) for name, s in slots.items())
-    if said != held:
-        wrong = set(held) - set(said) or set(said) - set(held)
+    found = sorted((s.begin, s.end, name, s.dtype, s.shape) for name, s in slots.items())
+    if found != held:
+        wrong = set(held) - set(found) or set(found) - set(held)
         raise CorruptCheckpointError(
-            f"{where}: its header does not say what the manifest says"
-            f"{naming(row[2] for row in sorted(wrong))}; load an older checkpoint"
+            f"{where}: its header does not agree with the manifest"
+            f"{in_tensors(row[2] for row in sorted(wrong))}; load an older checkpoint"
         )
 
 
-def box_name(key: str, offsets: tuple[int, ...]) -> str:
-    """Name a box of a tensor in a file's header; no key looks like this ("~@" is no escape)."""
+def _box_name(key: str, offsets: tuple[int, ...]) -> str:
+    """Return the name of a box of a tensor in a header; no key contains "~@"."""
     return f"{key}~@{','.join(map(str, offsets))}"

@@ -1,1 +1,1 @@
-"""Where bytes go: local disks and everything behind fsspec."""
+"""Storage backends: local disks, S3, and everything else that fsspec reaches."""

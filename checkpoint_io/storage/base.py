@@ -1,26 +1,28 @@
-"""Store protocol, spans, URLs, probe."""
+"""The `Store` protocol, and what all stores have in common: URLs, names, errors, the probe."""
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
+from checkpoint_io.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError
 from checkpoint_io.format.names import probe_name, stale_probes
 
 Write = Callable[["memoryview[int]"], None]
 Deliver = Callable[[int, "memoryview[int]"], None]
 
-
-REMOTE_SPAN = 16 << 20  # bytes of one request: enough to hide its latency
+REMOTE_SPAN = 16 << 20  # bytes per request, large enough to hide its latency
 EXTRAS = {
     "s3": "s3", "s3a": "s3",
     "gs": "gcs", "gcs": "gcs",
     "abfs": "azure", "abfss": "azure", "az": "azure", "adl": "azure",
     "sftp": "sftp", "ssh": "sftp",
 }  # fmt: skip
+OBJECT_STORES = frozenset(name for name, extra in EXTRAS.items() if extra != "sftp")
+_LOCAL = ("file", "local")
 
 
 class Span(NamedTuple):
@@ -31,37 +33,83 @@ class Span(NamedTuple):
     end: int
 
 
-class _Opens(Protocol):
-    """What can be read span by span."""
+class RangeReader(Protocol):
+    """An open file that is read by byte ranges."""
+
+    @property
+    def size(self) -> int:
+        """Length of the file in bytes."""
+
+    def read(self, begin: int, end: int) -> memoryview[int]:
+        """Return exactly these bytes (valid until the next call), or raise if some are missing."""
+
+
+class Store(Protocol):
+    """A folder that holds one checkpoint, or the folder of such folders."""
 
     url: str
+    can_rename: bool
+    span_bytes: int  # how much to request at a time
 
-    def open(self, name: str) -> AbstractContextManager[Any]:
-        """Open a file for ranged reads."""
+    def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:
+        """Write a new file, durable when the block ends; a block that raises publishes nothing.
 
+        Bytes passed to `write` are copied before it returns. `size` is the final length, if known.
+        """
 
-def fetch_in_turn(store: _Opens, spans: Sequence[Span], deliver: Deliver) -> None:
-    """Read spans one after the other, each file opened once if its spans follow each other."""
-    at = 0
-    while at < len(spans):
-        name = spans[at].name
-        try:
-            with store.open(name) as reader:
-                while at < len(spans) and spans[at].name == name:
-                    span = spans[at]
-                    if span.end > reader.size:
-                        raise CorruptCheckpointError(
-                            f"{store.url}/{name}: truncated, ends before byte {span.end}"
-                        )
-                    deliver(at, reader.read(span.begin, span.end))
-                    at += 1
-        except FileNotFoundError:
-            raise CorruptCheckpointError(
-                f"{store.url}/{name} is missing, though the manifest names it"
-            ) from None
+    def token(self, name: str) -> str:
+        """Return an identifier of this version of a file; "" if there is no such file."""
 
+    def replace(self, name: str, data: bytes, temporary: str, expected: str | None = None) -> None:
+        """Put a small file in place in one atomic step, replacing an older one if there is one.
 
-OBJECT_STORES = frozenset(name for name, extra in EXTRAS.items() if extra != "sftp")
+        With `expected`, a token, only if the file is still that version ("": still absent), as far
+        as the store can check it; else CheckpointConflictError.
+        """
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Exclude other savers from this folder during the block, where the store has locks.
+
+        CheckpointConflictError if another saver holds it; a lock is released when its process dies.
+        """
+
+    def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
+        """Read spans, several at a time, and pass each to `deliver(index, bytes)`.
+
+        `deliver` runs on any thread, once per index and in any order; the bytes are valid during
+        the call only. The first error of a read or of `deliver` ends the fetch and is raised. A
+        file that is missing or too short for its span is a CorruptCheckpointError.
+        """
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file inside the folder atomically (only where `can_rename`)."""
+
+    def open(self, name: str) -> AbstractContextManager[RangeReader]:
+        """Open a file for reading; FileNotFoundError if there is none."""
+
+    def sizes(self) -> dict[str, int]:
+        """List the regular files of the folder; empty if there is no such folder."""
+
+    def folders(self) -> list[str]:
+        """List the names of the folders in this folder, sorted."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if there is one."""
+
+    def remove_many(self, names: Sequence[str]) -> None:
+        """Remove files in the given order, those that exist, with as few requests as possible."""
+
+    def abort_uploads(self, save_id: str) -> None:
+        """Free what killed uploads of the files of one save still occupy, if anything."""
+
+    def probe(self) -> None:
+        """Write, read back and remove a small file; the error says what to check if that fails."""
+
+    def remove_folder(self) -> None:
+        """Remove this folder if it is empty."""
+
+    def child(self, name: str) -> Store:
+        """Return the store of a folder inside this one."""
 
 
 def protocol_of(url: str) -> str:
@@ -69,8 +117,15 @@ def protocol_of(url: str) -> str:
     return url.split("://", 1)[0] if "://" in url else "file"
 
 
+def local_path(url: str) -> str | None:
+    """Return the path that a URL or path names on this machine, None for a remote URL."""
+    if protocol_of(url) not in _LOCAL:
+        return None
+    return os.path.expanduser(url.split("://", 1)[-1])
+
+
 def driver_advice(url: str) -> str:
-    """Say which package to install for a URL."""
+    """Return the error text that names the package to install for a URL."""
     protocol = protocol_of(url)
     if extra := EXTRAS.get(protocol):
         return f'{url} needs a storage driver: pip install "accel-callbacks[{extra}]"'
@@ -78,14 +133,14 @@ def driver_advice(url: str) -> str:
 
 
 def child_name(name: str) -> str:
-    """Refuse a name that would leave its folder."""
+    """Return a folder's name; raise ValueError if it would lead out of the parent folder."""
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError(f"not a plain folder name: {name!r}")
     return name
 
 
 def is_child_name(name: str) -> bool:
-    """Say whether a listed name is one that `child_name` takes."""
+    """Return whether `child_name` accepts a listed name."""
     try:
         child_name(name)
     except ValueError:
@@ -93,25 +148,24 @@ def is_child_name(name: str) -> bool:
     return True
 
 
-class Probed(Protocol):
-    """What a store must be able to do to be probed."""
-
-    url: str
-
-    def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:
-        """Write a new file."""
-
-    def open(self, name: str) -> AbstractContextManager[Any]:
-        """Open a file for ranged reads."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-
-    def sizes(self) -> Mapping[str, int]:
-        """List the files."""
+def missing_error(where: str) -> CorruptCheckpointError:
+    """Return the error for a file that should be there and is not."""
+    return CorruptCheckpointError(f"{where} is missing, though the manifest names it")
 
 
-def probe_by_writing(store: Probed) -> None:
+def truncated_error(where: str, end: int) -> CorruptCheckpointError:
+    """Return the error for a file that is too short for the requested bytes."""
+    return CorruptCheckpointError(f"{where}: truncated, ends before byte {end}")
+
+
+def conflict_error(where: str) -> CheckpointConflictError:
+    """Return the error for a conditional write that another writer won."""
+    return CheckpointConflictError(
+        f"{where} was changed by another save meanwhile: give each job a folder of its own"
+    )
+
+
+def probe_by_writing(store: Store) -> None:
     """Write, read back and remove a small file, and remove those of probes that were killed."""
     name, data = probe_name(), secrets.token_bytes(64)
     try:
@@ -127,7 +181,7 @@ def probe_by_writing(store: Probed) -> None:
     except Exception as error:
         raise CheckpointError(
             f"cannot save to {store.url}: {type(error).__name__}: {error}; check the path, "
-            "the bucket, the credentials and the rights to write, read and delete there"
+            "the bucket, the credentials and the permissions to write, read and delete there"
         ) from error
     if not same:
-        raise CheckpointError(f"{store.url} does not give back what was written to it")
+        raise CheckpointError(f"{store.url} does not return what was written to it")

@@ -1,4 +1,4 @@
-"""Page-aligned buffers, reused, and never more of them than a bound."""
+"""Page-aligned buffers, reused and bounded in number."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 
 BUFFER_BYTES = 16 * 2**20
 MAX_BUFFERED_BYTES = 256 * 10**6
-_BY_HAND = 64 * 1024  # below that, handing the GIL over costs more than the copy
+_BY_HAND = 64 * 1024  # below that, releasing the GIL costs more than the copy
 
 
 def aligned(length: int) -> memoryview[int]:
-    """Return new memory that starts at a page, as direct IO wants it."""
-    private = getattr(mmap, "MAP_PRIVATE", None)  # the default is shared memory, which is slower
+    """Return new page-aligned memory, as direct IO requires."""
+    private = getattr(mmap, "MAP_PRIVATE", None)  # the default, MAP_SHARED, is slower
     if private is None:
         return memoryview(mmap.mmap(-1, length))
     return memoryview(mmap.mmap(-1, length, flags=private | mmap.MAP_ANONYMOUS))
 
 
 def copy_into(target: memoryview[int], source: memoryview[int]) -> None:
-    """Copy bytes between views of one length; other threads run during a long copy."""
+    """Copy bytes between views of the same length; long copies release the GIL."""
     if len(source) < _BY_HAND:
         target[:] = source
     else:
@@ -31,9 +31,9 @@ def copy_into(target: memoryview[int], source: memoryview[int]) -> None:
 
 
 class BufferPool:
-    """Buffers of one size for all files that a store writes at a time, `limit` bytes in all.
+    """Buffers of one size for all files that a store writes at a time, `limit` bytes in total.
 
-    Who writes holds the pool meanwhile; what came back is freed when the last one lets go.
+    Each writer holds the pool (`held`); returned buffers are freed when the last one leaves.
     """
 
     def __init__(self, limit: int = MAX_BUFFERED_BYTES, buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -44,7 +44,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self) -> memoryview[int] | None:
-        """Return a buffer, None if the bound is reached; never waits."""
+        """Return a buffer, None if the bound is reached; never block."""
         with self._lock:
             if self._left == 0:
                 return None
@@ -53,7 +53,7 @@ class BufferPool:
             return buffer
 
     def give(self, buffers: list[memoryview[int]]) -> None:
-        """Take buffers back; the list is emptied."""
+        """Return buffers to the pool and empty the list."""
         with self._lock:
             self._left += len(buffers)
             self._free += buffers
@@ -61,7 +61,7 @@ class BufferPool:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep what comes back for the next file during the block."""
+        """Keep returned buffers for the next file during the block."""
         with self._lock:
             self._holders += 1
         try:

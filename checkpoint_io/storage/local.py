@@ -1,4 +1,4 @@
-"""LocalStore: one saver at a time."""
+"""A folder on a local disk: durable writes, and a lock that admits one saver at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 from checkpoint_io.errors import CheckpointConflictError
-from checkpoint_io.storage.base import Deliver, Span, Write, probe_by_writing
+from checkpoint_io.storage.base import (
+    Deliver,
+    Span,
+    Store,
+    Write,
+    conflict_error,
+    probe_by_writing,
+)
 from checkpoint_io.storage.buffers import BufferPool
 from checkpoint_io.storage.local_read import LocalFetch, LocalReader, open_regular
 from checkpoint_io.storage.local_write import (
@@ -19,10 +26,12 @@ from checkpoint_io.storage.local_write import (
     sync_folder,
 )
 
-__all__ = ["LocalStore", "make_folders", "sync_file", "sync_folder"]
+__all__ = ["LocalStore", "local_folder", "make_folders", "sync_file", "sync_folder"]
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
-_TRIES = 100
+_NO_LOCKS = (errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS)
+_LOCK_TRIES = 100
+# O_EXCL and O_NOFOLLOW: never write into a file, or through a link, that somebody else put there
 _CREATE = (
     os.O_WRONLY
     | os.O_CREAT
@@ -33,79 +42,14 @@ _CREATE = (
 )
 
 
-@contextmanager
-def folder_lock(path: str) -> Iterator[None]:
-    """Hold the lock of a folder, made if it is absent, during the block.
-
-    Held by another process, or by another thread of this one: CheckpointConflictError. Where
-    folders cannot be locked (Windows, some network filesystems) the block runs without a lock.
-    """
-    make_folders(path)
-    if os.name == "nt":
-        yield
-        return
-    import fcntl
-
-    descriptor = _locked(path)
-    try:
-        yield
-    finally:
-        # by name and not by closing: a child that was forked meanwhile holds a copy
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
-
-
-def _locked(path: str) -> int:
-    """Open and lock the folder that has this name, and not one that was removed meanwhile."""
-    for _ in range(_TRIES):
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        try:
-            _lock(descriptor, path)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        make_folders(path)
-    raise CheckpointConflictError(
-        f"{path} is removed and made again all the time: give each job a folder of its own"
-    )
-
-
-def _lock(descriptor: int, path: str) -> None:
-    """Take the lock at once or not at all; a filesystem without locks is left unlocked."""
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            raise CheckpointConflictError(
-                f"another process is saving to {path} right now; "
-                "give each job a folder of its own or wait"
-            ) from None
-        if error.errno not in (
-            errno.ENOTSUP,
-            errno.EINVAL,
-            errno.EBADF,
-            errno.ENOLCK,
-            errno.ENOSYS,
-        ):
-            raise
-
-
 class LocalStore:
     """Files of one local folder; every write is fsynced, links inside are not followed."""
 
     can_rename = True
-    span_bytes = 2 * 2**20  # what is read at a time stays in the processor's cache until it is used
+    span_bytes = 2 * 2**20  # small enough to stay in the CPU cache between reading and hashing
 
     def __init__(self, path: str, *, buffers: BufferPool | None = None) -> None:
-        """Use the folder at `path`; `buffers` bounds the memory of all its writes together."""
+        """Open the folder at `path`; `buffers` bounds the memory of all its writes together."""
         self._path = os.path.abspath(os.path.expanduser(path))
         self._buffers = buffers or BufferPool()
         self.url = self._path
@@ -116,7 +60,7 @@ class LocalStore:
 
     @contextmanager
     def create(self, name: str, size: int | None = None) -> Iterator[Write]:
-        """Write a file that must not exist yet; it is removed again if the block raises."""
+        """Write a file that must not exist yet; remove it again if the block raises."""
         path = self._at(name)
         with explained(path):
             make_folders(self._path)
@@ -129,6 +73,7 @@ class LocalStore:
                     output.finish()
                 finally:
                     output.close()
+            # first the bytes, then the name: a crash in between leaves no file with wrong content
             with explained(path):
                 sync_file(descriptor)
                 _check_present(descriptor, path)
@@ -141,7 +86,7 @@ class LocalStore:
             os.close(descriptor)
 
     def token(self, name: str) -> str:
-        """Return inode, size and times of the file."""
+        """Return inode, size and timestamps of the file as one string."""
         try:
             status = os.lstat(self._at(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -150,21 +95,22 @@ class LocalStore:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder itself, as long as the block and this process live."""
+        """Lock the folder itself until the block, or this process, ends."""
         with folder_lock(self._path), self._buffers.held():
             yield
 
     def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
-        """Read spans in some threads, this one among them, each file opened without following."""
+        """Read spans on several threads, including the calling one, without following links."""
         LocalFetch(self._path, spans, deliver).run()
 
     def remove_many(self, names: Sequence[str]) -> None:
-        """Remove files in order; the first is gone for good before the second is touched."""
+        """Remove files in order; the first removal is durable before the second begins."""
         removed = 0
         try:
             for name in names:
                 if self._unlink(name):
                     removed += 1
+                    # the first is the manifest: it must not outlive, in a crash, the files it names
                     if removed == 1:
                         self._sync()
         finally:
@@ -172,30 +118,27 @@ class LocalStore:
                 self._sync()
 
     def _sync(self) -> None:
-        """Make removals durable; those of a folder that is gone itself need nothing."""
+        """Make removals durable, unless the folder itself is gone."""
         with suppress(FileNotFoundError):
             sync_folder(self._path)
 
     def abort_uploads(self, save_id: str) -> None:
-        """Do nothing: a killed write leaves a file, which is found by its name."""
+        """Do nothing: a killed write leaves a plain file, which is found by its name."""
 
     def probe(self) -> None:
         """Write, read back and remove a small file."""
         probe_by_writing(self)
 
     def replace(self, name: str, data: bytes, temporary: str, expected: str | None = None) -> None:
-        """Write beside the target, then rename over it; both the file and the name are synced.
+        """Write a temporary file, then rename it over the target; sync both file and name.
 
-        `expected` is compared right before the rename: it is as good as the lock of the caller.
+        `expected` is compared right before the rename; only the caller's lock makes the two atomic.
         """
         with self.create(temporary, len(data)) as write:
             write(memoryview(data))
         try:
             if expected is not None and self.token(name) != expected:
-                raise CheckpointConflictError(
-                    f"{self._at(name)} was changed by another save meanwhile: "
-                    "give each job a folder of its own"
-                )
+                raise conflict_error(self._at(name))
             self.rename(temporary, name)
         except BaseException:
             with suppress(OSError):
@@ -209,7 +152,7 @@ class LocalStore:
             sync_folder(self._path)
 
     def open(self, name: str) -> AbstractContextManager[LocalReader]:
-        """Open a regular file for reading; a link or a device is refused."""
+        """Open a regular file for reading; refuse links and devices."""
         return open_regular(self._at(name))
 
     def sizes(self) -> dict[str, int]:
@@ -226,7 +169,7 @@ class LocalStore:
         return sorted(e.name for e in self._scan() if e.is_dir(follow_symlinks=False))
 
     def _scan(self) -> list[os.DirEntry[str]]:
-        """Read the folder, an absent one as empty."""
+        """List the entries of the folder; none if it does not exist."""
         try:
             with os.scandir(self._path) as entries:
                 return list(entries)
@@ -234,11 +177,11 @@ class LocalStore:
             return []
 
     def remove(self, name: str) -> None:
-        """Remove one file; make the removal durable before the next one starts."""
+        """Remove one file durably."""
         self.remove_many([name])
 
     def _unlink(self, name: str) -> bool:
-        """Remove one name; say whether it was there."""
+        """Remove one name; return whether it existed."""
         path = self._at(name)
         try:
             with explained(path):
@@ -253,14 +196,80 @@ class LocalStore:
             os.rmdir(self._path)
 
     def child(self, name: str) -> LocalStore:
-        """Return the folder inside this one."""
+        """Return the store of a folder inside this one."""
+        # not `child_name`: a local folder may have a backslash in its name
         if not name or os.path.basename(name) != name or name in (".", ".."):
             raise ValueError(f"not a plain folder name: {name!r}")
         return LocalStore(self._at(name), buffers=self._buffers)
 
 
 def _check_present(descriptor: int, path: str) -> None:
-    """Raise if the file, or its folder, was removed while it was written."""
-    # both, as some mounted filesystems count no links
+    """Raise FileNotFoundError if the file, or its folder, was removed while it was written."""
+    # check both: some mounted filesystems always report 0 links
     if os.fstat(descriptor).st_nlink == 0 and not os.path.lexists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def local_folder(store: Store) -> str | None:
+    """Return the path of a store's folder on this machine, None for a remote store."""
+    return store.url if isinstance(store, LocalStore) else None
+
+
+@contextmanager
+def folder_lock(path: str) -> Iterator[None]:
+    """Hold the lock of a folder, created if missing, during the block.
+
+    CheckpointConflictError if another process, or another thread of this one, holds it. Where
+    folders cannot be locked (Windows, some network filesystems) the block runs without a lock.
+    """
+    make_folders(path)
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    descriptor = _locked(path)
+    try:
+        yield
+    finally:
+        # unlock explicitly: closing is not enough if a child forked meanwhile holds a copy
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _locked(path: str) -> int:
+    """Open and lock the folder that has this name now, and return its descriptor."""
+    for _ in range(_LOCK_TRIES):
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            _lock(descriptor, path)
+            # between open and lock another process may have removed the folder and made a new one
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        make_folders(path)
+    raise CheckpointConflictError(
+        f"{path} is removed and created again all the time: give each job a folder of its own"
+    )
+
+
+def _lock(descriptor: int, path: str) -> None:
+    """Take the lock without waiting; do nothing on a filesystem without locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            raise CheckpointConflictError(
+                f"another process is saving to {path} right now; "
+                "give each job a folder of its own or wait"
+            ) from None
+        if error.errno not in _NO_LOCKS:
+            raise

@@ -1,4 +1,4 @@
-"""Reading files of a local folder by byte ranges, one or several at a time."""
+"""Read files of a local folder by byte ranges, one or several at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from checkpoint_io.errors import CorruptCheckpointError
-from checkpoint_io.storage.base import Deliver, Span
+from checkpoint_io.storage.base import Deliver, Span, missing_error, truncated_error
 from checkpoint_io.storage.buffers import aligned
 from checkpoint_io.threads import Worker, started, wait_for
 
-# O_NONBLOCK: opening a planted FIFO must not hang
+# a folder may be hostile. O_NONBLOCK: opening a planted FIFO must not hang
 _READ = (
     os.O_RDONLY
     | getattr(os, "O_NONBLOCK", 0)
@@ -24,17 +24,17 @@ _READ = (
     | getattr(os, "O_BINARY", 0)
 )
 THREADS = 4
-_ALONE = 8 * 2**20  # so little is read before a second thread is up
+_SINGLE_THREAD = 8 * 2**20  # up to that, reading ends before a second thread has started
 
 
 class Scratch:
-    """Memory for what is read, reused and grown as needed."""
+    """Memory for reads, reused and grown as needed."""
 
     def __init__(self) -> None:
         self._memory: memoryview[int] = memoryview(b"")
 
     def view(self, length: int) -> memoryview[int]:
-        """Return that many bytes; what was there before is lost."""
+        """Return that many bytes of memory; earlier content is lost."""
         if len(self._memory) < length:
             self._memory = aligned(length)
         return self._memory[:length]
@@ -50,7 +50,7 @@ class LocalReader:
         self.size = size
 
     def read(self, begin: int, end: int) -> memoryview[int]:
-        """Read exactly these bytes; the view is valid until the next call."""
+        """Return exactly these bytes; the view is valid until the next call."""
         view = self._scratch.view(end - begin)
         self._file.seek(begin)
         filled = 0
@@ -66,7 +66,7 @@ class LocalReader:
 
 @contextmanager
 def open_regular(path: str, scratch: Scratch | None = None) -> Iterator[LocalReader]:
-    """Open a regular file for reading; a link or a device is refused."""
+    """Open a regular file for reading; refuse links and devices."""
     try:
         descriptor = os.open(path, _READ)
     except OSError as error:
@@ -75,6 +75,7 @@ def open_regular(path: str, scratch: Scratch | None = None) -> Iterator[LocalRea
                 f"{path} is a symbolic link, which is not followed; put the file itself there"
             ) from None
         raise
+    # fstat of the open file: a check by name could be tricked by a rename in between
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -84,19 +85,19 @@ def open_regular(path: str, scratch: Scratch | None = None) -> Iterator[LocalRea
 
 
 class LocalFetch:
-    """One call of `fetch`: some threads, this one among them, take span after span."""
+    """One call of `fetch`: several threads, including the calling one, share the spans."""
 
     def __init__(self, folder: str, spans: Sequence[Span], deliver: Deliver) -> None:
         self._folder = folder
         self._spans = spans
         self._deliver = deliver
-        self._turns = itertools.count()
+        self._indices = itertools.count()  # shared by the threads; next() is atomic in CPython
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Read and deliver everything; no thread is left when this returns or raises."""
+        """Read and deliver everything; no thread still runs when this returns or raises."""
         total = sum(span.end - span.begin for span in self._spans)
-        extra = min(THREADS, len(self._spans)) - 1 if total > _ALONE else 0
+        extra = min(THREADS, len(self._spans)) - 1 if total > _SINGLE_THREAD else 0
         workers: list[Worker] = []
         try:
             for _ in range(extra):
@@ -104,17 +105,18 @@ class LocalFetch:
                     workers.append(worker)
             self._work()
             wait_for(workers)
-        except BaseException as error:  # an interrupt; the others still use the caller's memory
+        except BaseException as error:
+            # an interrupt: wait all the same, since the threads write into the caller's memory
             self._error = self._error or error
             wait_for(workers)
         if self._error is not None:
             raise self._error
 
     def _work(self) -> None:
-        """Take spans until none is left or somebody failed."""
+        """Read spans until none is left or a thread failed."""
         try:
-            with _OneFile(self._folder) as files:
-                for index in self._turns:
+            with _SpanReader(self._folder) as files:
+                for index in self._indices:
                     if index >= len(self._spans) or self._error is not None:
                         return
                     self._deliver(index, files.read(self._spans[index]))
@@ -122,8 +124,8 @@ class LocalFetch:
             self._error = self._error or error
 
 
-class _OneFile:
-    """Reads spans and keeps the file of the last one open: few descriptors, however many files."""
+class _SpanReader:
+    """Reads spans and keeps only the file of the last one open, to use few descriptors."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -131,7 +133,7 @@ class _OneFile:
         self._open = ExitStack()
         self._name: str | None = None
 
-    def __enter__(self) -> _OneFile:
+    def __enter__(self) -> _SpanReader:
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -146,10 +148,8 @@ class _OneFile:
             try:
                 self._reader = self._open.enter_context(open_regular(path, self._scratch))
             except FileNotFoundError:
-                raise CorruptCheckpointError(
-                    f"{path} is missing, though the manifest names it"
-                ) from None
+                raise missing_error(path) from None
             self._name = span.name
         if span.end > self._reader.size:
-            raise CorruptCheckpointError(f"{path}: truncated, ends before byte {span.end}")
+            raise truncated_error(path, span.end)
         return self._reader.read(span.begin, span.end)

@@ -1,4 +1,4 @@
-"""How often, how fast and how long a request to a store is tried again."""
+"""Retry requests to a store: number of attempts, backoff, deadline."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})  # of HTTP
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Bounds of one request and its repetitions; only transient failures are repeated.
+    """Bounds of one request and its retries; only transient failures are retried.
 
     Attributes:
-        attempts: how often it is tried in all.
-        base_delay: seconds before the second try; doubled each time, less a random part.
+        attempts: total number of attempts.
+        base_delay: seconds before the second attempt; doubled each time, less a random part.
         max_delay: longest pause in seconds.
-        deadline: seconds after which no further try begins.
+        deadline: seconds after which no further attempt begins.
         connect_timeout: seconds that connecting may take.
-        read_timeout: seconds without an answer, for each 16 MiB sent or asked for, after which a
-            try counts as stalled.
+        read_timeout: seconds without an answer, for each 16 MiB sent or requested, after which an
+            attempt counts as stalled.
     """
 
     attempts: int = 9
@@ -33,7 +35,7 @@ class RetryPolicy:
     read_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Raise ValueError for bounds under which no attempt could succeed."""
         if self.attempts < 1:
             raise ValueError(f"attempts must be 1 or more, not {self.attempts}")
         if min(self.connect_timeout, self.read_timeout, self.deadline) <= 0:
@@ -41,7 +43,7 @@ class RetryPolicy:
 
 
 class Attempts:
-    """Counts the tries of one request."""
+    """Counts the attempts of one request."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
@@ -49,21 +51,21 @@ class Attempts:
         self.made = 0
 
     def pause(self) -> float | None:
-        """Return how long to wait before the next try, None if there should be none."""
+        """Return the seconds to wait before the next attempt, None if there should be none."""
         self.made += 1
         delay = min(self._policy.base_delay * 2.0 ** (self.made - 1), self._policy.max_delay)
-        delay *= random.uniform(0.5, 1.0)  # many ranks must not come back all at once
+        delay *= random.uniform(0.5, 1.0)  # jitter: many ranks must not retry all at once
         if self.made >= self._policy.attempts or self.elapsed + delay > self._policy.deadline:
             return None
         return delay
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the first try began."""
+        """Return the seconds since the first attempt began."""
         return time.monotonic() - self._begin
 
     def describe(self) -> str:
-        """Say how much was tried, for an error."""
+        """Return number and duration of the attempts, for an error message."""
         times = "once" if self.made == 1 else f"{self.made} times"
         return f"tried {times} in {self.elapsed:.1f} s"
 
@@ -71,7 +73,7 @@ class Attempts:
 def retry(
     policy: RetryPolicy, action: Callable[[], T], transient: Callable[[Exception], bool]
 ) -> T:
-    """Run an action, again while it fails for a reason that may pass; raises its last error."""
+    """Run an action until it succeeds; retry transient errors and raise the last one."""
     attempts = Attempts(policy)
     while True:
         try:

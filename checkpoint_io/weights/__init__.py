@@ -1,1 +1,1 @@
-"""Model weights in the open layouts."""
+"""Model weights in files of this package, of Hugging Face and of torch."""

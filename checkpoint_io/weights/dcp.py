@@ -1,7 +1,8 @@
-"""The weights in a folder of `torch.distributed.checkpoint`.
+"""Weights in a folder of `torch.distributed.checkpoint`.
 
-Its metadata is a pickle: it is read without being executed. Its tensors are read by torch's
-restricted unpickler.
+Its metadata is a pickle, which is read without being executed. Its tensors are read by torch's
+restricted unpickler. Nothing in the metadata is trusted: before memory is allocated, every size in
+it is compared with the files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.safetensors import MAX_HEADER
+from checkpoint_io.loader.source import box_slices
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.sharding.boxes import overlapping
 from checkpoint_io.sharding.dtensor import is_dtensor, local_of
@@ -28,14 +30,14 @@ from checkpoint_io.weights.torch_pickle import Name, Record, read_inert, read_re
 
 DCP_METADATA = ".metadata"
 
-_DEEPEST = 64  # dimensions that torch allows, and more levels than a state has
+_MAX_DEPTH = 64  # the dimensions that torch allows, and more levels than a state has
 _MODELS = ("model", "models", "state_dict", "model_state_dict", "module", "app")
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A box of a tensor: where it lies in the tensor, and in which bytes of which file."""
+    """A box of a tensor, and the bytes of the file that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,12 +47,12 @@ class _Piece:
 
 
 class DcpSource:
-    """The tensors under one part of what `torch.distributed.checkpoint.save` wrote.
+    """The tensors in one part of a state that `torch.distributed.checkpoint.save` wrote.
 
     Args:
         store: the folder, with its `.metadata`.
-        part: keys that lead to the weights, with dots between ("app.model"); default: follow
-            "model" and the like, and what is alone.
+        part: keys that lead to the weights, joined by dots ("app.model"); default: follow "model"
+            and the like, and a key that is the only one.
 
     Raises:
         CheckpointNotFoundError: there is no such part.
@@ -85,19 +87,19 @@ class DcpSource:
         _check_files(chain.from_iterable(self._pieces.values()), store)
 
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
-        """Put the pieces of each tensor together in its target; of a DTensor the local part."""
+        """Assemble the pieces of each tensor in its target; of a DTensor, the local part."""
         for name, target in wanted:
             local = local_of(target) if is_dtensor(target) else target.detach()
             pieces = self._pieces[name]
             boxes = [(piece.offsets, piece.sizes) for piece in pieces]
             for box in plan_reads(self.infos[name].shape, boxes, target):
                 stored = self._read_piece(name, pieces[box.chunk])
-                place = _slices(box.target_offsets, box.lengths)
-                local[place].copy_(stored[_slices(box.chunk_offsets, box.lengths)])
+                place = box_slices(box.target_offsets, box.lengths)
+                local[place].copy_(stored[box_slices(box.chunk_offsets, box.lengths)])
             progress.add(self.infos[name].nbytes)
 
     def _read_piece(self, name: str, piece: _Piece) -> torch.Tensor:
-        """Read one piece, which must be what the metadata says."""
+        """Read one piece; raise CorruptCheckpointError unless it is as the metadata describes."""
         file = WeightFile(self._store, piece.file, piece.file)
         with file.open() as reader:
             value = read_restricted(_Part(reader, piece.begin, piece.end), file.where)
@@ -109,13 +111,13 @@ class DcpSource:
         ):
             raise CorruptCheckpointError(
                 f"{file.where}: at byte {piece.begin} there is not the part of {name} that the "
-                "metadata promises; copy the folder again"
+                "metadata describes; copy the folder again"
             )
         return value
 
 
 class _Part:
-    """A range of an open file, as a file."""
+    """A range of an open file as a file."""
 
     def __init__(self, reader: RangeReader, begin: int, end: int) -> None:
         self._reader, self._begin, self.size = reader, begin, end - begin
@@ -129,15 +131,9 @@ class _Part:
 
 
 def _read_metadata(store: Store) -> Record:
-    """Read `.metadata`."""
+    """Return the content of `.metadata`."""
     file = WeightFile(store, DCP_METADATA, DCP_METADATA)
-    with file.open() as reader:
-        if reader.size > MAX_HEADER:
-            raise CorruptCheckpointError(
-                f"{file.where}: {reader.size} bytes is more than such a file has"
-            )
-        document = bytes(reader.read(0, reader.size))
-    found = read_inert(document, file.where)
+    found = read_inert(file.read_bytes(MAX_HEADER), file.where)
     if not isinstance(found, Record) or not found.kind.endswith(".Metadata"):
         raise CorruptCheckpointError(
             f"{file.where} is not the metadata of torch.distributed.checkpoint"
@@ -154,12 +150,13 @@ def _mapping(metadata: Record, name: str, where: str) -> dict[Any, Any]:
 
 
 def _path_of(key: Any, planned: Any, where: str) -> Path:
-    """The keys under which an entry stood in the state; flat names count as one."""
+    """Return the keys that lead to an entry in the state; a flat name is a single key."""
     path = planned.get(key) if isinstance(planned, dict) else None
     if not isinstance(path, tuple) or not path:
         path = (key,)
-    if isinstance(key, str) and len(path) <= _DEEPEST:
+    if isinstance(key, str) and len(path) <= _MAX_DEPTH:
         words = tuple(str(word) for word in path if isinstance(word, (str, int)))
+        # lengths first: joining words of a hostile path could take more memory than there is
         if sum(map(len, words)) < len(key) + len(path) and ".".join(words) == key:
             return words
     raise CorruptCheckpointError(
@@ -168,7 +165,7 @@ def _path_of(key: Any, planned: Any, where: str) -> Path:
 
 
 def _choose(paths: Mapping[str, Path], part: str | None, where: str) -> dict[str, str]:
-    """Return the names of the weights, with the keys under which they are stored."""
+    """Return the names of the weights, each with the key under which it is stored."""
     prefix: Path = tuple(part.split(".")) if part else ()
     found = {key: path for key, path in paths.items() if path[: len(prefix)] == prefix}
     while part is None:
@@ -191,7 +188,7 @@ def _choose(paths: Mapping[str, Path], part: str | None, where: str) -> dict[str
 
 
 def _storage(metadata: Record, where: str) -> dict[tuple[str, tuple[int, ...]], Record]:
-    """Return where each piece is, by its key and its place in the tensor."""
+    """Return the storage entry of each piece by its key and its offset in the tensor."""
     table = _mapping(metadata, "storage_data", where)
     found: dict[tuple[str, tuple[int, ...]], Record] = {}
     for index, place in table.items():
@@ -204,7 +201,7 @@ def _storage(metadata: Record, where: str) -> dict[tuple[str, tuple[int, ...]], 
 
 
 def _check_files(pieces: Iterable[_Piece], store: Store) -> None:
-    """Refuse, before any memory is taken, pieces that their files cannot hold."""
+    """Raise CorruptCheckpointError if files are too short for the pieces that they should hold."""
     present, claimed = store.sizes(), Counter[str]()
     for piece in pieces:
         where, size = f"{store.url}/{piece.file}", present.get(piece.file)
@@ -215,14 +212,14 @@ def _check_files(pieces: Iterable[_Piece], store: Store) -> None:
             )
         if piece.end > size or claimed[piece.file] > size:
             raise CorruptCheckpointError(
-                f"{where} is cut off, or not of this folder: {DCP_METADATA} says that it holds "
+                f"{where} is cut off, or not of this folder: by {DCP_METADATA} it holds "
                 f"{max(piece.end, claimed[piece.file])} bytes, and it has {size}; copy it again"
             )
 
 
 @contextmanager
 def _described(key: str, where: str) -> Iterator[None]:
-    """Say of which tensor an entry is not understood."""
+    """Raise CorruptCheckpointError, with the tensor's key, for an error in the block."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -251,14 +248,14 @@ def _pieces(
     info: WeightInfo,
     where: str,
 ) -> list[_Piece]:
-    """Return the pieces of a tensor, which must fill it and not overlap."""
+    """Return the pieces of a tensor; raise unless they fill it without overlap."""
     with _described(key, where):
         found = []
         if math.prod(max(n, 1) for n in info.shape) * info.dtype.itemsize >= 2**63:
             raise ValueError("no tensor is that large")
         chunks = entry.fields["chunks"]
         if not isinstance(chunks, list):
-            raise ValueError("its pieces are no list")
+            raise ValueError("its pieces are not a list")
         for chunk in chunks:
             offsets, sizes = _numbers(chunk.fields["offsets"]), _numbers(chunk.fields["sizes"])
             if 0 in sizes:
@@ -277,14 +274,14 @@ def _pieces(
 
 
 def _check_boxes(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> None:
-    """Refuse pieces that leave a hole, overlap, or stick out."""
+    """Raise ValueError for pieces that overlap, leave a gap or exceed the tensor."""
     total = 0
     for piece in pieces:
         if len(piece.offsets) != len(shape) or len(piece.sizes) != len(shape):
             raise ValueError("a piece has another number of dimensions")
         ends = [o + s for o, s in zip(piece.offsets, piece.sizes, strict=True)]
         if any(e > n for e, n in zip(ends, shape, strict=True)):
-            raise ValueError("a piece sticks out of its tensor")
+            raise ValueError("a piece exceeds its tensor")
         total += math.prod(piece.sizes)
     if overlapping([(piece.offsets, piece.sizes) for piece in pieces]):
         raise ValueError("pieces overlap")
@@ -292,17 +289,12 @@ def _check_boxes(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> None:
         raise ValueError("pieces are missing")
 
 
-def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    """Index a box."""
-    return tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))
-
-
 def _numbers(value: Any) -> tuple[int, ...]:
-    """Read a torch.Size."""
+    """Return the numbers of a torch.Size."""
     if isinstance(value, Record):
         (value,) = value.args
-    if not isinstance(value, (tuple, list)) or len(value) > _DEEPEST:
-        raise ValueError("it has a size that is no short list of numbers")
+    if not isinstance(value, (tuple, list)) or len(value) > _MAX_DEPTH:
+        raise ValueError("it has a size that is not a short list of numbers")
     if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 2**63 for n in value):
-        raise ValueError("it has a size that is no list of natural numbers")
+        raise ValueError("it has a size that is not a list of natural numbers")
     return tuple(value)

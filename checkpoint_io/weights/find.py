@@ -1,7 +1,4 @@
-"""Which kind of weights lie at a place.
-
-Its snapshots consist of relative links into the `blobs` folder beside them.
-"""
+"""Find out which format of weights a file or folder holds, and open them."""
 
 from __future__ import annotations
 
@@ -13,106 +10,61 @@ from typing import Any
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.format.safetensors import MAX_HEADER
-from checkpoint_io.storage.local import LocalStore
+from checkpoint_io.storage.base import local_path
+from checkpoint_io.storage.local import LocalStore, local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
 from checkpoint_io.weights.safetensors import SafetensorsSource
 from checkpoint_io.weights.source import WeightFile, WeightSource
 from checkpoint_io.weights.torch_pickle import TorchSource
 
-_BLOB = re.compile(r"(?:\.\./)+blobs/([0-9a-f]{40}(?:[0-9a-f]{24})?)", re.ASCII)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
+_BLOB = re.compile(r"(?:\.\./)+blobs/([0-9a-f]{40}(?:[0-9a-f]{24})?)", re.ASCII)
 _SAFETENSORS = re.compile(r"[^/\\\0]+\.safetensors", re.ASCII)
 _TORCH = re.compile(r"[^/\\\0]+\.(?:bin|pt|pth|ckpt)", re.ASCII)
 _INDEX = re.compile(r"[^/\\\0]+\.json", re.ASCII)
 _SHARD = re.compile(r".+-[0-9]+-of-0*(?:[2-9]|[1-9][0-9]+)\.[a-z]+", re.ASCII)
 
 
-def blobs_of(folder: str) -> dict[str, tuple[str, str]]:
-    """Return, for the files of a snapshot, the folder and name of the blob that each is."""
-    folder = os.path.abspath(folder)
-    head, found_snapshots, _ = folder.rpartition(f"{os.sep}snapshots{os.sep}")
-    if not found_snapshots:
-        return {}
-    blobs = os.path.join(head, "blobs")
-    found = {}
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return {}
-    for name in names:
-        if (blob := _blob(folder, name, blobs)) is not None:
-            found[name] = (blobs, blob)
-    return found
-
-
-def _blob(folder: str, name: str, blobs: str) -> str | None:
-    """Return the name of the blob that a link stands for, None if it leads anywhere else."""
-    try:
-        target = os.readlink(os.path.join(folder, name))
-    except OSError:  # no link
-        return None
-    match = _BLOB.fullmatch(target)
-    if match is None or os.path.normpath(os.path.join(folder, target)) != os.path.join(
-        blobs, match[1]
-    ):
-        return None
-    return match[1]
-
-
 def open_weights(
     url: str | os.PathLike[str], model_index: int, storage_options: Mapping[str, Any] | None
 ) -> WeightSource:
-    """Open the weights at a place: a file, an index or a folder.
+    """Open the weights in a file, an index or a folder.
 
     Raises:
         CheckpointNotFoundError: there are none.
-        CorruptCheckpointError: they are damaged, or lead out of their folder.
+        CorruptCheckpointError: they are damaged, or refer to files outside of their folder.
     """
     text = os.fspath(url)
     folder, name = _split(text)
     if name is None:
         return _open_folder(open_store(text, storage_options), model_index, storage_options)
-    store, present = _look(open_store(folder, storage_options))
+    store = open_store(folder, storage_options)
+    present = _files_of(store)
     if name not in present:
-        present[name] = _named_file(store, text, name)
+        present[name] = _linked_file(store, text, name)
     return _open_file(store, present, name)
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """Split off the file that a path or URL names; None if it names a folder."""
+    """Return folder and file name of a path or URL; None for the file if it names a folder."""
     trimmed = text.rstrip("/" + os.sep)
     at = max(trimmed.rfind(slash) for slash in ("/", os.sep))
     folder, name = trimmed[: at + 1] or ".", trimmed[at + 1 :]
-    is_file = any(kind.fullmatch(name) for kind in (_SAFETENSORS, _TORCH, _INDEX))
-    return (folder, name) if is_file and not os.path.isdir(text) else (text, None)
-
-
-def _look(store: Store) -> tuple[Store, dict[str, WeightFile]]:
-    """List a folder's files, those that are links of the hub's cache included."""
-    present = {name: WeightFile(store, name, name) for name in store.sizes()}
-    if isinstance(store, LocalStore):
-        for name, (folder, blob) in blobs_of(store.url).items():
-            present[name] = WeightFile(LocalStore(folder), blob, name)
-    return store, present
-
-
-def _named_file(store: Store, text: str, name: str) -> WeightFile:
-    """Return the file that the caller named; a link that was named by hand is followed."""
-    if isinstance(store, LocalStore) and os.path.islink(os.path.join(store.url, name)):
-        folder, target = os.path.split(os.path.realpath(os.path.join(store.url, name)))
-        return WeightFile(LocalStore(folder), target, name)
-    raise CheckpointNotFoundError(f"no file {text}: check the path")
+    looks_like_file = any(kind.fullmatch(name) for kind in (_SAFETENSORS, _TORCH, _INDEX))
+    path = local_path(text)
+    is_folder = path is not None and os.path.isdir(path)
+    return (folder, name) if looks_like_file and not is_folder else (text, None)
 
 
 def _open_folder(
     store: Store, model_index: int, storage_options: Mapping[str, Any] | None
 ) -> WeightSource:
-    """Open what a folder holds, looking for the safest format first."""
-    _, present = _look(store)
+    """Open the weights in a folder; formats that need no unpickling come first."""
+    present = _files_of(store)
     for name in (SINGLE, INDEX):
         if name in present:
             return _open_file(store, present, name)
@@ -126,7 +78,7 @@ def _open_folder(
         if name in present:
             return _open_file(store, present, name)
     for kind in (r".+\.index\.json", r".+\.safetensors", r".+\.(?:bin|pt|pth)"):
-        # one shard that a killed save or copy left is not the model
+        # a single shard, left by a killed save or copy, is not the model
         names = [
             n
             for n in present
@@ -136,8 +88,8 @@ def _open_folder(
             return _open_file(store, present, names[0])
     listed = ", ".join(sorted(present)[:5]) or "no files"
     raise CheckpointNotFoundError(
-        f"no {SINGLE} and no {INDEX} in {store.url}, and nothing else that holds weights for "
-        f"certain (it has {listed}): check the path, or name the file"
+        f"no {SINGLE} and no {INDEX} in {store.url}, and no single other file of weights "
+        f"(it has {listed}): check the path, or name the file"
     )
 
 
@@ -157,7 +109,7 @@ def _open_file(store: Store, present: Mapping[str, WeightFile], name: str) -> We
 
 
 def _weight_map(file: WeightFile) -> dict[str, str]:
-    """Read an index; its file names must be plain ones, all of one kind."""
+    """Return the map of an index from names to files; refuse paths, and mixed formats."""
     document = file.read_json(MAX_HEADER)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -166,12 +118,66 @@ def _weight_map(file: WeightFile) -> dict[str, str]:
         )
     kinds = [_TORCH] if file.label.endswith(".bin.index.json") else [_SAFETENSORS, _TORCH]
     if file.label.endswith(".safetensors.index.json"):
-        kinds = [_SAFETENSORS]  # a safe format must not lead into one that is less so
+        kinds = [_SAFETENSORS]  # an index of a safe format must not lead to pickles
     for kind in kinds:
         if all(isinstance(n, str) and kind.fullmatch(n) for n in weight_map.values()):
             return weight_map
     names = sorted(set(map(repr, weight_map.values())))
     raise CorruptCheckpointError(
         f"{file.where}: its weight_map is not usable: it names {', '.join(names[:3]):.300}, and "
-        "only plain names of files beside it, of its own format, are followed"
+        "only plain names of files in the same folder and of its own format are followed"
     )
+
+
+def _files_of(store: Store) -> dict[str, WeightFile]:
+    """Return a folder's files by name, including the links in a snapshot of the hub's cache."""
+    present = {name: WeightFile(store, name, name) for name in store.sizes()}
+    if (path := local_folder(store)) is not None:
+        for name, (folder, blob) in _blobs_of(path).items():
+            present[name] = WeightFile(LocalStore(folder), blob, name)
+    return present
+
+
+def _linked_file(store: Store, text: str, name: str) -> WeightFile:
+    """Return the target of a link that the caller has named."""
+    # links are not followed in general; but the user, and not the content of a folder, named this
+    path = local_folder(store)
+    if path is not None and os.path.islink(os.path.join(path, name)):
+        folder, target = os.path.split(os.path.realpath(os.path.join(path, name)))
+        return WeightFile(LocalStore(folder), target, name)
+    raise CheckpointNotFoundError(f"no file {text}: check the path")
+
+
+def _blobs_of(folder: str) -> dict[str, tuple[str, str]]:
+    """Return folder and name of the blob of each file in a snapshot of the hub's cache.
+
+    The files of a snapshot are relative links into the `blobs` folder of the same repository.
+    """
+    folder = os.path.abspath(folder)
+    head, found_snapshots, _ = folder.rpartition(f"{os.sep}snapshots{os.sep}")
+    if not found_snapshots:
+        return {}
+    blobs = os.path.join(head, "blobs")
+    found = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    for name in names:
+        if (blob := _blob(folder, name, blobs)) is not None:
+            found[name] = (blobs, blob)
+    return found
+
+
+def _blob(folder: str, name: str, blobs: str) -> str | None:
+    """Return the name of the blob that a link points to, None if it points anywhere else."""
+    try:
+        target = os.readlink(os.path.join(folder, name))
+    except OSError:  # not a link
+        return None
+    match = _BLOB.fullmatch(target)
+    if match is None or os.path.normpath(os.path.join(folder, target)) != os.path.join(
+        blobs, match[1]
+    ):
+        return None
+    return match[1]

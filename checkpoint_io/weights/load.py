@@ -1,4 +1,4 @@
-"""Load_model, load_model_state."""
+"""Load weights of any supported format into a model, or as a state dict."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from checkpoint_io.loader.selection import (
     Matched,
     Only,
     Rename,
-    idle_patterns,
     match_names,
-    settled,
+    reusable,
+    unmatched_patterns,
 )
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.sharding.dtensor import is_dtensor
@@ -27,113 +27,94 @@ from checkpoint_io.weights.source import WeightInfo, WeightSource
 __all__ = ["LoadReport", "load_model", "load_model_state"]
 
 WantedDtype = torch.dtype | Callable[[str], "torch.dtype | None"] | None
-Home = tuple[dict[str, Any], str]
+Slot = tuple[dict[str, Any], str]  # the _parameters or _buffers of a module, and a key in it
 _SHOWN = 8
 
 
-class ModelTargets:
-    """Parameters and persistent buffers of a model, under the names of its state dict.
+def load_model(
+    model: torch.nn.Module,
+    url: str | os.PathLike[str],
+    *,
+    only: Only | None = None,
+    rename: Rename | None = None,
+    strict: bool = True,
+    dtype: WantedDtype = None,
+    device: torch.device | str | None = None,
+    model_index: int = 0,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """Load weights into a model's own parameters and buffers.
+
+    All names, shapes and dtypes are checked before anything changes. No second copy of the
+    weights is made. Tied parameters stay tied; different values stored for them are an error.
+    Sharded parameters (DTensors) load their local part, so every rank calls this. Hooks of modules
+    around `load_state_dict` do not run.
 
     Args:
-        model: a module; the wrappers of DDP and `torch.compile` are looked through.
+        model: the module, which may be wrapped by DDP or `torch.compile`.
+        url: a path or any fsspec URL of one of these:
+            a `.safetensors` file; a `.bin`, `.pt` or `.pth` file of `torch.save`, which must hold
+            a dict of tensors and is read with `weights_only=True`; an `.index.json`; a folder
+            with `model.safetensors`, or an index and its shards, or `pytorch_model.bin`; a
+            checkpoint of this package (of it, `models/<model_index>`, or else `model`); a folder
+            of `torch.distributed.checkpoint` (of it, the model), whose pickles are not executed.
+        only: which stored names to load: glob patterns or a function; default all.
+        rename: prefixes of stored names mapped to their replacements, or a function.
+        strict: missing and unexpected names, and patterns that match nothing, are errors.
+        dtype: the floating-point dtype of the loaded tensors, or a function of the name that
+            returns it; default: that of the parameters. Values are converted between floating
+            dtypes; any other difference is an error.
+        device: the device of the loaded tensors; default: that of the parameters (those on the
+            meta device get memory on the CPU).
+        model_index: number of the model in a checkpoint that holds several.
+        progress: a progress bar; None shows one for a long load on a terminal.
+        storage_options: passed to the fsspec driver.
 
-    Attributes:
-        changed: whether `prepare` has taken the old values of a tensor away.
+    Returns:
+        The names that did not match; empty lists unless `strict=False`.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights.
+        CorruptCheckpointError: they are damaged, refer to files outside of their folder, or are a
+            pickle of more than tensors; nothing was changed.
+        StateMismatchError: names, shapes or dtypes do not fit; nothing was changed.
+        TornLoadError: reading failed after the model had been written to.
+
+    Example:
+        >>> import torch
+        >>> from checkpoint_io import load_model, save_model
+        >>> trained, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> _ = save_model(trained.state_dict(), "memory://doc-weights/m")
+        >>> load_model(fresh, "memory://doc-weights/m")
+        LoadReport(missing=[], unexpected=[])
+        >>> torch.equal(fresh.weight, trained.weight)
+        True
     """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = _bare(model)
-        state = self._model.state_dict(keep_vars=True)
-        self.tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-        self.changed = False
-        self._own: set[int] | None = None
-        by_mark: dict[int, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            by_mark.setdefault(id(tensor), []).append(name)
-        self._names = {name: names for names in by_mark.values() for name in names}
-
-    def is_own(self, name: str) -> bool:
-        """Say whether this is the model's memory, and not a copy that a hook of it has made."""
-        if self._own is None:
-            self._own = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
-        return id(self.tensors[name]) in self._own
-
-    def names_of(self, name: str) -> list[str]:
-        """Return all names of the tensor that has this one, in the model's order."""
-        return self._names[name]
-
-    def prepare(
-        self, names: Iterable[str], dtype: WantedDtype, device: torch.device | None
-    ) -> None:
-        """Give tensors the dtype and device that they are to have, without their old values."""
-        changes = []
-        for name in names:
-            tensor = self.tensors[name]
-            wanted = dtype(name) if callable(dtype) else dtype
-            kind = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
-            place = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
-            if kind != tensor.dtype or place != tensor.device:
-                _refuse_to_move(tensor, name, place)
-                changes.append((name, kind, place))
-        homes = _homes(self._model) if changes else {}
-        for name, kind, place in changes:
-            blank = torch.empty_like(self.tensors[name].detach(), dtype=kind, device=place)
-            self.changed = True
-            self._replace(name, blank, homes)
-
-    def _replace(self, name: str, blank: torch.Tensor, homes: Mapping[int, Sequence[Home]]) -> None:
-        """Put new memory behind all names of a tensor; a parameter stays the same object."""
-        tensor = self.tensors[name]
-        if isinstance(tensor, torch.nn.Parameter) and not tensor.is_meta:
-            tensor.data = blank
-            if tensor.grad is not None:
-                tensor.grad = None  # of another dtype or device than its parameter now
-            return
-        fresh: torch.Tensor = blank
-        if isinstance(tensor, torch.nn.Parameter):
-            fresh = torch.nn.Parameter(blank, requires_grad=tensor.requires_grad)
-        for place, key in homes[id(tensor)]:
-            place[key] = fresh
-        for other in self.names_of(name):
-            self.tensors[other] = fresh
-
-
-def _bare(model: torch.nn.Module) -> torch.nn.Module:
-    """Look through wrappers that put a prefix before every name."""
-    while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def _refuse_to_move(tensor: torch.Tensor, name: str, device: torch.device) -> None:
-    """Refuse to give a DTensor memory on another device."""
-    if is_dtensor(tensor) and (tensor.is_meta or device != tensor.device):
-        raise StateMismatchError(
-            f"{name} is a DTensor on {tensor.device}, which loading cannot move to {device}: "
-            "call model.to_empty(device=...) first"
-        )
-
-
-def _homes(model: torch.nn.Module) -> dict[int, list[Home]]:
-    """Find every place in the modules that holds a tensor."""
-    found: dict[int, list[Home]] = {}
-    for module in model.modules():
-        for place in (module._parameters, module._buffers):
-            for key, value in place.items():
-                if value is not None:
-                    found.setdefault(id(value), []).append((place, key))
-    return found
+    source = open_weights(url, model_index, storage_options)
+    targets = ModelTargets(model)
+    available, only = [*source.infos, *source.tied], reusable(only)
+    unmatched = unmatched_patterns(only, available, source.where, strict)
+    matched = _without_tied(match_names(targets.tensors, available, only, rename), targets)
+    if strict:
+        matched.require(source.where)
+    chosen = _once_each(matched.pairs, source, targets)
+    _check(chosen, source, targets)
+    _check_ties(matched.pairs, source, targets)
+    to_device = None if device is None else torch.device(device)
+    # no error up to here has changed the model; every one from here on may have
+    with torch.no_grad(), _mixture_on_failure(source.where, targets):
+        targets.prepare([name for name, _ in chosen], dtype, to_device)
+        targets.changed = True
+        _read(source, [(stored, targets.tensors[name]) for name, stored in chosen], progress)
+    return LoadReport([*matched.missing, *unmatched], matched.unexpected)
 
 
 class LoadReport(NamedTuple):
-    """What `load_model(..., strict=False)` could not match.
+    """The names that `load_model(..., strict=False)` could not match.
 
     Attributes:
-        missing: names of the model that nothing was stored for; they keep their values.
+        missing: names of the model for which nothing was stored; they keep their values.
         unexpected: stored names that the model does not have.
 
     Example:
@@ -152,11 +133,11 @@ def load_model_state(
     progress: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Load model weights as a state dict, from any of the places that `load_model` reads.
+    """Load model weights as a state dict, from any format that `load_model` reads.
 
     Args:
         url: a file of weights, an index, or a folder: see `load_model`.
-        model_index: which model of a checkpoint that holds several.
+        model_index: number of the model in a checkpoint that holds several.
         progress: a progress bar; None shows one for a long load on a terminal.
         storage_options: passed to the fsspec driver.
 
@@ -165,9 +146,9 @@ def load_model_state(
 
     Raises:
         CheckpointNotFoundError: there are no weights.
-        CorruptCheckpointError: a file is missing, damaged, or named outside the folder. (Only
+        CorruptCheckpointError: a file is missing, damaged, or outside the folder. (Only
             checkpoints of this package have checksums: use `save` where flipped bits must be
-            found.)
+            detected.)
 
     Example:
         >>> import torch
@@ -186,86 +167,109 @@ def load_model_state(
     return {**{key: state[kept] for key, kept in source.tied.items()}, **state}
 
 
-def load_model(
-    model: torch.nn.Module,
-    url: str | os.PathLike[str],
-    *,
-    only: Only | None = None,
-    rename: Rename | None = None,
-    strict: bool = True,
-    dtype: WantedDtype = None,
-    device: torch.device | str | None = None,
-    model_index: int = 0,
-    progress: bool | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> LoadReport:
-    """Load weights into a model's own parameters and buffers.
-
-    All names, shapes and dtypes are checked before the first one changes. No second copy of the
-    weights is made. Tied parameters stay tied; different values stored for them are an error.
-    Sharded parameters (DTensors) take their own part, so every rank calls this. A module's own
-    hooks around `load_state_dict` do not run.
+class ModelTargets:
+    """Parameters and persistent buffers of a model, under the names of its state dict.
 
     Args:
-        model: the module, also one wrapped by DDP or `torch.compile`.
-        url: a path or any fsspec URL of one of these:
-            a `.safetensors` file; a `.bin`, `.pt` or `.pth` file of `torch.save`, which must hold
-            a dict of tensors and is read with `weights_only=True`; an `.index.json`; a folder
-            with `model.safetensors`, or an index and its shards, or `pytorch_model.bin`; a
-            checkpoint of this package (of it, `models/<model_index>`, or else `model`); a folder
-            of `torch.distributed.checkpoint` (of it, the model), whose pickles are not executed.
-        only: which stored names to take: glob patterns or a function; default all.
-        rename: prefixes of stored names to their replacements, or a function.
-        strict: missing and unexpected names, and patterns that match nothing, are errors.
-        dtype: the floating-point dtype that what is loaded is to have, also as a function of the
-            name; default: the parameters' own. Values are converted between floating dtypes;
-            any other difference is an error.
-        device: where what is loaded is to be; default: where the parameters are (those on the
-            meta device get memory on the CPU).
-        model_index: which model of a checkpoint that holds several.
-        progress: a progress bar; None shows one for a long load on a terminal.
-        storage_options: passed to the fsspec driver.
+        model: a module; the wrappers of DDP and `torch.compile` are removed.
 
-    Returns:
-        The names that did not match; empty lists unless `strict=False`.
-
-    Raises:
-        CheckpointNotFoundError: there are no weights.
-        CorruptCheckpointError: they are damaged, lead out of their folder, or are a pickle that
-            needs more than tensors; nothing was changed.
-        StateMismatchError: names, shapes or dtypes do not fit; nothing was changed.
-        TornLoadError: reading broke off after the model had been written to.
-
-    Example:
-        >>> import torch
-        >>> from checkpoint_io import load_model, save_model
-        >>> trained, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-        >>> _ = save_model(trained.state_dict(), "memory://doc-weights/m")
-        >>> load_model(fresh, "memory://doc-weights/m")
-        LoadReport(missing=[], unexpected=[])
-        >>> torch.equal(fresh.weight, trained.weight)
-        True
+    Attributes:
+        changed: whether `prepare` has discarded the values of a tensor.
     """
-    source = open_weights(url, model_index, storage_options)
-    targets = ModelTargets(model)
-    available, only = [*source.infos, *source.tied], settled(only)
-    idle = idle_patterns(only, available, source.where, strict)
-    matched = _without_tied(match_names(targets.tensors, available, only, rename), targets)
-    if strict:
-        matched.require(source.where)
-    chosen = _once_each(matched.pairs, source, targets)
-    _check(chosen, source, targets)
-    _check_ties(matched.pairs, source, targets)
-    place = None if device is None else torch.device(device)
-    with torch.no_grad(), _torn_if_it_fails(source.where, targets):
-        targets.prepare([name for name, _ in chosen], dtype, place)
-        targets.changed = True
-        _read(source, [(stored, targets.tensors[name]) for name, stored in chosen], progress)
-    return LoadReport([*matched.missing, *idle], matched.unexpected)
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = _bare(model)
+        state = self._model.state_dict(keep_vars=True)
+        self.tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        self.changed = False
+        self._own: set[int] | None = None
+        by_mark: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            by_mark.setdefault(id(tensor), []).append(name)
+        self._names = {name: names for names in by_mark.values() for name in names}
+
+    def is_own(self, name: str) -> bool:
+        """Return whether this is the model's own memory, not a copy that a hook has made."""
+        if self._own is None:
+            self._own = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        return id(self.tensors[name]) in self._own
+
+    def names_of(self, name: str) -> list[str]:
+        """Return all names of the tensor that has this one, in the model's order."""
+        return self._names[name]
+
+    def prepare(
+        self, names: Iterable[str], dtype: WantedDtype, device: torch.device | None
+    ) -> None:
+        """Allocate memory of the given dtype and device for tensors that have another."""
+        changes = []
+        for name in names:
+            tensor = self.tensors[name]
+            wanted = dtype(name) if callable(dtype) else dtype
+            to_dtype = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
+            to_device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
+            if to_dtype != tensor.dtype or to_device != tensor.device:
+                _check_move(tensor, name, to_device)
+                changes.append((name, to_dtype, to_device))
+        slots = _slots_of(self._model) if changes else {}
+        for name, to_dtype, to_device in changes:
+            memory = torch.empty_like(self.tensors[name].detach(), dtype=to_dtype, device=to_device)
+            self.changed = True
+            self._replace(name, memory, slots)
+
+    def _replace(
+        self, name: str, memory: torch.Tensor, slots: Mapping[int, Sequence[Slot]]
+    ) -> None:
+        """Replace the memory of a tensor under all of its names."""
+        tensor = self.tensors[name]
+        # optimizers refer to the Parameter object: keep it where possible (not on the meta device)
+        if isinstance(tensor, torch.nn.Parameter) and not tensor.is_meta:
+            tensor.data = memory
+            if tensor.grad is not None:
+                tensor.grad = None  # its dtype or device differs from that of the parameter now
+            return
+        fresh: torch.Tensor = memory
+        if isinstance(tensor, torch.nn.Parameter):
+            fresh = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)
+        for owner, key in slots[id(tensor)]:
+            owner[key] = fresh
+        for other in self.names_of(name):
+            self.tensors[other] = fresh
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside wrappers that add a prefix to every name."""
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _check_move(tensor: torch.Tensor, name: str, device: torch.device) -> None:
+    """Raise StateMismatchError for a DTensor that would have to change its device."""
+    if is_dtensor(tensor) and (tensor.is_meta or device != tensor.device):
+        raise StateMismatchError(
+            f"{name} is a DTensor on {tensor.device}, which loading cannot move to {device}: "
+            "call model.to_empty(device=...) first"
+        )
+
+
+def _slots_of(model: torch.nn.Module) -> dict[int, list[Slot]]:
+    """Return, by the id of a tensor, all slots of modules that hold it."""
+    found: dict[int, list[Slot]] = {}
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers):
+            for key, value in owner.items():
+                if value is not None:
+                    found.setdefault(id(value), []).append((owner, key))
+    return found
 
 
 def _without_tied(matched: Matched, targets: ModelTargets) -> Matched:
-    """A name is not missing if its tensor is loaded under another one of its names."""
+    """Drop missing names whose tensor is loaded under another one of its names."""
     loaded = {other for name, _ in matched.pairs for other in targets.names_of(name)}
     missing = [name for name in matched.missing if name not in loaded]
     return Matched(matched.pairs, missing, matched.unexpected)
@@ -274,7 +278,7 @@ def _without_tied(matched: Matched, targets: ModelTargets) -> Matched:
 def _once_each(
     pairs: Sequence[tuple[str, str]], source: WeightSource, targets: ModelTargets
 ) -> list[tuple[str, str]]:
-    """Pair each tensor of the model, under its first name, with what is stored."""
+    """Return each tensor of the model once, by its first name, with its stored name."""
     chosen: dict[int, tuple[str, str]] = {}
     for name, saved in pairs:
         stored = source.tied.get(saved, saved)
@@ -283,7 +287,7 @@ def _once_each(
 
 
 def _check(chosen: Sequence[tuple[str, str]], source: WeightSource, targets: ModelTargets) -> None:
-    """Refuse shapes that differ, and dtypes that only a lossy guess could bring together."""
+    """Raise StateMismatchError for shapes that differ, and dtypes that are not converted."""
     problems = []
     for name, stored in chosen:
         info, tensor = source.infos[stored], targets.tensors[name]
@@ -305,7 +309,7 @@ def _check(chosen: Sequence[tuple[str, str]], source: WeightSource, targets: Mod
 def _check_ties(
     pairs: Sequence[tuple[str, str]], source: WeightSource, targets: ModelTargets
 ) -> None:
-    """Refuse values for the names of one tensor that are stored more than once and differ."""
+    """Raise StateMismatchError if different values are stored for the names of one tensor."""
     stored: dict[int, dict[str, str]] = {}
     for name, saved in pairs:
         found = stored.setdefault(id(targets.tensors[name]), {})
@@ -320,7 +324,7 @@ def _check_ties(
 
 
 def _alike(keys: Sequence[str], source: WeightSource) -> bool:
-    """Say whether stored tensors are the same, bit by bit."""
+    """Return whether stored tensors are bitwise equal."""
     infos = [source.infos[key] for key in keys]
     if any(info != infos[0] for info in infos):
         return False
@@ -331,14 +335,14 @@ def _alike(keys: Sequence[str], source: WeightSource) -> bool:
 
 
 def _convertible(info: WeightInfo, tensor: torch.Tensor) -> bool:
-    """Say whether stored values may become those of a tensor."""
+    """Return whether stored values may be converted to a tensor's dtype."""
     both_floating = info.dtype.is_floating_point and tensor.dtype.is_floating_point
     return info.dtype == tensor.dtype or both_floating
 
 
 @contextmanager
-def _torn_if_it_fails(where: str, targets: ModelTargets) -> Iterator[None]:
-    """Say of a failure that it leaves a mixture, once the model has been changed."""
+def _mixture_on_failure(where: str, targets: ModelTargets) -> Iterator[None]:
+    """Turn an error into TornLoadError if the model has been changed."""
     try:
         yield
     except TornLoadError:
@@ -347,7 +351,7 @@ def _torn_if_it_fails(where: str, targets: ModelTargets) -> Iterator[None]:
         if not targets.changed:
             raise
         raise TornLoadError(
-            f"loading {where} broke off, and the model may hold a mixture: load weights "
+            f"loading {where} failed midway, and the model may hold a mixture: load weights "
             f"again before using it ({type(error).__name__}: {error})"
         ) from error
 
@@ -355,11 +359,11 @@ def _torn_if_it_fails(where: str, targets: ModelTargets) -> Iterator[None]:
 def _read(
     source: WeightSource, wanted: Sequence[tuple[str, torch.Tensor]], progress: bool | None
 ) -> None:
-    """Fill the model's tensors."""
+    """Read stored tensors into those of the model."""
     size = sum(source.infos[stored].nbytes for stored, _ in wanted)
     with TransferProgress("loading", size, progress) as bar:
         source.read(wanted, bar)
     for _, tensor in wanted:
         if not tensor.is_inference():
-            # bytes were put behind autograd's back
+            # numpy wrote the bytes: autograd must notice that saved tensors have changed
             torch.autograd.graph.increment_version(tensor)

@@ -1,4 +1,4 @@
-"""Any stored weights into safetensors files, one tensor in memory at a time."""
+"""Convert weights of any format to safetensors files, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from checkpoint_io.format.names import MANIFEST, parse_size
 from checkpoint_io.format.safetensors import NAMES
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.collect import identity
-from checkpoint_io.storage.local import LocalStore
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
 from checkpoint_io.weights.find import INDEX, SINGLE, open_weights
@@ -30,14 +30,14 @@ from checkpoint_io.weights.torch_pickle import TorchSource
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written.
+    """The result of `merge_weights`.
 
     Args:
-        files: their names, the index last.
-        tensors: how many are stored.
-        tied: other names of them.
-        nbytes: of the tensors.
-        skipped: names of what was no tensor.
+        files: names of the files written, the index last.
+        tensors: number of tensors stored.
+        tied: number of further names of them.
+        nbytes: size of the tensors.
+        skipped: names of entries that are not tensors.
     """
 
     files: list[str]
@@ -59,21 +59,21 @@ def merge_weights(
     storage_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> Merged:
-    """Write weights, however they are stored, in the layout of `save_model`.
+    """Write weights of any format in the layout of `save_model`.
 
     Args:
-        source: what `load_model` reads.
+        source: any path or URL that `load_model` reads.
         destination: another folder: a local path or any fsspec URL.
-        dtype: what floating-point tensors are converted to; default: they stay as they are.
+        dtype: the dtype to convert floating-point tensors to; default: unchanged.
         max_shard_size: largest file, in bytes or as text ("5GB" = 5e9 bytes).
-        overwrite: replace a model that is there.
-        model_index: which model of a checkpoint of this package.
-        part: which part of the state of a `torch.distributed.checkpoint` folder.
+        overwrite: replace an existing model.
+        model_index: number of the model in a checkpoint of this package.
+        part: keys of the part to read of a `torch.distributed.checkpoint` folder.
         storage_options: passed to the fsspec drivers of both.
         progress: a progress bar; None shows one for a long save on a terminal.
 
     Raises:
-        CheckpointNotFoundError: there are no weights; the error names what is near.
+        CheckpointNotFoundError: there are no weights; the error names folders nearby that do.
         CheckpointConflictError: the destination has a model, or is the source.
         CorruptCheckpointError: the source is damaged; nothing was replaced.
         UnsupportedStateError: a tensor has a dtype that safetensors lacks.
@@ -105,7 +105,7 @@ def merge_weights(
 def _open(
     url: str, part: str | None, model_index: int, options: Mapping[str, Any] | None
 ) -> WeightSource:
-    """Open the source; what has no weights itself may have them one folder further."""
+    """Open the source; if it has no weights, name folders in it that do in the error."""
     try:
         if part is None:
             return open_weights(url, model_index, options)
@@ -121,7 +121,7 @@ def _open(
 
 
 def _near(url: str, options: Mapping[str, Any] | None) -> str:
-    """Name a folder of the folder that holds weights."""
+    """Return the folders in a folder that hold weights, as an addition to an error."""
     try:
         newest = CheckpointFolder(url, storage_options=options).latest()
         if newest is not None:
@@ -135,13 +135,15 @@ def _near(url: str, options: Mapping[str, Any] | None) -> str:
 
 
 def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> None:
-    """Refuse to write where something is, unless told to; never into the source."""
+    """Raise CheckpointConflictError for the source itself, and for a folder that is in use."""
     places = {source.where.rstrip("/"), source.where.rpartition("/")[0]}
     here = store.url.rstrip("/")
-    if isinstance(store, LocalStore):
+    if local_folder(store) is not None:
         places, here = set(map(os.path.realpath, places)), os.path.realpath(here)
     if here in places:
-        raise CheckpointConflictError(f"{store.url} is where the weights come from: name another")
+        raise CheckpointConflictError(
+            f"{store.url} is the folder that is read: name another destination"
+        )
     present = store.sizes()
     if MANIFEST in present or DCP_METADATA in present:
         raise CheckpointConflictError(f"{store.url} holds a checkpoint: name another folder")
@@ -153,7 +155,7 @@ def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> N
 
 
 def _shared(source: WeightSource) -> dict[str, str]:
-    """The names in files of torch.save that share one tensor, which are stored once."""
+    """Return the names in files of torch.save that share a tensor, which is stored once."""
     if not isinstance(source, TorchSource):
         return {}
     first: dict[tuple[Any, ...], str] = {}
@@ -166,7 +168,7 @@ def _shared(source: WeightSource) -> dict[str, str]:
 
 
 def _converted(key: str, info: WeightInfo, dtype: torch.dtype | None) -> WeightInfo:
-    """The dtype that a tensor is written in."""
+    """Return shape and dtype with which a tensor is written."""
     wanted = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
     if wanted not in NAMES:
         raise UnsupportedStateError(

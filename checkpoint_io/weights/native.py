@@ -1,4 +1,4 @@
-"""The weights of one model in a checkpoint of this package."""
+"""Weights of one model in a checkpoint of this package."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class CheckpointSource:
 
     Args:
         url: the checkpoint.
-        model_index: which of its models.
+        model_index: the number of the model.
         storage_options: passed to the fsspec driver.
 
     Raises:
         CheckpointNotFoundError: it has no such model.
-        CorruptCheckpointError: a file does not fit the manifest.
+        CorruptCheckpointError: a file does not match the manifest.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CheckpointSource:
         }
 
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
-        """Read verified bytes into the targets."""
+        """Read into the targets; every byte is verified."""
         self._reader.read(
             [(self._views[k], target) for k, target in wanted], cast=True, progress=False
         )
@@ -50,7 +50,7 @@ class CheckpointSource:
 
 
 def _model_in(state: Mapping[str, Any], index: int, where: str) -> Mapping[Any, Any]:
-    """Find one model's state dict in the state of a checkpoint."""
+    """Return the state dict of one model in the state of a checkpoint."""
     models = state.get("models")
     if isinstance(models, Mapping):
         found = models.get(str(index), models.get(index))
@@ -61,7 +61,7 @@ def _model_in(state: Mapping[str, Any], index: int, where: str) -> Mapping[Any, 
     if found is None:
         raise CheckpointNotFoundError(
             f"{where} has no model {index}: its state has {', '.join(map(str, state)) or 'nothing'}"
-            "; model_index= chooses among models/0, models/1, ..."
+            "; model_index= selects one of models/0, models/1, ..."
         )
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
         raise CorruptCheckpointError(

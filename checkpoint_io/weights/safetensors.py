@@ -1,4 +1,4 @@
-"""Weights in safetensors files: their headers, then exactly the bytes that are wanted."""
+"""Weights in safetensors files: read the headers, then only the bytes that are needed."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.format.safetensors import DTYPES, MAX_HEADER, Slot, as_bytes, parse_header
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.base import Span
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import RangeReader
 from checkpoint_io.weights.source import (
     STAGING,
+    Destination,
     Wanted,
     WeightFile,
     WeightInfo,
-    landing_for,
+    check_weight_map,
     plain_bytes,
 )
 
-_SPAN = 16 * 1024 * 1024
-_GAP = 64 * 1024
+_SPAN = 16 * 1024 * 1024  # most bytes of one request
+_GAP = 64 * 1024  # unneeded bytes that are read along rather than split a request
 _AT_ONCE = 8
 
 
 @dataclass
-class _Move:
-    """Bytes of a file that go into memory, and what to do with them once they are there."""
+class _Read:
+    """Bytes of a file to read into memory, and what to call once they are there."""
 
     begin: int
     end: int
     memory: torch.Tensor
-    land: Callable[[], None] | None = None
+    on_read: Callable[[], None] | None = None
 
 
 class SafetensorsSource:
     """The tensors of some safetensors files.
 
     Args:
-        where: what to call all of it in messages.
-        files: the files; their headers are read at once.
-        weight_map: names to labels of files, if an index says so; other tensors are left out.
+        where: the location, for messages.
+        files: the files; their headers are read immediately.
+        weight_map: names to labels of files, from an index; other tensors are ignored.
 
     Raises:
-        CorruptCheckpointError: a header is damaged, or does not hold what the index says.
+        CorruptCheckpointError: a header is damaged, or lacks a tensor that the index names.
     """
 
     def __init__(
@@ -62,12 +64,9 @@ class SafetensorsSource:
             for key, slot in slots.items():
                 if weight_map is None or weight_map.get(key) == label:
                     self._slots[key] = (number, slot)
+            # `save_model` notes tied names as metadata; any other text there names no tensor
             self.tied.update((k, kept) for k, kept in metadata.items() if kept in slots)
-        if absent := (weight_map or {}).keys() - self._slots.keys():
-            raise CorruptCheckpointError(
-                f"{where}: the shards do not hold {', '.join(sorted(absent)[:3])}, though the "
-                "index says so; save the model again"
-            )
+        check_weight_map(where, weight_map, self._slots.keys())
         self.tied = {
             key: kept
             for key, kept in self.tied.items()
@@ -79,56 +78,56 @@ class SafetensorsSource:
         }
 
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
-        """Read file by file; what cannot go straight into its target is staged, block by block."""
+        """Read file by file; stage, in blocks, what cannot be read directly into its target."""
         by_file: dict[int, list[tuple[Slot, str, torch.Tensor]]] = {}
         for key, target in wanted:
             number, slot = self._slots[key]
             by_file.setdefault(number, []).append((slot, key, target))
         for number in sorted(by_file):
-            batch: list[_Move] = []
+            batch: list[_Read] = []
             staged = 0
             for slot, key, target in sorted(by_file[number], key=lambda item: item[0].begin):
-                for move in self._moves(slot, key, target):
-                    batch.append(move)
-                    staged += move.end - move.begin if move.land else 0
+                for read in self._reads(slot, key, target):
+                    batch.append(read)
+                    staged += read.end - read.begin if read.on_read else 0
                     if staged >= 2 * STAGING:
                         _transfer(self._files[number], batch, progress)
                         batch, staged = [], 0
             _transfer(self._files[number], batch, progress)
 
-    def _moves(self, slot: Slot, key: str, target: torch.Tensor) -> Iterator[_Move]:
-        """Plan how the bytes of one tensor get to their target."""
+    def _reads(self, slot: Slot, key: str, target: torch.Tensor) -> Iterator[_Read]:
+        """Yield the reads that fill the target of one tensor."""
         memory = plain_bytes(target, self.infos[key].dtype)
         if memory is not None:
-            yield _Move(slot.begin, slot.end, memory)
+            yield _Read(slot.begin, slot.end, memory)
             return
-        landing = landing_for(self.infos[key], target)
-        width = landing.row_bytes
-        memory = landing.direct()
+        destination = Destination(self.infos[key], target)
+        width = destination.row_bytes
+        memory = destination.direct()
         if memory is not None:
-            first, last = landing.rows()
-            yield _Move(slot.begin + first * width, slot.begin + last * width, memory)
+            first, last = destination.rows()
+            yield _Read(slot.begin + first * width, slot.begin + last * width, memory)
             return
-        for rows in landing.blocks():
-            host = landing.host(rows)
-            yield _Move(
+        for rows in destination.blocks():
+            host = destination.host(rows)
+            yield _Read(
                 slot.begin + rows.first * width,
                 slot.begin + rows.last * width,
                 as_bytes(host),
-                lambda rows=rows, host=host: landing.put(rows, host),  # type: ignore[misc]
+                lambda rows=rows, host=host: destination.put(rows, host),  # type: ignore[misc]
             )
 
 
 def _dtype(name: str, key: str) -> torch.dtype:
-    """Return torch's dtype for a name of the format."""
+    """Return the torch dtype for a name of the format."""
     if name not in DTYPES:
         raise CheckpointError(f"tensor {key!r}: torch {torch.__version__} has no dtype for {name}")
     return DTYPES[name]
 
 
 def _headers(files: Sequence[WeightFile]) -> Iterable[tuple[dict[str, str], dict[str, Slot]]]:
-    """Read all headers; several at a time where each costs a round trip."""
-    if len(files) < 2 or files[0].store.can_rename:
+    """Read all headers, concurrently where each read is a round trip."""
+    if len(files) < 2 or local_folder(files[0].store) is not None:
         return [read_header(file) for file in files]
     with ThreadPoolExecutor(min(_AT_ONCE, len(files)), "checkpoint-headers") as pool:
         return list(pool.map(read_header, files))
@@ -148,42 +147,42 @@ def _header_bytes(reader: RangeReader, where: str) -> bytes:
     return bytes(reader.read(8, 8 + length))
 
 
-def _transfer(file: WeightFile, moves: Sequence[_Move], progress: TransferProgress) -> None:
-    """Fetch what some moves need, and land them."""
-    spans, shares = _plan(file.name, [move for move in moves if move.end > move.begin])
+def _transfer(file: WeightFile, reads: Sequence[_Read], progress: TransferProgress) -> None:
+    """Fetch the spans of some reads, and call their `on_read`."""
+    spans, shares = _plan(file.name, [read for read in reads if read.end > read.begin])
 
     def deliver(index: int, data: memoryview[int]) -> None:
         start = spans[index].begin
         source = np.frombuffer(data, dtype=np.uint8)
-        for move, low, high in shares[index]:
-            target = move.memory.numpy()
-            target[low - move.begin : high - move.begin] = source[low - start : high - start]
+        for read, low, high in shares[index]:
+            target = read.memory.numpy()
+            target[low - read.begin : high - read.begin] = source[low - start : high - start]
             progress.add(high - low)
 
     if spans:
         file.store.fetch(spans, deliver)
-    for move in moves:
-        if move.land is not None:
-            move.land()
+    for read in reads:
+        if read.on_read is not None:
+            read.on_read()
 
 
 def _plan(
-    name: str, moves: Sequence[_Move]
-) -> tuple[list[Span], list[list[tuple[_Move, int, int]]]]:
-    """Join neighbouring byte ranges, and cut large ones, into spans of limited size."""
+    name: str, reads: Sequence[_Read]
+) -> tuple[list[Span], list[list[tuple[_Read, int, int]]]]:
+    """Join neighbouring byte ranges and cut large ones into spans of limited size."""
     spans: list[Span] = []
-    shares: list[list[tuple[_Move, int, int]]] = []
-    for move in sorted(moves, key=lambda move: move.begin):
-        low = move.begin
-        while low < move.end:
+    shares: list[list[tuple[_Read, int, int]]] = []
+    for read in sorted(reads, key=lambda read: read.begin):
+        low = read.begin
+        while low < read.end:
             last = spans[-1] if spans else None
             room = 0 if last is None else last.begin + _SPAN - low
             if last is None or room <= 0 or not 0 <= low - last.end <= _GAP:
                 spans.append(Span(name, low, low))
                 shares.append([])
                 room = _SPAN
-            high = min(move.end, low + room)
+            high = min(read.end, low + room)
             spans[-1] = Span(name, spans[-1].begin, high)
-            shares[-1].append((move, low, high))
+            shares[-1].append((read, low, high))
             low = high
     return spans, shares

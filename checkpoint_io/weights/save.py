@@ -1,4 +1,4 @@
-"""Save_model in HF layout."""
+"""Save a model in the layout of Hugging Face: safetensors files and an index."""
 
 from __future__ import annotations
 
@@ -31,155 +31,7 @@ _SHARD = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
 _STEP = 16 * 1024 * 1024
 
 Items = Sequence[tuple[str, torch.Tensor]]
-Whole = Callable[[str], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """One file to come: its name, its header, and its tensors in the order of their bytes."""
-
-    name: str
-    header: bytes
-    tensors: Items
-
-    @property
-    def size(self) -> int:
-        """Its length in bytes."""
-        return len(self.header) + sum(tensor.nbytes for _, tensor in self.tensors)
-
-
-def plan_files(
-    items: Items, tied: Mapping[str, str], labels: Mapping[str, str], limit: int
-) -> list[ModelFile]:
-    """Name the files and say what goes into each; a model without tensors is a file too."""
-    shards = pack(items, limit) or [[]]
-    total = len(shards)
-    files = []
-    for number, shard in enumerate(shards, 1):
-        name = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-        stored = {key for key, _ in shard}
-        notes = {other: kept for other, kept in tied.items() if kept in stored}
-        header, ordered, _ = layout(shard, {**notes, **labels})
-        files.append(ModelFile(name, header, ordered))
-    return files
-
-
-def write_files(
-    store: Store, files: Sequence[ModelFile], whole: Whole, progress: bool | None
-) -> list[str]:
-    """Write all files, the index last, and remove those of an earlier save; return the names."""
-    with TransferProgress("saving", sum(file.size for file in files), progress) as bar:
-        _publish(store, files, whole, bar)
-    names = [file.name for file in files]
-    if len(files) > 1:
-        weight_map = {key: file.name for file in files for key, _ in file.tensors}
-        size = sum(tensor.nbytes for file in files for _, tensor in file.tensors)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        store.replace(INDEX, jsonio.dumps(index, INDEX), f"{INDEX}.{new_save_id()}.tmp")
-        names.append(INDEX)
-    present = store.sizes()
-    # the index first: without it nobody looks for the shards it names
-    stale = [n for n in (INDEX, SINGLE, *sorted(present)) if n in present and n not in names]
-    stale = list(dict.fromkeys(stale))
-    remove_all(store, [n for n in stale if n in (INDEX, SINGLE) or _SHARD.fullmatch(n)])
-    return names
-
-
-def _publish(
-    store: Store, files: Sequence[ModelFile], whole: Whole, progress: TransferProgress
-) -> None:
-    """Write all files, under other names first where the store can rename."""
-    mark = new_save_id()
-    staged = {f.name: f"{f.name}.{mark}.tmp" if store.can_rename else f.name for f in files}
-    sharded = len(files) > 1
-    if sharded and not store.can_rename:
-        store.remove(INDEX)  # from here on a killed save is seen as unfinished
-    try:
-        for file in files:
-            _write(store, staged[file.name], file, whole, progress)
-    except BaseException:
-        for temporary in staged.values() if store.can_rename else ():
-            with suppress(OSError):
-                store.remove(temporary)
-        raise
-    if store.can_rename:
-        if sharded:
-            store.remove(INDEX)
-        for name, temporary in staged.items():
-            store.rename(temporary, name)
-
-
-def _write(
-    store: Store, name: str, file: ModelFile, whole: Whole, progress: TransferProgress
-) -> None:
-    """Stream one safetensors file."""
-    with store.create(name, file.size) as write:
-        write(memoryview(file.header))
-        progress.add(len(file.header))
-        for key, _ in file.tensors:
-            for piece in host_pieces(whole(key)):
-                for start in range(0, len(piece), _STEP):
-                    part = piece[start : start + _STEP]
-                    write(part)
-                    progress.add(len(part))
-
-
-class Gathering:
-    """Gathers DTensors one after the other, in the same order on every rank.
-
-    Args:
-        tensors: names to tensors on this rank.
-        order: the names of the DTensors to gather; rank 0's order counts.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], order: Sequence[str]) -> None:
-        self._tensors = tensors
-        self._left = [name for name in order if is_dtensor(tensors[name])]
-        self._broken = False
-
-    def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor, gathered if it is spread; memory for one at a time."""
-        tensor: Any = self._tensors[name]
-        if not is_dtensor(tensor):
-            return self._tensors[name]
-        if self._left.pop(0) != name:
-            raise AssertionError(f"{name} is not the next tensor to be gathered")
-        try:
-            full: torch.Tensor = tensor.detach().full_tensor()
-        except BaseException:
-            self._broken = True
-            raise
-        return full
-
-    def finish(self) -> None:
-        """Take part in what others may still wait for, also after a failure of this rank."""
-        while self._left and not self._broken:
-            name = self._left[0]
-            if in_mesh(self._tensors[name]):
-                self.whole(name)
-            else:
-                self._left.pop(0)
-
-
-def check_spread(tensors: Mapping[str, torch.Tensor], group: ProcessGroupLike) -> list[list[Any]]:
-    """Return names, shapes and dtypes of the DTensors, which must be the same on all ranks."""
-    found = []
-    for name, tensor in tensors.items():
-        if not is_dtensor(tensor):
-            continue
-        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-        if mesh.size() > group.world_size:
-            raise CheckpointError(
-                f"state_dict[{name!r}] is spread over {mesh.size()} processes, and "
-                f"{group.world_size} take part: call save_model on all of them"
-            )
-        if group.rank == 0 and not in_mesh(tensor):
-            raise CheckpointError(
-                f"state_dict[{name!r}] is spread over processes of which the one that writes "
-                "(rank 0) is none: pass a group whose first rank holds a part of it"
-            )
-        found.append([name, list(tensor.shape), str(tensor.dtype)])
-    return sorted(found)
+FullTensor = Callable[[str], torch.Tensor]
 
 
 def save_model(
@@ -199,19 +51,19 @@ def save_model(
     written last. Tied tensors are stored once, under the first of their names in the state dict (an
     embedding, not the head that shares it); the others are noted in the file's metadata. Shards of
     an earlier save are removed afterwards.
-    This layout has fixed names, so only a single-file save replaces an older model in one step; a
-    sharded one that is killed leaves no index rather than a mix.
+    Since this layout has fixed names, only a single-file save replaces an older model atomically; a
+    sharded save that is killed leaves no index rather than a mixture.
 
     Call it on one rank. If tensors are DTensors, or a `group` is given, it is a collective call:
-    rank 0 gathers one tensor after the other and writes, and an error on one rank is one on all.
+    rank 0 gathers one tensor at a time and writes, and an error on one rank is raised on all.
 
     Args:
         state_dict: names to tensors (any device, any shape), plain or DTensors.
         url: the folder: a local path or any fsspec URL.
         max_shard_size: largest file, in bytes or as text ("5GB" = 5e9 bytes).
         storage_options: passed to the fsspec driver.
-        metadata: text to put into each file's header; `format` is "pt" unless given.
-        group: the processes that call together; default: just this one, or all processes of
+        metadata: text to add to each file's header; `format` is "pt" unless given.
+        group: the ranks that call together; default: this process alone, or all ranks of
             `torch.distributed` if there are DTensors.
         progress: a progress bar; None shows one for a long save on a terminal.
 
@@ -219,7 +71,7 @@ def save_model(
         The names of the files written, the index last; on every rank.
 
     Raises:
-        UnsupportedStateError: a value is no dense tensor, or has a dtype the format lacks.
+        UnsupportedStateError: a value is not a dense tensor, or has a dtype the format lacks.
         CheckpointError: another rank failed, or holds other tensors.
         ImportError: the driver for this kind of URL is not installed.
 
@@ -249,7 +101,7 @@ def save_model(
 
 
 class _ModelSave:
-    """One rank's part in saving a model."""
+    """One rank's part of `save_model`."""
 
     def __init__(
         self,
@@ -278,7 +130,7 @@ class _ModelSave:
         metadata: Mapping[str, str],
         storage_options: Mapping[str, Any] | None,
     ) -> list[Any]:
-        """Check the tensors and plan the files; return what must be the same on all ranks."""
+        """Check the tensors and plan the files; return the values that all ranks must share."""
         limit = parse_size(max_shard_size)
         checked = _checked(self._state_dict)
         if self._group.rank == 0:
@@ -289,20 +141,19 @@ class _ModelSave:
         return check_spread(checked, self._group)
 
     def write(self, progress: bool | None) -> list[str] | None:
-        """Write on rank 0; on the others give what it asks for."""
-        spread = [key for key in self._order if is_dtensor(self._state_dict[key])]
-        order = self._group.broadcast_object(spread)
-        gathering = Gathering(self._state_dict, order)
+        """Write on rank 0; on the others, take part in gathering the DTensors."""
+        sharded = [key for key in self._order if is_dtensor(self._state_dict[key])]
+        gather = DTensorGather(self._state_dict, self._group.broadcast_object(sharded))
         try:
             if self._store is None:
                 return None
-            return write_files(self._store, self._files, gathering.whole, progress)
+            return write_files(self._store, self._files, gather.full, progress)
         finally:
-            gathering.finish()
+            gather.finish()
 
 
 def _checked(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Refuse what a model file cannot hold."""
+    """Return the tensors; raise UnsupportedStateError for values that a model file cannot hold."""
     checked: dict[str, torch.Tensor] = {}
 
     def keep(path: tuple[Any, ...], tensor: torch.Tensor) -> str:
@@ -325,11 +176,160 @@ def _checked(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _untie(
     checked: Mapping[str, torch.Tensor],
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, str]]:
-    """Keep one name of each tied tensor; return what to store, and the other names."""
+    """Return the tensors to store, one name for each tied one, and the other names."""
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
-    for key, tensor in checked.items():  # a base model without the head wants the first name
+    for key, tensor in checked.items():  # the first name: a base model without the head needs it
         mark = identity(tensor)
         if mark is not None and first.setdefault(mark, key) != key:
             tied[key] = first[mark]
     return [(key, tensor) for key, tensor in checked.items() if key not in tied], tied
+
+
+def check_spread(tensors: Mapping[str, torch.Tensor], group: ProcessGroupLike) -> list[list[Any]]:
+    """Return names, shapes and dtypes of the DTensors; check that `group` can gather them."""
+    found = []
+    for name, tensor in tensors.items():
+        if not is_dtensor(tensor):
+            continue
+        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+        if mesh.size() > group.world_size:
+            raise CheckpointError(
+                f"state_dict[{name!r}] is sharded over {mesh.size()} ranks, and "
+                f"{group.world_size} take part: call save_model on all of them"
+            )
+        if group.rank == 0 and not in_mesh(tensor):
+            raise CheckpointError(
+                f"state_dict[{name!r}] is sharded over ranks without the one that writes (rank 0): "
+                "pass a group whose first rank holds a part of it"
+            )
+        found.append([name, list(tensor.shape), str(tensor.dtype)])
+    return sorted(found)
+
+
+class DTensorGather:
+    """Gathers DTensors one at a time, in the same order on every rank.
+
+    Args:
+        tensors: names to tensors on this rank.
+        order: the names of the DTensors to gather; rank 0's order counts.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], order: Sequence[str]) -> None:
+        self._tensors = tensors
+        self._pending = [name for name in order if is_dtensor(tensors[name])]
+        self._failed = False
+
+    def full(self, name: str) -> torch.Tensor:
+        """Return a tensor; gather it if it is a DTensor (memory for one at a time)."""
+        tensor: Any = self._tensors[name]
+        if not is_dtensor(tensor):
+            return self._tensors[name]
+        if self._pending.pop(0) != name:
+            raise AssertionError(f"{name} is not the next tensor to be gathered")
+        try:
+            full: torch.Tensor = tensor.detach().full_tensor()
+        except BaseException:
+            self._failed = True  # the collectives are out of step: a further one could hang
+            raise
+        return full
+
+    def finish(self) -> None:
+        """Take part in all pending collectives, even if this rank has failed meanwhile."""
+        # else a full disk on rank 0, for example, would leave the other ranks blocked in theirs
+        while self._pending and not self._failed:
+            name = self._pending[0]
+            if in_mesh(self._tensors[name]):
+                self.full(name)
+            else:
+                self._pending.pop(0)
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A planned file: its name, its header, and its tensors in the order of their bytes."""
+
+    name: str
+    header: bytes
+    tensors: Items
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return len(self.header) + sum(tensor.nbytes for _, tensor in self.tensors)
+
+
+def plan_files(
+    items: Items, tied: Mapping[str, str], labels: Mapping[str, str], limit: int
+) -> list[ModelFile]:
+    """Plan the files and their tensors; a model without tensors becomes one file, too."""
+    shards = pack(items, limit) or [[]]
+    total = len(shards)
+    files = []
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+        stored = {key for key, _ in shard}
+        notes = {other: kept for other, kept in tied.items() if kept in stored}
+        header, ordered, _ = layout(shard, {**notes, **labels})
+        files.append(ModelFile(name, header, ordered))
+    return files
+
+
+def write_files(
+    store: Store, files: Sequence[ModelFile], full: FullTensor, progress: bool | None
+) -> list[str]:
+    """Write all files, the index last; remove those of an earlier save; return the names."""
+    with TransferProgress("saving", sum(file.size for file in files), progress) as bar:
+        _publish(store, files, full, bar)
+    names = [file.name for file in files]
+    if len(files) > 1:
+        weight_map = {key: file.name for file in files for key, _ in file.tensors}
+        size = sum(tensor.nbytes for file in files for _, tensor in file.tensors)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        store.replace(INDEX, jsonio.dumps(index, INDEX), f"{INDEX}.{new_save_id()}.tmp")
+        names.append(INDEX)
+    present = store.sizes()
+    # the index first: readers look for shards only if an index names them
+    stale = [n for n in (INDEX, SINGLE, *sorted(present)) if n in present and n not in names]
+    stale = list(dict.fromkeys(stale))
+    remove_all(store, [n for n in stale if n in (INDEX, SINGLE) or _SHARD.fullmatch(n)])
+    return names
+
+
+def _publish(
+    store: Store, files: Sequence[ModelFile], full: FullTensor, progress: TransferProgress
+) -> None:
+    """Write all files, under other names first where the store can rename."""
+    mark = new_save_id()
+    staged = {f.name: f"{f.name}.{mark}.tmp" if store.can_rename else f.name for f in files}
+    sharded = len(files) > 1
+    if sharded and not store.can_rename:
+        store.remove(INDEX)  # without it, a save that is killed from here on is seen as unfinished
+    try:
+        for file in files:
+            _write(store, staged[file.name], file, full, progress)
+    except BaseException:
+        for temporary in staged.values() if store.can_rename else ():
+            with suppress(OSError):
+                store.remove(temporary)
+        raise
+    if store.can_rename:
+        if sharded:
+            store.remove(INDEX)
+        for name, temporary in staged.items():
+            store.rename(temporary, name)
+
+
+def _write(
+    store: Store, name: str, file: ModelFile, full: FullTensor, progress: TransferProgress
+) -> None:
+    """Stream one safetensors file."""
+    with store.create(name, file.size) as write:
+        write(memoryview(file.header))
+        progress.add(len(file.header))
+        for key, _ in file.tensors:
+            for piece in host_pieces(full(key)):
+                for start in range(0, len(piece), _STEP):
+                    part = piece[start : start + _STEP]
+                    write(part)
+                    progress.add(len(part))

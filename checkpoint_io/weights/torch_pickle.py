@@ -1,10 +1,11 @@
-"""Torch.save files, restricted; inert pickles.
+"""Read pickles without executing them: files of torch.save, and other metadata as plain records.
 
-The only place that calls `torch.load`; a test checks that each call says `weights_only=True`.
+This is the only module that calls `torch.load`; a test checks that each call passes
+`weights_only=True`.
 
-Classes and calls become plain records, from which a reader takes what it knows. A reader must not
-walk, compare, print or hash what may be nested: a few bytes make a value that contains itself, or
-one thing 2**60 times.
+`read_inert` turns classes and calls of a pickle into records, of which the caller uses those that
+it knows. The caller must not traverse, compare, print or hash values that may be nested: a few
+bytes of pickle make a value that contains itself, or one that holds another 2**60 times.
 """
 
 from __future__ import annotations
@@ -21,32 +22,235 @@ import torch
 
 from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.storage.local import LocalStore
+from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import RangeReader
-from checkpoint_io.weights.source import Rows, Wanted, WeightFile, WeightInfo, landing_for
+from checkpoint_io.weights.source import (
+    Destination,
+    Rows,
+    Wanted,
+    WeightFile,
+    WeightInfo,
+    check_weight_map,
+)
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _READ_AHEAD = 4 * 1024 * 1024
-_REPEATED = 64  # names for one weight, and more than any model has
-_SMALL = 64 * 1024 * 1024
+_MAX_REPEATS = 64  # uses of stored bytes, by tied names or in expanded tensors
+_SMALL = 64 * 1024 * 1024  # bytes that tensors may take in any case
+
+
+class TorchSource:
+    """The tensors of some files of `torch.save`.
+
+    Args:
+        where: the location, for messages.
+        files: the files; they are read immediately (mapped into memory if they are local).
+        weight_map: names to labels of files, from an index.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged, holds more than tensors, or lacks a tensor that
+            the index names.
+    """
+
+    def __init__(
+        self, where: str, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None = None
+    ) -> None:
+        self.where = where
+        self.tied: dict[str, str] = {}
+        self._state: dict[str, torch.Tensor] = {}
+        for file in files:
+            for key, tensor in read_torch_file(file).items():
+                if weight_map is None or weight_map.get(key) == file.label:
+                    self._state[key] = tensor
+        check_weight_map(where, weight_map, self._state.keys())
+        _refuse_repetition(self._state, where)
+        self.infos = {key: WeightInfo(t.dtype, tuple(t.shape)) for key, t in self._state.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a stored tensor without a copy; tied ones share memory."""
+        return self._state[name]
+
+    def read(self, wanted: Wanted, progress: TransferProgress) -> None:
+        """Copy tensors into their targets."""
+        for key, target in wanted:
+            tensor = self._state[key]
+            rows = Rows(0, tensor.shape[0] if tensor.dim() else 1)
+            Destination(self.infos[key], target).put(rows, tensor)
+            progress.add(tensor.nbytes)
+
+
+def read_torch_file(file: WeightFile) -> dict[str, torch.Tensor]:
+    """Return the state dict in one file; refuse anything but tensors in plain containers."""
+    with file.open() as reader:
+        is_zip = reader.size >= 4 and bytes(reader.read(0, 4)) == b"PK\x03\x04"
+        try:
+            document = _unpickle(file, reader, is_zip)
+        except (OSError, MemoryError, CorruptCheckpointError):
+            raise
+        except Exception as error:  # torch raises errors of many types for damaged input
+            raise _refusal(file.where, error) from error
+    return _state_dict(document, file.where)
+
+
+def read_restricted(reader: RangeReader, where: str) -> Any:
+    """Return what one `torch.save` wrote into a part of a file, with the same restrictions."""
+    stream = io.BufferedReader(_RangeFile(reader), _READ_AHEAD)
+    try:
+        _refuse_compressed(stream, where)
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError, CorruptCheckpointError):
+        raise
+    except Exception as error:  # torch raises errors of many types for damaged input
+        raise _refusal(where, error) from error
+
+
+def _unpickle(file: WeightFile, reader: RangeReader, is_zip: bool) -> Any:
+    """Read a file with torch; map a local one, so that only the copied tensors are read."""
+    stream = io.BufferedReader(_RangeFile(reader), _READ_AHEAD)
+    if is_zip:
+        _refuse_compressed(stream, file.where)
+        stream.seek(0)
+    folder = local_folder(file.store)
+    if is_zip and folder is not None:
+        path = os.path.join(folder, file.name)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def _refuse_compressed(stream: IO[bytes], where: str) -> None:
+    """Refuse compressed archives, which torch.save never writes."""
+    # a small one could expand until it fills the memory
+    with zipfile.ZipFile(stream) as archive:
+        if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+            raise CorruptCheckpointError(
+                f"{where} was refused: it is a compressed archive, which torch.save does not "
+                "write; save its weights again with save_model"
+            )
+
+
+def _refuse_repetition(state: Mapping[str, torch.Tensor], where: str) -> None:
+    """Refuse expanded tensors: a few stored bytes could be repeated until they fill the memory."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in state.values()}
+    held = sum(storage.nbytes() for storage in storages.values())
+    wanted = sum(tensor.nbytes for tensor in state.values())
+    if wanted > _MAX_REPEATS * held + _SMALL:
+        raise CorruptCheckpointError(
+            f"{where} was refused: its tensors would take {wanted} bytes, and it stores {held} of "
+            "them (expanded tensors); save contiguous ones"
+        )
+
+
+def _refusal(where: str, error: Exception) -> CorruptCheckpointError:
+    """Return the error that explains why a file was not read."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if type(error).__name__ == "UnpicklingError":
+        return CorruptCheckpointError(
+            f"{where} was refused: it is damaged, or holds Python objects that only full "
+            f"unpickling can create, which may run code ({error!s:.300}). Only tensors in plain "
+            "containers are read; if you trust the file, save its weights again with save_model or "
+            "torch.save(model.state_dict())"
+        )
+    return CorruptCheckpointError(
+        f"{where}: torch cannot read it ({type(error).__name__}: {reason:.300}); copy it again"
+    )
+
+
+def _state_dict(document: Any, where: str) -> dict[str, torch.Tensor]:
+    """Return the state dict in the content of a file."""
+    if isinstance(document, Mapping):
+        inner = [document[key] for key in _WRAPPERS if isinstance(document.get(key), Mapping)]
+        for candidate in (document, *inner):
+            if candidate and all(_is_weight(k, v) for k, v in candidate.items()):
+                return dict(candidate)
+    keys = [str(key) for key in document][:5] if isinstance(document, Mapping) else []
+    held = f"a dict with {', '.join(keys)}" if keys else f"a {type(document).__name__}"
+    raise CorruptCheckpointError(
+        f"{where} holds {held}, not a dict of names to tensors (nor one under "
+        f"{', '.join(_WRAPPERS)}): save model.state_dict() alone"
+    )
+
+
+def _is_weight(key: object, value: object) -> bool:
+    """Return whether an entry is a name with a dense CPU tensor."""
+    return (
+        isinstance(key, str)
+        and isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
+
+
+class _RangeFile(io.RawIOBase):
+    """A stored file as a seekable Python file."""
+
+    def __init__(self, reader: RangeReader) -> None:
+        self._reader = reader
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"there is no position {base + offset} in a file")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as many bytes as fit the buffer."""
+        view = memoryview(buffer).cast("B")
+        end = min(self._at + len(view), self._reader.size)
+        count = max(0, end - self._at)
+        if count:
+            view[:count] = self._reader.read(self._at, end)
+            self._at = end
+        return count
+
+
+def read_inert(document: bytes, where: str) -> Any:
+    """Read a pickle as plain values, :class:`Name` and :class:`Record`.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or holds opcodes that torch's metadata never has.
+    """
+    try:
+        return _Machine().run(document)
+    except Exception as error:  # pickletools raises errors of many types for damaged input
+        raise CorruptCheckpointError(
+            f"{where}: it cannot be read as the metadata of torch.distributed.checkpoint "
+            f"({type(error).__name__}: {error!s:.200}); copy it again"
+        ) from error
 
 
 @dataclass(frozen=True)
 class Name:
-    """A class or function that is only named."""
+    """The name of a class or function, which is not imported."""
 
     text: str
 
 
 @dataclass(eq=False, repr=False)
 class Record:
-    """What would have been made: by what, from what, and the state it would have got.
+    """An object that the pickle describes and that is not created.
 
     Args:
-        maker: a :class:`Name` in all that Python writes.
+        maker: the class or function to call, a :class:`Name` in every pickle of Python.
         args: of the call.
-        state: what the object was to be filled with.
-        items: what was to be put in, in order.
+        state: passed to the object's `__setstate__`.
+        items: appended or assigned to the object, in order.
     """
 
     maker: Any
@@ -56,35 +260,20 @@ class Record:
 
     @property
     def kind(self) -> str:
-        """Full name of its class."""
+        """Full name of the class."""
         return self.maker.text if isinstance(self.maker, Name) else ""
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Its attributes; empty if it has none."""
+        """Attributes of the object; empty if it has none."""
         state = self.state
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-            state = state[1]  # a class with slots
+            state = state[1]  # the state of a class with __slots__
         return state if isinstance(state, dict) else {}
 
 
-def read_inert(document: bytes, where: str) -> Any:
-    """Read a pickle as plain values, :class:`Name` and :class:`Record`.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or has what no data of torch has.
-    """
-    try:
-        return _Machine().run(document)
-    except Exception as error:  # damaged input fails in many ways
-        raise CorruptCheckpointError(
-            f"{where}: it cannot be read as the metadata of torch.distributed.checkpoint "
-            f"({type(error).__name__}: {error!s:.200}); copy it again"
-        ) from error
-
-
 class _Machine:
-    """The stack, the marks and the memo of a pickle."""
+    """A pickle machine without calls: the stack, the marks and the memo."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -92,7 +281,8 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, document: bytes) -> Any:
-        """Go through the document once; references keep the result as small as it is."""
+        """Return the value that a document describes."""
+        # linear in the length of the document: what is referred to repeatedly is not copied
         for code, argument, _ in pickletools.genops(document):
             if code.name == "STOP":
                 return self._stack.pop()
@@ -103,42 +293,40 @@ class _Machine:
         raise ValueError("it ends too early")
 
     def push(self, value: Any) -> None:
-        """Put on the stack."""
+        """Push onto the stack."""
         self._stack.append(value)
 
     def pop(self) -> Any:
-        """Take from the stack."""
+        """Pop from the stack."""
         return self._stack.pop()
 
     def mark(self, _: Any) -> None:
-        """Begin a list of items."""
+        """Start a list of items."""
         self._marks.append(self._stack)
         self._stack = []
 
     def items(self) -> list[Any]:
-        """Everything since the last mark."""
+        """Pop everything above the last mark."""
         items, self._stack = self._stack, self._marks.pop()
         return items
 
     def put(self, key: int | None) -> None:
-        """Remember the top."""
+        """Store the top in the memo."""
         self._memo[len(self._memo) if key is None else key] = self._stack[-1]
 
     def get(self, key: int) -> None:
-        """Push what was remembered."""
+        """Push from the memo."""
         self._stack.append(self._memo[key])
 
     def extend(self, items: list[Any]) -> None:
-        """Add to the list or the record on top."""
+        """Append to the list or the record on top."""
         top = self._stack[-1]
         (top.items if isinstance(top, Record) else top).extend(items)
 
     def assign(self, pairs: list[Any]) -> None:
-        """Set keys and values of the dict or the record on top.
-
-        What is nested, or a number, can be made so that its hash takes for ever.
-        """
+        """Set keys and values of the dict or the record on top."""
         top = self._stack[-1]
+        # no tuples or numbers as keys: nested or huge ones can be made so that hashing never ends
         if not all(isinstance(key, (str, Name, Record)) for key in pairs[::2]):
             raise ValueError("a key is neither text nor an object")
         if isinstance(top, Record):
@@ -147,22 +335,22 @@ class _Machine:
             top.update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def make(self, count: int) -> None:
-        """Note a call, whose function and arguments are on top."""
+        """Replace a function and its arguments, on top, by the record of their call."""
         parts = [self._stack.pop() for _ in range(count)][::-1]
         self._stack.append(Record(parts[0], tuple(parts[1:]) if count > 2 else parts[1]))
 
     def build(self, _: Any) -> None:
-        """Note the state on top for what is below."""
+        """Pop a state and keep it in the record below."""
         state = self._stack.pop()
         self._stack[-1].state = state
 
     def named(self, _: Any) -> None:
-        """Note the name of a class from its two parts."""
+        """Replace module and name, on top, by a `Name`."""
         name, module = self._stack.pop(), self._stack.pop()
         self._stack.append(Name(f"{module}.{name}"))
 
     def tuple_of(self, count: int) -> None:
-        """Make a tuple of what is on top."""
+        """Replace items on top by a tuple of them."""
         parts = self._stack[-count:]
         del self._stack[-count:]
         self._stack.append(tuple(parts))
@@ -208,186 +396,3 @@ _DO: Mapping[str, Callable[[_Machine, Any], Any]] = {
     "BINGET": _Machine.get,
     "LONG_BINGET": _Machine.get,
 }
-
-
-class TorchSource:
-    """The tensors of some files of `torch.save`.
-
-    Args:
-        where: what to call all of it in messages.
-        files: the files; they are read at once (mapped into memory where they are local).
-        weight_map: names to labels of files, if an index says so.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged, holds more than tensors, or not what the index
-            says.
-    """
-
-    def __init__(
-        self, where: str, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None = None
-    ) -> None:
-        self.where = where
-        self.tied: dict[str, str] = {}
-        self._state: dict[str, torch.Tensor] = {}
-        for file in files:
-            for key, tensor in read_torch_file(file).items():
-                if weight_map is None or weight_map.get(key) == file.label:
-                    self._state[key] = tensor
-        if absent := (weight_map or {}).keys() - self._state.keys():
-            raise CorruptCheckpointError(
-                f"{where}: the shards do not hold {', '.join(sorted(absent)[:3])}, though the "
-                "index says so; save the model again"
-            )
-        _refuse_repetition(self._state, where)
-        self.infos = {key: WeightInfo(t.dtype, tuple(t.shape)) for key, t in self._state.items()}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a stored tensor itself; tied ones share their memory."""
-        return self._state[name]
-
-    def read(self, wanted: Wanted, progress: TransferProgress) -> None:
-        """Copy tensors into their targets."""
-        for key, target in wanted:
-            tensor = self._state[key]
-            rows = Rows(0, tensor.shape[0] if tensor.dim() else 1)
-            landing_for(self.infos[key], target).put(rows, tensor)
-            progress.add(tensor.nbytes)
-
-
-def read_torch_file(file: WeightFile) -> dict[str, torch.Tensor]:
-    """Read the state dict in one file; anything but tensors in plain containers is refused."""
-    with file.open() as reader:
-        is_zip = reader.size >= 4 and bytes(reader.read(0, 4)) == b"PK\x03\x04"
-        try:
-            document = _unpickle(file, reader, is_zip)
-        except (OSError, MemoryError, CorruptCheckpointError):
-            raise
-        except Exception as error:  # damaged input takes torch in many ways
-            raise _refusal(file.where, error) from error
-    return _state_dict(document, file.where)
-
-
-def read_restricted(reader: RangeReader, where: str) -> Any:
-    """Read what one `torch.save` wrote into a part of a file; as restricted as all of this."""
-    stream = io.BufferedReader(_RangeFile(reader), _READ_AHEAD)
-    try:
-        _refuse_compressed(stream, where)
-        stream.seek(0)
-        return torch.load(stream, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError, CorruptCheckpointError):
-        raise
-    except Exception as error:  # damaged input takes torch in many ways
-        raise _refusal(where, error) from error
-
-
-def _unpickle(file: WeightFile, reader: RangeReader, is_zip: bool) -> Any:
-    """Let torch read a file; a local one is mapped, so that only what is copied is read."""
-    stream = io.BufferedReader(_RangeFile(reader), _READ_AHEAD)
-    if is_zip:
-        _refuse_compressed(stream, file.where)
-        stream.seek(0)
-    if is_zip and isinstance(file.store, LocalStore):
-        path = os.path.join(file.store.url, file.name)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return torch.load(stream, map_location="cpu", weights_only=True)
-
-
-def _refuse_compressed(stream: IO[bytes], where: str) -> None:
-    """Refuse what torch.save never writes, and what could make a small file fill the memory."""
-    with zipfile.ZipFile(stream) as archive:
-        if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-            raise CorruptCheckpointError(
-                f"{where} was refused: it is a compressed archive, which torch.save does not "
-                "write; save its weights again with save_model"
-            )
-
-
-def _refuse_repetition(state: Mapping[str, torch.Tensor], where: str) -> None:
-    """Refuse tensors that repeat a few stored bytes until they fill the memory."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in state.values()}
-    held = sum(storage.nbytes() for storage in storages.values())
-    wanted = sum(tensor.nbytes for tensor in state.values())
-    if wanted > _REPEATED * held + _SMALL:
-        raise CorruptCheckpointError(
-            f"{where} was refused: its tensors would take {wanted} bytes, and it stores {held} of "
-            "them (expanded tensors); save contiguous ones"
-        )
-
-
-def _refusal(where: str, error: Exception) -> CorruptCheckpointError:
-    """Explain why a file was not read."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if type(error).__name__ == "UnpicklingError":
-        return CorruptCheckpointError(
-            f"{where} was refused: it is damaged, or holds Python objects that only unpickling "
-            f"could make, which may run code ({error!s:.300}). Only tensors in plain containers "
-            "are read; if you trust the file, save its weights again with save_model or "
-            "torch.save(model.state_dict())"
-        )
-    return CorruptCheckpointError(
-        f"{where}: torch cannot read it ({type(error).__name__}: {reason:.300}); copy it again"
-    )
-
-
-def _state_dict(document: Any, where: str) -> dict[str, torch.Tensor]:
-    """Find the state dict in what a file holds."""
-    if isinstance(document, Mapping):
-        inner = [document[key] for key in _WRAPPERS if isinstance(document.get(key), Mapping)]
-        for candidate in (document, *inner):
-            if candidate and all(_is_weight(k, v) for k, v in candidate.items()):
-                return dict(candidate)
-    keys = [str(key) for key in document][:5] if isinstance(document, Mapping) else []
-    held = f"a dict with {', '.join(keys)}" if keys else f"a {type(document).__name__}"
-    raise CorruptCheckpointError(
-        f"{where} holds {held}, not a dict of names to tensors (nor one under "
-        f"{', '.join(_WRAPPERS)}): save model.state_dict() alone"
-    )
-
-
-def _is_weight(key: object, value: object) -> bool:
-    """Say whether an entry is a name with a dense tensor."""
-    return (
-        isinstance(key, str)
-        and isinstance(value, torch.Tensor)
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-        and not value.is_quantized
-    )
-
-
-class _RangeFile(io.RawIOBase):
-    """A stored file as a Python file that can be read and sought in."""
-
-    def __init__(self, reader: RangeReader) -> None:
-        self._reader = reader
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"there is no position {base + offset} in a file")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read what fits the buffer."""
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + len(view), self._reader.size)
-        count = max(0, end - self._at)
-        if count:
-            view[:count] = self._reader.read(self._at, end)
-            self._at = end
-        return count

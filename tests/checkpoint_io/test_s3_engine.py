@@ -493,7 +493,7 @@ def test_error_of_the_receiver_ends_the_fetch(server: S3Server) -> None:
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (failure(403, "AccessDenied"), "s3://bucket/o/x .*AccessDenied.*rights"),
+        (failure(403, "AccessDenied"), "s3://bucket/o/x .*AccessDenied.*permissions"),
         (failure(400, "ExpiredToken"), "ExpiredToken.*expired: get new ones"),
         (failure(403, "InvalidAccessKeyId"), "key.* is wrong"),
         (failure(403, "RequestTimeTooSkewed"), "clock"),

@@ -309,6 +309,13 @@ def test_a_read_that_breaks_off_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         load_model(Tied(), tmp_path)
 
 
+def test_a_folder_may_be_named_like_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "net.bin"
+    save_model({"w": torch.ones(2)}, folder)
+    for url in (str(folder), f"file://{folder}"):
+        assert torch.equal(load_model_state(url)["w"], torch.ones(2))
+
+
 def test_what_is_no_weights_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="check the path"):
         load_model(Tied(), tmp_path / "nothing")

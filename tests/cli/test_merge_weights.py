@@ -203,7 +203,7 @@ def test_nothing_is_written_into_the_source_or_a_checkpoint(
     save_dcp(model().state_dict(), tmp_path / "dcp")
     (tmp_path / "link").symlink_to(tmp_path / "dcp")
     for source, place, said in (
-        ("dcp", "link", "is where the weights come from"),
+        ("dcp", "link", "is the folder that is read"),
         ("dcp", "step-1", "holds a checkpoint"),
         ("step-1", "dcp", "holds a checkpoint"),
         ("dcp", "out.safetensors", "is the name of a file"),

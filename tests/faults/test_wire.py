@@ -104,8 +104,8 @@ FAILED: dict[str, Callable[[], list[Rule]]] = {
 }
 SAID = {
     "expired_in_the_middle": "expired",
-    "no_right_to_write": "AccessDenied|rights",
-    "no_right_to_commit": "AccessDenied|rights",
+    "no_right_to_write": "AccessDenied|permissions",
+    "no_right_to_commit": "AccessDenied|permissions",
 }
 
 

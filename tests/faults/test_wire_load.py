@@ -76,7 +76,7 @@ def test_flipped_bit_on_the_way_down_is_not_believed(place: Place, pattern: str)
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [("ExpiredToken", "expired"), pytest.param("AccessDenied", "rights", marks=slow)],
+    [("ExpiredToken", "expired"), pytest.param("AccessDenied", "permissions", marks=slow)],
 )
 def test_refused_load_says_why(place: Place, code: str, said: str) -> None:
     place.save(1, SMALL, through=False)

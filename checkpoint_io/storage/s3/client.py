@@ -1,4 +1,4 @@
-"""The client: errors, retries, body."""
+"""Requests to S3 through the client of s3fs: timeouts, retries, errors and bodies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from typing import Any, TypeVar
 from aiohttp.payload import Payload
 
 from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError
-from checkpoint_io.storage.retry import Attempts, RetryPolicy
+from checkpoint_io.storage.retry import TRANSIENT_STATUS, Attempts, RetryPolicy
 from checkpoint_io.threads import ThreadForEach
 
+T = TypeVar("T")
+
+STEP = 16 << 20  # bytes for which `read_timeout` seconds are allowed; also the usual part size
+_CONNECTIONS = 32
 _SLICE = 512 << 10
-_WORTH_IT = 1 << 20
+_SLICED_FROM = 1 << 20
 _TRANSIENT_CODES = frozenset(
     {
         "BadDigest", "BandwidthLimitExceeded", "IncompleteBody", "InternalError", "InvalidDigest",
@@ -25,10 +29,9 @@ _TRANSIENT_CODES = frozenset(
         "TooManyRequestsException", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch",
     }
 )  # fmt: skip
-_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 _WRONG_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"})
-_ELSEWHERE = frozenset(
+_WRONG_REGION = frozenset(
     {
         "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect",
         "301", "307",
@@ -37,191 +40,145 @@ _ELSEWHERE = frozenset(
 _NO_CREDENTIALS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
 )
-T = TypeVar("T")
-STEP = 16 << 20  # bytes for which `read_timeout` seconds are allowed, and the usual part
-_CONNECTIONS = 32
 
 
-class SlicedBody(Payload):
-    """Memory as a body for aiohttp, and as a file for botocore, which may want to hash it."""
+class S3Client:
+    """Requests to one bucket, from any thread, of this process or of a forked child."""
 
-    def __init__(self, data: bytes | bytearray) -> None:
-        super().__init__(data, content_type="application/octet-stream")
-        self._view = memoryview(data)
-        self._size = len(data)
-        self._at = 0
+    def __init__(
+        self, bucket: str, endpoint: str, policy: RetryPolicy, make: Callable[[], Any]
+    ) -> None:
+        self.bucket = bucket
+        self.policy = policy
+        self.place = Place(bucket, endpoint)
+        self._make = make
+        self._pid = -1
+        self._filesystem: Any = None
 
-    def __len__(self) -> int:
-        """Return the length in bytes."""
-        return len(self._view)
+    @property
+    def filesystem(self) -> Any:
+        """Return the s3fs filesystem of this process."""
+        # the parent's event loop thread and its connections do not survive a fork
+        if self._pid != os.getpid():
+            self._filesystem = self._make()
+            self._pid = os.getpid()
+            _outlive_executors(self.loop)
+        return self._filesystem
 
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Refuse: these are no characters."""
-        raise TypeError("a body of bytes")
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop on which the requests run."""
+        loop: asyncio.AbstractEventLoop = self._filesystem.loop
+        return loop
 
-    async def write(self, writer: Any) -> None:
-        """Send all slices, each when there is room for it."""
-        for begin in range(0, len(self._view), _SLICE):
-            await writer.write(self._view[begin : begin + _SLICE])
+    def start(self, work: Coroutine[Any, Any, T]) -> Any:
+        """Start a coroutine on the loop; return its concurrent future."""
+        _ = self.filesystem  # creates the loop
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
-        """Send all; the length is the one that was announced."""
-        await self.write(writer)
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for it; an interrupt cancels it."""
+        future = self.start(work)
+        try:
+            result: T = future.result()
+            return result
+        except BaseException:
+            future.cancel()
+            raise
 
-    def read(self, size: int = -1) -> bytes:
-        """Read on, as from a file."""
-        end = len(self._view) if size < 0 else self._at + size
-        data = bytes(self._view[self._at : end])
-        self._at += len(data)
-        return data
+    async def connected(self) -> Any:
+        """Return the botocore client for the bucket."""
+        filesystem = self.filesystem
+        await filesystem.set_session()
+        return await filesystem.get_s3(self.bucket)
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a place, as in a file."""
-        self._at = offset + (0, self._at, len(self._view))[whence]
-        return self._at
+    def body(self, data: bytes | bytearray) -> Any:
+        """Return a request body; large ones are sent in slices, if the client uses aiohttp."""
+        other = (self.filesystem.config_kwargs or {}).get("http_session_cls") is not None
+        return data if other or len(data) < _SLICED_FROM else _SlicedBody(data)
 
-    def tell(self) -> int:
-        """Return the place, as of a file."""
-        return self._at
-
-
-def body_of(data: bytes | bytearray, options: Any) -> Any:
-    """Return what to give to the client: slices of what is large, if it speaks aiohttp."""
-    other = (options or {}).get("http_session_cls") is not None
-    return data if other or len(data) < _WORTH_IT else SlicedBody(data)
-
-
-class StoreAccessError(CheckpointError, PermissionError):
-    """The store refuses what was asked of it, and will do so again."""
-
-
-class StoreUnavailableError(CheckpointError, OSError):
-    """The store did not answer well within the bound of the tries."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a request went, for errors."""
-
-    bucket: str
-    endpoint: str
-
-    def of(self, key: str | None) -> str:
-        """Name an object, or the bucket."""
-        return f"s3://{self.bucket}/{key}" if key else f"s3://{self.bucket}"
-
-
-def code_of(error: BaseException) -> str:
-    """Return the error code of the store, "" for an error that is none of its answers."""
-    response = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
-
-
-def status_of(error: BaseException) -> int:
-    """Return the HTTP status of the store's answer, 0 if there was no answer."""
-    response = getattr(error, "response", None)
-    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-    return int(metadata.get("HTTPStatusCode") or 0)
-
-
-def is_absent(error: BaseException) -> bool:
-    """Say whether an answer means that there is no such object."""
-    return code_of(error) in ("NoSuchKey", "404", "NotFound")
-
-
-def lost_condition(error: BaseException) -> bool:
-    """Say whether a conditional request was refused because of its condition."""
-    return status_of(error) in (409, 412)
-
-
-def is_transient(error: Exception) -> bool:
-    """Say whether the same request may succeed later."""
-    if code := code_of(error):
-        return code in _TRANSIENT_CODES or status_of(error) in _TRANSIENT_STATUS
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return False
-    return isinstance(error, (asyncio.TimeoutError, *_wire_errors()))
-
-
-def _wire_errors() -> tuple[type[BaseException], ...]:
-    """Return the errors of the layers between the store's answers and us."""
-    import aiohttp
-    from botocore import exceptions, parsers
-
-    return (
-        TimeoutError,
-        ConnectionError,
-        EOFError,
-        aiohttp.ClientError,
-        exceptions.ConnectionError,
-        exceptions.HTTPClientError,
-        exceptions.IncompleteReadError,
-        exceptions.ResponseStreamingError,
-        parsers.ResponseParserError,
-    )
-
-
-def explain(error: Exception, doing: str, place: Place, key: str | None, tried: str) -> Exception:
-    """Return the error to raise in place of a client's: what went wrong, and what to check."""
-    if isinstance(error, (CheckpointError, MemoryError, ValueError)):
-        return error
-    code = code_of(error)
-    where = f"{doing} {place.of(key)} at {place.endpoint} failed"
-    said = f"{code}: {_message(error)}" if code else f"{type(error).__name__}: {error}"
-    if code == "NoSuchBucket":
-        return CheckpointNotFoundError(
-            f"{where}: there is no bucket {place.bucket!r}; check its name, the region and "
-            "endpoint_url"
+    async def once(self, operation: str, step: float = 1.0, **arguments: Any) -> Any:
+        """Send one request once; it may take `step` times the read timeout."""
+        filesystem = self.filesystem
+        method = getattr(await self.connected(), operation)
+        # adds the options of s3fs that this operation takes, such as RequestPayer
+        known = filesystem._get_s3_method_kwargs(
+            method, filesystem.req_kw, Bucket=self.bucket, **arguments
         )
-    if is_transient(error):
-        return StoreUnavailableError(f"{where}, {tried}: {said}; check the store and the network")
-    if advice := _advice(error, code):
-        return StoreAccessError(f"{where}: {said}; {advice}")
-    return CheckpointError(f"{where}: {said}")
+        bound = self.policy.connect_timeout + step * self.policy.read_timeout
+        return await asyncio.wait_for(method(**known), bound)
+
+    async def repeat(
+        self,
+        doing: str,
+        key: str | None,
+        action: Callable[[], Awaitable[T]],
+        policy: RetryPolicy | None = None,
+    ) -> T:
+        """Run an action until it succeeds; retry transient errors within the policy.
+
+        Other errors are raised unchanged, so that the caller can interpret them.
+        """
+        attempts = Attempts(policy or self.policy)
+        while True:
+            try:
+                return await action()
+            except Exception as error:
+                if not is_transient(error):
+                    raise
+                pause = attempts.pause()
+                if pause is None:
+                    raise self.explain(error, doing, key, attempts.describe()) from error
+                await asyncio.sleep(pause)
+
+    async def request(
+        self, operation: str, doing: str, key: str | None = None, **arguments: Any
+    ) -> Any:
+        """Send a request that may be retried; errors name the cause and what to check."""
+        if key is not None:
+            arguments["Key"] = key
+        try:
+            return await self.repeat(doing, key, lambda: self.once(operation, **arguments))
+        except Exception as error:
+            explained = self.explain(error, doing, key)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def explain(
+        self, error: Exception, doing: str, key: str | None, tried: str = "tried once"
+    ) -> Exception:
+        """Return the error to raise in place of one that is not retried (again)."""
+        return explain(error, doing, self.place, key, tried)
+
+    async def read(self, key: str) -> tuple[bytes, str]:
+        """Return the content of a small object and its entity tag."""
+
+        async def get() -> tuple[bytes, str]:
+            answer = await self.once("get_object", Key=key)
+            body = answer["Body"]
+            step = 1 + int(answer.get("ContentLength") or 0) / STEP
+            async with body:
+                data = await asyncio.wait_for(body.read(), step * self.policy.read_timeout)
+            return bytes(data), str(answer.get("ETag", ""))
+
+        return await self.repeat("reading", key, get)
 
 
-def _message(error: Exception) -> str:
-    """Return the text of the store's answer."""
-    response: Any = getattr(error, "response", {})
-    return str(response.get("Error", {}).get("Message", ""))
-
-
-def _advice(error: Exception, code: str) -> str:
-    """Say what to check where access is refused; "" for other errors."""
-    if type(error).__name__ in _NO_CREDENTIALS:
-        return "set the environment, the configuration files or storage_options (key, secret)"
-    if code in _EXPIRED:
-        return "the credentials have expired: get new ones and start again"
-    if code in _WRONG_KEYS:
-        return "the access key, its secret or the session token is wrong"
-    if code == "RequestTimeTooSkewed":
-        return "set the clock of this machine"
-    if code in _ELSEWHERE:
-        region = f"{{'region_name': {_region(error)}}}"
-        return f"the bucket is in another region: give client_kwargs={region}"
-    if status_of(error) in (401, 403):
-        return (
-            "check the credentials and their rights to list the bucket and to put, get and delete "
-            "objects there"
-        )
-    return ""
-
-
-def _region(error: Exception) -> str:
-    """Return the region that the answer names, as a Python literal."""
-    response: Any = getattr(error, "response", {})
-    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    region = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region")
-    return repr(region) if region else "..."
+def _outlive_executors(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep DNS lookups working while the interpreter waits for a thread that still saves."""
+    # asyncio resolves names in a ThreadPoolExecutor, which refuses work at interpreter shutdown
+    if getattr(loop, "_default_executor", None) is None:
+        loop.call_soon_threadsafe(loop.set_default_executor, ThreadForEach())
 
 
 def configured(
     options: Mapping[str, Any], policy: RetryPolicy
 ) -> tuple[dict[str, Any], RetryPolicy]:
-    """Return s3fs options and the policy, each completed by what the other one says.
+    """Return s3fs options and the policy, each completed from the other.
 
-    Timeouts and `retries` of the caller's `config_kwargs` go into the policy, and the client's own
-    repetitions are switched off, so that ours are the only ones.
+    Timeouts and `retries` of the caller's `config_kwargs` override the policy, and the client's own
+    retries are disabled, so that ours are the only ones.
     """
     result = dict(options)
     config = dict(result.get("config_kwargs") or {})
@@ -239,7 +196,7 @@ def configured(
     config.setdefault("max_pool_connections", _CONNECTIONS)
     if sends_checksums(options):
         if _may_leave_unsigned(options):
-            # the body is vouched for by a checksum in a signed header; hashing it again is dear
+            # a checksum in a signed header protects the body; signing it would hash it once more
             config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
         config.update(_quiet_checksums())
     result["config_kwargs"] = config
@@ -247,7 +204,7 @@ def configured(
 
 
 def sends_checksums(options: Mapping[str, Any]) -> bool:
-    """Say whether uploads carry checksums: unless botocore's own setting says "when_required"."""
+    """Return whether uploads carry checksums: unless botocore's setting is "when_required"."""
     config = options.get("config_kwargs") or {}
     name = "request_checksum_calculation"
     asked = config.get(name) or os.environ.get(f"AWS_{name.upper()}") or ""
@@ -255,7 +212,7 @@ def sends_checksums(options: Mapping[str, Any]) -> bool:
 
 
 def _may_leave_unsigned(options: Mapping[str, Any]) -> bool:
-    """Say whether the store takes unsigned bodies; AWS does not without encryption."""
+    """Return whether the store accepts unsigned bodies; AWS does so only over https."""
     client = options.get("client_kwargs") or {}
     endpoint = str(options.get("endpoint_url") or client.get("endpoint_url") or "")
     plain = endpoint.startswith("http://") or not options.get("use_ssl", True)
@@ -263,137 +220,178 @@ def _may_leave_unsigned(options: Mapping[str, Any]) -> bool:
 
 
 def _quiet_checksums() -> dict[str, str]:
-    """Keep botocore from adding checksums beside ours, where it is new enough to know how."""
+    """Return the options that keep botocore from adding checksums to ours, if it has them."""
     from botocore.config import Config
 
     names = ("request_checksum_calculation", "response_checksum_validation")
     return {name: "when_required" for name in names if name in Config.OPTION_DEFAULTS}
 
 
-class S3Client:
-    """Requests to one bucket, from any thread, in this process or in a forked child."""
+class StoreAccessError(CheckpointError, PermissionError):
+    """The store denies access, and will do so again."""
 
-    def __init__(
-        self, bucket: str, endpoint: str, policy: RetryPolicy, make: Callable[[], Any]
-    ) -> None:
-        self.bucket = bucket
-        self.policy = policy
-        self.place = Place(bucket, endpoint)
-        self._make = make
-        self._pid = -1
-        self._filesystem: Any = None
 
-    @property
-    def filesystem(self) -> Any:
-        """Return the s3fs filesystem of this process; a forked child needs one of its own."""
-        if self._pid != os.getpid():
-            self._filesystem = self._make()
-            self._pid = os.getpid()
-            _outlive_executors(self.loop)
-        return self._filesystem
+class StoreUnavailableError(CheckpointError, OSError):
+    """The store did not answer correctly within the bounds of the retries."""
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop on which the requests run."""
-        loop: asyncio.AbstractEventLoop = self._filesystem.loop
-        return loop
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Any:
-        """Begin work on the loop; returns its concurrent future."""
-        _ = self.filesystem
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+@dataclass(frozen=True)
+class Place:
+    """Bucket and endpoint of a request, for error messages."""
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work on the loop and wait for it; an interrupt here ends it there."""
-        future = self.start(work)
-        try:
-            result: T = future.result()
-            return result
-        except BaseException:
-            future.cancel()
-            raise
+    bucket: str
+    endpoint: str
 
-    async def connected(self) -> Any:
-        """Return the botocore client for the bucket."""
-        filesystem = self.filesystem
-        await filesystem.set_session()
-        return await filesystem.get_s3(self.bucket)
+    def of(self, key: str | None) -> str:
+        """Return the URL of an object, or of the bucket."""
+        return f"s3://{self.bucket}/{key}" if key else f"s3://{self.bucket}"
 
-    def body(self, data: bytes | bytearray) -> Any:
-        """Return the form in which bytes are sent best."""
-        return body_of(data, self.filesystem.config_kwargs)
 
-    async def once(self, operation: str, step: float = 1.0, **arguments: Any) -> Any:
-        """Send one request once; `step` is how many times the read timeout it may take."""
-        filesystem = self.filesystem
-        method = getattr(await self.connected(), operation)
-        known = filesystem._get_s3_method_kwargs(
-            method, filesystem.req_kw, Bucket=self.bucket, **arguments
+def code_of(error: BaseException) -> str:
+    """Return the error code of the store's answer, "" if the error is not from an answer."""
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def status_of(error: BaseException) -> int:
+    """Return the HTTP status of the store's answer, 0 if there was no answer."""
+    response = getattr(error, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    return int(metadata.get("HTTPStatusCode") or 0)
+
+
+def is_absent(error: BaseException) -> bool:
+    """Return whether an answer means that there is no such object."""
+    return code_of(error) in ("NoSuchKey", "404", "NotFound")
+
+
+def lost_condition(error: BaseException) -> bool:
+    """Return whether a conditional request was refused because of its condition."""
+    return status_of(error) in (409, 412)
+
+
+def is_transient(error: Exception) -> bool:
+    """Return whether the same request may succeed later."""
+    if code := code_of(error):
+        return code in _TRANSIENT_CODES or status_of(error) in TRANSIENT_STATUS
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return False
+    return isinstance(error, (asyncio.TimeoutError, *_wire_errors()))
+
+
+def _wire_errors() -> tuple[type[BaseException], ...]:
+    """Return the error types of the layers below the store's answers."""
+    import aiohttp
+    from botocore import exceptions, parsers
+
+    return (
+        TimeoutError,
+        ConnectionError,
+        EOFError,
+        aiohttp.ClientError,
+        exceptions.ConnectionError,
+        exceptions.HTTPClientError,
+        exceptions.IncompleteReadError,
+        exceptions.ResponseStreamingError,
+        parsers.ResponseParserError,
+    )
+
+
+def explain(error: Exception, doing: str, place: Place, key: str | None, tried: str) -> Exception:
+    """Return the error to raise in place of the client's: the cause, and what to check."""
+    if isinstance(error, (CheckpointError, MemoryError, ValueError)):
+        return error
+    code = code_of(error)
+    where = f"{doing} {place.of(key)} at {place.endpoint} failed"
+    text = f"{code}: {_message(error)}" if code else f"{type(error).__name__}: {error}"
+    if code == "NoSuchBucket":
+        return CheckpointNotFoundError(
+            f"{where}: there is no bucket {place.bucket!r}; check its name, the region and "
+            "endpoint_url"
         )
-        bound = self.policy.connect_timeout + step * self.policy.read_timeout
-        return await asyncio.wait_for(method(**known), bound)
-
-    async def repeat(
-        self,
-        doing: str,
-        key: str | None,
-        action: Callable[[], Awaitable[T]],
-        policy: RetryPolicy | None = None,
-    ) -> T:
-        """Run an action until it succeeds, within the policy; transient errors are waited out.
-
-        Permanent errors are raised as they are, so that the caller can tell what they mean.
-        """
-        attempts = Attempts(policy or self.policy)
-        while True:
-            try:
-                return await action()
-            except Exception as error:
-                if not is_transient(error):
-                    raise
-                pause = attempts.pause()
-                if pause is None:
-                    raise self.explain(error, doing, key, attempts.describe()) from error
-                await asyncio.sleep(pause)
-
-    async def request(
-        self, operation: str, doing: str, key: str | None = None, **arguments: Any
-    ) -> Any:
-        """Send a request that may be repeated; errors say what to do."""
-        if key is not None:
-            arguments["Key"] = key
-        try:
-            return await self.repeat(doing, key, lambda: self.once(operation, **arguments))
-        except Exception as error:
-            explained = self.explain(error, doing, key)
-            if explained is error:
-                raise
-            raise explained from error
-
-    def explain(
-        self, error: Exception, doing: str, key: str | None, tried: str = "tried once"
-    ) -> Exception:
-        """Return what to raise for an error that no repetition will help."""
-        return explain(error, doing, self.place, key, tried)
-
-    async def read(self, key: str) -> tuple[bytes, str]:
-        """Read a small object whole; returns it and its entity tag."""
-
-        async def look() -> tuple[bytes, str]:
-            answer = await self.once("get_object", Key=key)
-            body = answer["Body"]
-            step = 1 + int(answer.get("ContentLength") or 0) / STEP
-            async with body:
-                data = await asyncio.wait_for(body.read(), step * self.policy.read_timeout)
-            return bytes(data), str(answer.get("ETag", ""))
-
-        return await self.repeat("reading", key, look)
+    if is_transient(error):
+        return StoreUnavailableError(f"{where}, {tried}: {text}; check the store and the network")
+    if advice := _advice(error, code):
+        return StoreAccessError(f"{where}: {text}; {advice}")
+    return CheckpointError(f"{where}: {text}")
 
 
-def _outlive_executors(loop: asyncio.AbstractEventLoop) -> None:
-    """Let the loop look up names while the interpreter waits for a thread that still saves.
+def _message(error: Exception) -> str:
+    """Return the text of the store's answer."""
+    response: Any = getattr(error, "response", {})
+    return str(response.get("Error", {}).get("Message", ""))
 
-    asyncio does that in an executor of the standard library, which takes no work by then.
+
+def _advice(error: Exception, code: str) -> str:
+    """Return what to check where access is denied; "" for other errors."""
+    if type(error).__name__ in _NO_CREDENTIALS:
+        return "set the environment, the configuration files or storage_options (key, secret)"
+    if code in _EXPIRED:
+        return "the credentials have expired: get new ones and start again"
+    if code in _WRONG_KEYS:
+        return "the access key, its secret or the session token is wrong"
+    if code == "RequestTimeTooSkewed":
+        return "set the clock of this machine"
+    if code in _WRONG_REGION:
+        region = f"{{'region_name': {_region(error)}}}"
+        return f"the bucket is in another region: give client_kwargs={region}"
+    if status_of(error) in (401, 403):
+        return (
+            "check the credentials and their permissions to list the bucket and to put, get and "
+            "delete objects there"
+        )
+    return ""
+
+
+def _region(error: Exception) -> str:
+    """Return the region that the answer names, as a Python literal."""
+    response: Any = getattr(error, "response", {})
+    headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    region = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region")
+    return repr(region) if region else "..."
+
+
+class _SlicedBody(Payload):
+    """Memory as a body for aiohttp, and as a file for botocore, which may hash it.
+
+    It is sent in slices, so that the transport copies no more than one of them at a time.
     """
-    if getattr(loop, "_default_executor", None) is None:
-        loop.call_soon_threadsafe(loop.set_default_executor, ThreadForEach())
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        super().__init__(data, content_type="application/octet-stream")
+        self._view = memoryview(data)
+        self._size = len(data)
+        self._at = 0
+
+    def __len__(self) -> int:
+        """Return the length in bytes."""
+        return len(self._view)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Raise TypeError: the body is binary."""
+        raise TypeError("the body is binary")
+
+    async def write(self, writer: Any) -> None:
+        """Send all slices, each once the connection accepts it."""
+        for begin in range(0, len(self._view), _SLICE):
+            await writer.write(self._view[begin : begin + _SLICE])
+
+    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
+        """Send all; the length is known already."""
+        await self.write(writer)
+
+    def read(self, size: int = -1) -> bytes:
+        """Read like a file."""
+        end = len(self._view) if size < 0 else self._at + size
+        data = bytes(self._view[self._at : end])
+        self._at += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Seek like a file."""
+        self._at = offset + (0, self._at, len(self._view))[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the position, like a file."""
+        return self._at

@@ -1,7 +1,7 @@
-"""Putting a small object in place only if nobody else did: conditional requests, or careful looks.
+"""Put a small object only if no other writer did: by conditional requests where the store obeys.
 
-Stores that ignore conditions exist. They are found out by a probe, once, and then the object is
-looked at before and after the put: that narrows the gap between two writers, it does not close it.
+Some stores ignore conditions. A probe detects them, once per bucket; there the object is compared
+before and after the put, which narrows the race between two writers but does not close it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import warnings
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from checkpoint_io.errors import (
-    CheckpointConflictError,
-    CheckpointWarning,
-    UnsettledWriteError,
-)
+from checkpoint_io.errors import CheckpointWarning, UnsettledWriteError
 from checkpoint_io.format.names import probe_name
+from checkpoint_io.storage.base import conflict_error
 from checkpoint_io.storage.retry import Attempts
 from checkpoint_io.storage.s3.client import (
     S3Client,
@@ -30,12 +27,12 @@ from checkpoint_io.storage.s3.download import head
 from checkpoint_io.storage.s3.parts import Checksum
 from checkpoint_io.storage.s3.upload import CorruptUploadError, put
 
-# no answer, or that of a gateway which had none: the store may be at it still
-_OPEN = frozenset({0, 502, 504})
+# no answer, or that of a gateway which got none: the store may still execute the request
+_UNANSWERED = frozenset({0, 502, 504})
 
 
 class Conditions(NamedTuple):
-    """Which conditions a store obeys."""
+    """The conditions that a store obeys."""
 
     absent: bool  # If-None-Match: *
     match: bool  # If-Match: an entity tag
@@ -52,7 +49,7 @@ async def token(client: S3Client, key: str) -> str:
 async def replace(
     client: S3Client, key: str, data: bytes, expected: str | None, checksum: Checksum | None
 ) -> None:
-    """Put an object, with `expected` only over that version of it ("": over none)."""
+    """Put an object; with `expected`, only in place of that version of it ("": of none)."""
     if expected is None:
         await _put(client, key, data, checksum, None)
         return
@@ -61,16 +58,20 @@ async def replace(
         await _put(client, key, data, checksum, expected)
         return
     if await token(client, key) != expected:
-        raise _conflict(client, key)
+        raise conflict_error(client.place.of(key))
     await _put(client, key, data, checksum, None)
     if (await client.read(key))[0] != data:
-        raise _conflict(client, key)
+        raise conflict_error(client.place.of(key))
 
 
 async def _put(
     client: S3Client, key: str, data: bytes, checksum: Checksum | None, expected: str | None
 ) -> None:
-    """Put an object by one request that may be repeated, with a condition or without."""
+    """Put an object by one request, with a condition or without; retry transient errors.
+
+    The subtle part: a request whose answer was lost may have been executed, so that the retry is
+    refused because of our own earlier write. Reading the object back tells the two cases apart.
+    """
     condition = {} if expected is None else _condition(expected)
     attempts = Attempts(client.policy)
     unanswered = False
@@ -80,24 +81,26 @@ async def _put(
             return
         except Exception as error:
             if expected is not None and isinstance(error, CorruptUploadError) and error.tag:
-                # the store took them in place of what was there: only those may be replaced now
+                # the store has replaced the object by damaged bytes of ours: from now on they are
+                # the version to replace
                 expected, condition = error.tag, _condition(error.tag)
-            unanswered = unanswered or status_of(error) in _OPEN
+            unanswered = unanswered or status_of(error) in _UNANSWERED
             refused = expected is not None and (lost_condition(error) or is_absent(error))
-            # an earlier try may have arrived without its answer; the HTTP client below us repeats
-            # requests too, so ours need not be the first. No two saves write the same bytes
+            # An earlier attempt may have arrived without its answer. This holds for the first
+            # refusal too, since the HTTP client below repeats requests on its own. Equal bytes
+            # prove that the write is ours: no two saves write the same manifest.
             if refused and await _holds(client, key, data):
                 return
-            # 409: another request was under way at that moment, which may come to nothing
+            # 409: another request was in progress at that moment, which may still fail
             busy = status_of(error) == 409 and await _is_still(client, key, expected)
             if refused and not busy:
-                raise _conflict(client, key) from error
+                raise conflict_error(client.place.of(key)) from error
             pause = attempts.pause() if busy or is_transient(error) else None
             if pause is None:
                 if attempts.made and await _holds(client, key, data):
                     return
-                if busy and not unanswered:  # else it may be our own that is under way
-                    raise _conflict(client, key) from error
+                if busy and not unanswered:  # else the request in progress may be our own
+                    raise conflict_error(client.place.of(key)) from error
                 explained = client.explain(error, "writing", key, attempts.describe())
                 if unanswered:
                     raise UnsettledWriteError(f"{explained}; it may still arrive") from error
@@ -106,20 +109,12 @@ async def _put(
 
 
 def _condition(expected: str) -> dict[str, str]:
-    """Return the parameter that asks for a version."""
+    """Return the request parameter for an expected version."""
     return {"IfMatch": expected} if expected else {"IfNoneMatch": "*"}
 
 
-def _conflict(client: S3Client, key: str) -> CheckpointConflictError:
-    """Say that another writer was first."""
-    return CheckpointConflictError(
-        f"{client.place.of(key)} was changed by another save meanwhile: "
-        "give each job a folder of its own"
-    )
-
-
 async def _is_still(client: S3Client, key: str, expected: str | None) -> bool:
-    """Say whether an object is the version that is expected, as far as can be seen."""
+    """Return whether an object still is the expected version; True if that cannot be read."""
     try:
         return await token(client, key) == expected
     except Exception:
@@ -127,7 +122,7 @@ async def _is_still(client: S3Client, key: str, expected: str | None) -> bool:
 
 
 async def _holds(client: S3Client, key: str, data: bytes) -> bool:
-    """Say whether an object is there with just these bytes."""
+    """Return whether an object exists with exactly these bytes."""
     try:
         return (await client.read(key))[0] == data
     except Exception:
@@ -135,7 +130,7 @@ async def _holds(client: S3Client, key: str, data: bytes) -> bool:
 
 
 async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> Conditions:
-    """Find out, once for each bucket, which conditions the store obeys."""
+    """Return the conditions that the store obeys; probe once per bucket and process."""
     known = _known(os.getpid(), client.place.endpoint, client.bucket)
     if not known:
         obeyed = await _probe(client, key.rpartition("/")[0], checksum)
@@ -143,8 +138,8 @@ async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> C
         if not all(obeyed):
             warnings.warn(
                 f"{client.place.of(None)} at {client.place.endpoint} ignores conditional writes: "
-                "two jobs that save to one path at the same moment may both believe that they "
-                "did; give each job a folder of its own (botocore before 1.36 cannot ask for them)",
+                "two jobs that save to one path at the same moment may both report success; give "
+                "each job a folder of its own (botocore before 1.36 cannot send conditions)",
                 CheckpointWarning,
                 stacklevel=2,
             )
@@ -153,12 +148,12 @@ async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> C
 
 @lru_cache(maxsize=64)
 def _known(pid: int, endpoint: str, bucket: str) -> list[Conditions]:
-    """Return the place that remembers what a bucket obeys, for this process."""
+    """Return the list that caches the conditions of a bucket in a process."""
     return []
 
 
 async def _probe(client: S3Client, folder: str, checksum: Checksum | None) -> Conditions:
-    """Ask for what a store with conditions refuses, on an object made for that."""
+    """Send requests whose conditions fail, for an object created for that."""
     name = probe_name()
     key = f"{folder}/{name}" if folder else name
 
@@ -169,7 +164,7 @@ async def _probe(client: S3Client, folder: str, checksum: Checksum | None) -> Co
             except Exception as error:
                 if lost_condition(error):
                     return True
-                if status_of(error) in (400, 501):  # it knows them, and does not offer them
+                if status_of(error) in (400, 501):  # the store rejects conditions altogether
                     return False
                 raise
             return False

@@ -1,4 +1,4 @@
-"""Ranged reads of objects: several at once, each of the length asked for and of one version."""
+"""Read objects by byte ranges: several at once, of exact length and of a single version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
-from checkpoint_io.storage.base import Deliver, Span
+from checkpoint_io.storage.base import Deliver, Span, missing_error, truncated_error
 from checkpoint_io.storage.retry import Attempts
 from checkpoint_io.storage.s3.client import (
     STEP,
@@ -20,129 +20,15 @@ from checkpoint_io.storage.s3.client import (
     status_of,
 )
 
-IN_FLIGHT = 8  # requests of one fetch
-_BUFFERS = IN_FLIGHT + 4  # those being used by `deliver` included
+IN_FLIGHT = 8  # concurrent requests of one fetch
+_BUFFERS = IN_FLIGHT + 4  # including those in use by `deliver`
 _PIECE = 1 << 20
 
 KeyOf = Callable[[str], str]
 
 
-class RangeRead:
-    """Fills memory with bytes of one object; a broken connection is resumed where it broke."""
-
-    def __init__(self, client: S3Client, key: str, begin: int, target: memoryview[int]) -> None:
-        self._client = client
-        self._key = key
-        self._where = client.place.of(key)
-        self._at = begin
-        self._end = begin + len(target)
-        self._left = target
-
-    async def run(self, version: Callable[[str], None]) -> None:
-        """Read; `version` is told the entity tag of each answer, and raises if it is another's."""
-        attempts = Attempts(self._client.policy)
-        while True:
-            policy = self._client.policy
-            bound = policy.connect_timeout + policy.read_timeout * (1 + len(self._left) / STEP)
-            try:
-                return await asyncio.wait_for(self._once(version), bound)
-            except Exception as error:
-                pause = attempts.pause() if is_transient(error) else None
-                if pause is None:
-                    explained = self._explained(error, attempts)
-                    if explained is error:
-                        raise
-                    raise explained from error
-            await asyncio.sleep(pause)
-
-    def _explained(self, error: Exception, attempts: Attempts) -> Exception:
-        """Return what to raise for an error that ends the read."""
-        if status_of(error) == 416:
-            return CorruptCheckpointError(f"{self._where}: truncated, ends before {self._end}")
-        if is_absent(error):
-            return FileNotFoundError(f"{self._where} is missing")
-        return self._client.explain(error, "reading", self._key, attempts.describe())
-
-    async def _once(self, version: Callable[[str], None]) -> None:
-        """Send one request for what is left and take what comes."""
-        span = f"bytes={self._at}-{self._end - 1}"
-        step = 1 + len(self._left) / STEP
-        answer = await self._client.once("get_object", step, Key=self._key, Range=span)
-        body = answer["Body"]
-        async with body:  # what this gives is not the body in older versions of aiobotocore
-            version(str(answer.get("ETag", "")))
-            _check_range(answer, self._at, self._end, self._where)
-            while self._left:
-                piece = await body.read(min(_PIECE, len(self._left)))
-                if not piece:
-                    raise EOFError(f"{self._where}: ended at byte {self._at} of {self._end}")
-                self._left[: len(piece)] = piece
-                self._left = self._left[len(piece) :]
-                self._at += len(piece)
-
-
-def _check_range(answer: dict[str, Any], begin: int, end: int, where: str) -> None:
-    """Refuse an answer with other bytes than were asked for."""
-    length = answer.get("ContentLength")
-    said = str(answer.get("ContentRange") or "")
-    if said:
-        span, _, total = said.removeprefix("bytes ").partition("/")
-        if total.isdigit() and int(total) < end:
-            raise CorruptCheckpointError(f"{where}: truncated, {total} bytes, not {end} or more")
-        right = span == f"{begin}-{end - 1}"
-    else:  # the whole object, if it happens to be what was asked for
-        right = begin == 0 and length == end
-    if not right or (length is not None and length != end - begin):
-        raise EOFError(f"{where}: bytes {begin} to {end} were asked for, {said or length} came")
-
-
-class Versions:
-    """Remembers which version of each object was seen first; another one is an error."""
-
-    def __init__(self, client: S3Client) -> None:
-        self._client = client
-        self._tags: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def note(self, key: str, tag: str) -> None:
-        """Compare the entity tag of an answer with the first one."""
-        with self._lock:
-            first = self._tags.setdefault(key, tag)
-        if first != tag:
-            raise CorruptCheckpointError(
-                f"{self._client.place.of(key)} was replaced while it was being read"
-            )
-
-    def version(self, key: str) -> Callable[[str], None]:
-        """Return `note` for one object."""
-        return lambda tag: self.note(key, tag)
-
-
-class S3Reader:
-    """An object that is read by ranges, all of the version that was there when it was opened."""
-
-    def __init__(self, client: S3Client, key: str, size: int, tag: str) -> None:
-        self._client = client
-        self._key = key
-        self._versions = Versions(client)
-        self._versions.note(key, tag)
-        self.size = size
-
-    def read(self, begin: int, end: int) -> memoryview[int]:
-        """Return exactly these bytes."""
-        if end > self.size:
-            raise CorruptCheckpointError(
-                f"{self._client.place.of(self._key)}: truncated, ends before byte {end}"
-            )
-        data = bytearray(end - begin)
-        if data:
-            work = RangeRead(self._client, self._key, begin, memoryview(data))
-            self._client.run(work.run(self._versions.version(self._key)))
-        return memoryview(data)
-
-
 class Fetch:
-    """Reads spans on the event loop and hands them to the thread that called."""
+    """Reads spans on the event loop and delivers them on the calling thread."""
 
     def __init__(self, client: S3Client, spans: Sequence[Span], key_of: KeyOf) -> None:
         self._client = client
@@ -161,19 +47,19 @@ class Fetch:
                 index, buffer = item
                 span = self._spans[index]
                 deliver(index, memoryview(buffer)[: span.end - span.begin])
-                self._client.loop.call_soon_threadsafe(self._give_back, buffer)
+                self._client.loop.call_soon_threadsafe(self._release, buffer)
             work.result()
         except BaseException:
             work.cancel()
             raise
 
-    def _give_back(self, buffer: bytearray) -> None:
-        """Let the next read use a buffer (on the loop)."""
+    def _release(self, buffer: bytearray) -> None:
+        """Free a buffer for the next read (on the loop)."""
         assert self._free is not None
         self._free.put_nowait(buffer)
 
     async def _read_all(self) -> None:
-        """Run a few readers that share the list of spans."""
+        """Run several readers that share the list of spans."""
         longest = max(span.end - span.begin for span in self._spans)
         self._free = asyncio.Queue()
         for _ in range(min(_BUFFERS, len(self._spans))):
@@ -191,9 +77,10 @@ class Fetch:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _reader(self, indices: Any) -> None:
-        """Read one span after the other."""
+        """Read one span after another, as long as there are any."""
         assert self._free is not None
         while True:
+            # the buffer first: while `deliver` is slow, no buffer is free and no request is sent
             buffer = await self._free.get()
             index = next(indices, None)
             if index is None:
@@ -203,7 +90,7 @@ class Fetch:
             self._ready.put((index, buffer))
 
     async def _read(self, span: Span, buffer: bytearray) -> None:
-        """Read one span of the version of its object that the first answer was about."""
+        """Read one span, of the version of its object that the first answer had."""
         key = self._key_of(span.name)
         view = memoryview(buffer)[: span.end - span.begin]
         try:
@@ -211,20 +98,133 @@ class Fetch:
                 work = RangeRead(self._client, key, span.begin, view)
                 await work.run(self._versions.version(key))
             else:
-                await self._look(key, span.end)
-        except CheckpointNotFoundError:  # the whole bucket
+                await self._check_size(key, span.end)
+        except CheckpointNotFoundError:  # the bucket itself is missing
             raise
         except FileNotFoundError:
-            raise CorruptCheckpointError(
-                f"{self._client.place.of(key)} is missing, though the manifest names it"
-            ) from None
+            raise missing_error(self._client.place.of(key)) from None
 
-    async def _look(self, key: str, end: int) -> None:
-        """Check that an object has at least so many bytes, where none of them are asked for."""
+    async def _check_size(self, key: str, end: int) -> None:
+        """Check that an object has at least `end` bytes, for a span of no bytes."""
         size, tag = await head(self._client, key)
         if size < end:
             raise CorruptCheckpointError(f"{self._client.place.of(key)}: truncated")
         self._versions.note(key, tag)
+
+
+class S3Reader:
+    """Ranged reads of an object, all of the version that it had when it was opened."""
+
+    def __init__(self, client: S3Client, key: str, size: int, tag: str) -> None:
+        self._client = client
+        self._key = key
+        self._versions = Versions(client)
+        self._versions.note(key, tag)
+        self.size = size
+
+    def read(self, begin: int, end: int) -> memoryview[int]:
+        """Return exactly these bytes."""
+        if end > self.size:
+            raise truncated_error(self._client.place.of(self._key), end)
+        data = bytearray(end - begin)
+        if data:
+            work = RangeRead(self._client, self._key, begin, memoryview(data))
+            self._client.run(work.run(self._versions.version(self._key)))
+        return memoryview(data)
+
+
+class RangeRead:
+    """Fills memory with bytes of one object; resumes where a connection broke."""
+
+    def __init__(self, client: S3Client, key: str, begin: int, target: memoryview[int]) -> None:
+        self._client = client
+        self._key = key
+        self._where = client.place.of(key)
+        self._at = begin
+        self._end = begin + len(target)
+        self._left = target
+
+    async def run(self, version: Callable[[str], None]) -> None:
+        """Read; pass the entity tag of each answer to `version`, which raises if it changed."""
+        attempts = Attempts(self._client.policy)
+        while True:
+            policy = self._client.policy
+            bound = policy.connect_timeout + policy.read_timeout * (1 + len(self._left) / STEP)
+            try:
+                return await asyncio.wait_for(self._once(version), bound)
+            except Exception as error:
+                pause = attempts.pause() if is_transient(error) else None
+                if pause is None:
+                    explained = self._explained(error, attempts)
+                    if explained is error:
+                        raise
+                    raise explained from error
+            await asyncio.sleep(pause)
+
+    def _explained(self, error: Exception, attempts: Attempts) -> Exception:
+        """Return the error to raise for one that ends the read."""
+        if status_of(error) == 416:  # range not satisfiable
+            return truncated_error(self._where, self._end)
+        if is_absent(error):
+            return FileNotFoundError(f"{self._where} is missing")
+        return self._client.explain(error, "reading", self._key, attempts.describe())
+
+    async def _once(self, version: Callable[[str], None]) -> None:
+        """Send one request for the rest, and keep count of what arrives."""
+        span = f"bytes={self._at}-{self._end - 1}"
+        step = 1 + len(self._left) / STEP
+        answer = await self._client.once("get_object", step, Key=self._key, Range=span)
+        body = answer["Body"]
+        async with body:  # older versions of aiobotocore yield something else than the body
+            version(str(answer.get("ETag", "")))
+            _check_range(answer, self._at, self._end, self._where)
+            while self._left:
+                piece = await body.read(min(_PIECE, len(self._left)))
+                if not piece:
+                    raise EOFError(f"{self._where}: ended at byte {self._at} of {self._end}")
+                self._left[: len(piece)] = piece
+                self._left = self._left[len(piece) :]
+                self._at += len(piece)
+
+
+def _check_range(answer: dict[str, Any], begin: int, end: int, where: str) -> None:
+    """Raise if an answer holds other bytes than were requested."""
+    length = answer.get("ContentLength")
+    content_range = str(answer.get("ContentRange") or "")
+    if content_range:
+        span, _, total = content_range.removeprefix("bytes ").partition("/")
+        if total.isdigit() and int(total) < end:
+            raise CorruptCheckpointError(f"{where}: truncated, {total} bytes, not {end} or more")
+        right = span == f"{begin}-{end - 1}"
+    else:  # a complete object: right if all of it was requested
+        right = begin == 0 and length == end
+    if not right or (length is not None and length != end - begin):
+        # EOFError counts as transient, so that the request is retried
+        raise EOFError(
+            f"{where}: bytes {begin} to {end} were requested, {content_range or length} came"
+        )
+
+
+class Versions:
+    """Records the first version seen of each object; another one is an error."""
+
+    def __init__(self, client: S3Client) -> None:
+        self._client = client
+        self._tags: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def note(self, key: str, tag: str) -> None:
+        """Compare the entity tag of an answer with the first one of the object."""
+        with self._lock:
+            first = self._tags.setdefault(key, tag)
+        if first != tag:
+            raise CorruptCheckpointError(
+                f"{self._client.place.of(key)} was replaced while it was being read"
+            )
+
+    def version(self, key: str) -> Callable[[str], None]:
+        """Return `note` for one object."""
+        return lambda tag: self.note(key, tag)
 
 
 async def head(client: S3Client, key: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""What is under a prefix of a bucket: objects, folders, unfinished uploads; and their removal."""
+"""List and delete what is under a prefix of a bucket: objects, folders, unfinished uploads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from checkpoint_io.storage.s3.client import (
 )
 
 _BATCH = 1000  # keys that one request may delete
-_TOGETHER = 16
-_NOT_OFFERED = frozenset({400, 404, 405, 501})
+_AT_ONCE = 16
+_NOT_SUPPORTED = frozenset({400, 404, 405, 501})  # answers of stores that lack an operation
 
 
 async def listing(client: S3Client, prefix: str) -> tuple[dict[str, int], list[str]]:
@@ -36,18 +36,18 @@ async def listing(client: S3Client, prefix: str) -> tuple[dict[str, int], list[s
         for entry in answer.get("CommonPrefixes") or ():
             folders.append(entry["Prefix"][len(prefix) :].removesuffix("/"))
         if not answer.get("IsTruncated"):
-            files.pop("", None)  # the marker that some tools make for a folder
+            files.pop("", None)  # the marker object that some tools create for a folder
             return files, folders
         more = {"ContinuationToken": answer["NextContinuationToken"]}
 
 
 async def delete(client: S3Client, keys: Sequence[str]) -> None:
-    """Delete objects, many with one request; what could not be deleted is one error."""
+    """Delete objects, many per request; raise a single error for those that failed."""
     failed: list[str] = []
     for begin in range(0, len(keys), _BATCH):
         batch = keys[begin : begin + _BATCH]
         if len(batch) > 1:
-            failed += await _delete_together(client, batch)
+            failed += await _delete_batch(client, batch)
         else:
             await client.request("delete_object", "deleting", batch[0])
     if failed:
@@ -57,36 +57,36 @@ async def delete(client: S3Client, keys: Sequence[str]) -> None:
         )
 
 
-async def _delete_together(client: S3Client, keys: Sequence[str]) -> list[str]:
-    """Delete up to 1000 objects; returns what failed, as text."""
+async def _delete_batch(client: S3Client, keys: Sequence[str]) -> list[str]:
+    """Delete up to 1000 objects by one request; return the failures as text."""
     wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
     try:
         answer = await client.repeat(
             "deleting", None, lambda: client.once("delete_objects", Delete=wanted)
         )
     except Exception as error:
-        if status_of(error) in _NOT_OFFERED and code_of(error) != "NoSuchBucket":
+        if status_of(error) in _NOT_SUPPORTED and code_of(error) != "NoSuchBucket":
             return await _delete_singly(client, keys)
         raise client.explain(error, "deleting objects of", None) from error
-    # some stores report what was not there, others drop a part of the load with an error each
+    # Some stores report missing keys as errors; others, under load, fail for some of the keys.
     left = [e["Key"] for e in answer.get("Errors") or () if e.get("Code") != "NoSuchKey"]
     return await _delete_singly(client, left)
 
 
 async def _delete_singly(client: S3Client, keys: Iterable[str]) -> list[str]:
-    """Delete objects one by one, several at a time; returns what failed, as text."""
-    gate = asyncio.Semaphore(_TOGETHER)
+    """Delete objects by one request each; return the failures as text."""
+    semaphore = asyncio.Semaphore(_AT_ONCE)
 
     async def remove(key: str) -> None:
-        async with gate:
+        async with semaphore:
             await client.request("delete_object", "deleting", key)
 
     results = await asyncio.gather(*map(remove, keys), return_exceptions=True)
     return [str(error) for error in results if isinstance(error, BaseException)]
 
 
-async def unfinished(client: S3Client, prefix: str) -> AsyncIterator[tuple[str, str]]:
-    """Yield key and id of the multipart uploads under a prefix, none where a store has no list."""
+async def unfinished_uploads(client: S3Client, prefix: str) -> AsyncIterator[tuple[str, str]]:
+    """Yield key and id of the multipart uploads under a prefix, none if the store cannot list."""
     more: dict[str, Any] = {}
     last: tuple[Any, Any] | None = None
     while True:
@@ -97,7 +97,7 @@ async def unfinished(client: S3Client, prefix: str) -> AsyncIterator[tuple[str, 
                 partial(client.once, "list_multipart_uploads", Prefix=prefix, **more),
             )
         except Exception as error:
-            if status_of(error) in _NOT_OFFERED and code_of(error) != "NoSuchBucket":
+            if status_of(error) in _NOT_SUPPORTED and code_of(error) != "NoSuchBucket":
                 return
             raise client.explain(error, "listing the uploads of", None) from error
         for entry in answer.get("Uploads") or ():
@@ -105,15 +105,16 @@ async def unfinished(client: S3Client, prefix: str) -> AsyncIterator[tuple[str, 
                 yield entry["Key"], entry["UploadId"]
         following = answer.get("NextKeyMarker"), answer.get("NextUploadIdMarker")
         if not answer.get("IsTruncated") or not following[0] or following == last:
-            return  # some stores ignore where to go on
+            return  # some stores ignore the markers, and would return the same page forever
         last = following
         more = {"KeyMarker": following[0]}
         if following[1]:
             more["UploadIdMarker"] = following[1]
 
 
-async def give_up(client: S3Client, key: str, upload_id: str) -> None:
-    """Abort an upload; one that is not there any more is fine. Tried less than other things."""
+async def abort_upload(client: S3Client, key: str, upload_id: str) -> None:
+    """Abort a multipart upload, if it still exists."""
+    # fewer attempts: what is left only takes space, and the next save there removes it
     policy = replace(client.policy, attempts=min(client.policy.attempts, 5))
     try:
         await client.repeat(
@@ -128,11 +129,11 @@ async def give_up(client: S3Client, key: str, upload_id: str) -> None:
         raise client.explain(error, "aborting the upload of", key) from error
 
 
-async def give_up_all(client: S3Client, key: str, keep: str | None = None) -> None:
-    """Abort the uploads of one key, where that is allowed; `keep` is an id to spare."""
+async def abort_uploads_of(client: S3Client, key: str, keep: str | None = None) -> None:
+    """Abort all uploads of one key except `keep`, an upload's id, if they may be listed."""
     try:
-        async for found, upload_id in unfinished(client, key):
+        async for found, upload_id in unfinished_uploads(client, key):
             if found == key and upload_id != keep:
-                await give_up(client, key, upload_id)
-    except StoreAccessError:  # listing uploads takes a right of its own
+                await abort_upload(client, key, upload_id)
+    except StoreAccessError:  # listing uploads requires a permission of its own
         return

@@ -1,4 +1,4 @@
-"""Parts of uploads: how large, how many at once, and what vouches for their bytes."""
+"""Parts of uploads: their size, the memory they may take, and their checksums."""
 
 from __future__ import annotations
 
@@ -7,33 +7,80 @@ import hashlib
 import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from checkpoint_io.errors import CheckpointError
 from checkpoint_io.storage.s3.client import STEP
 
-IN_FLIGHT_BYTES = 8 * STEP  # of all uploads of a process
+IN_FLIGHT_BYTES = 8 * STEP  # of all uploads of a process together
 _MAX_PARTS = 10_000
 _MIB = 1 << 20
 
 
 def part_size(size: int | None) -> int:
-    """Return the length of the parts of an object, for whose size 10,000 parts must do."""
+    """Return the length of the parts of an object, such that 10,000 parts hold it."""
     return max(STEP, -(-(size or 0) // (_MAX_PARTS * _MIB)) * _MIB)
 
 
 def check_part_number(number: int, where: str) -> None:
-    """Refuse one part too many."""
+    """Raise CheckpointError if S3 does not allow so many parts."""
     if number > _MAX_PARTS:
         raise CheckpointError(
-            f"{where}: longer than {_MAX_PARTS} parts; tell create() the size beforehand"
+            f"{where}: longer than {_MAX_PARTS} parts; pass the size to create() beforehand"
         )
 
 
+class PartBuffer:
+    """Copies what is written into parts.
+
+    Args:
+        budget: where the buffers of the parts come from.
+        part_size: length of each part but the last.
+        size: of the whole object, if known: the buffer of a small one is no larger.
+
+    Attributes:
+        written: number of bytes so far.
+    """
+
+    def __init__(self, budget: PartBudget, part_size: int, size: int | None = None) -> None:
+        self._budget = budget
+        self._part_size = part_size
+        self._size = size
+        self._buffer: bytearray | None = None
+        self._filled = 0
+        self.written = 0
+
+    def fill(self, data: memoryview[int]) -> Iterator[tuple[bytearray, int]]:
+        """Copy bytes; yield each part that is full, as a buffer and its used length."""
+        source = np.frombuffer(data, dtype=np.uint8)
+        at = 0
+        while at < len(source):
+            if self._buffer is None:
+                left = self._part_size if self._size is None else self._size - self.written
+                self._buffer = self._budget.buffer(min(left, self._part_size))
+            count = min(len(self._buffer) - self._filled, len(source) - at)
+            target = np.frombuffer(self._buffer, dtype=np.uint8)
+            # unlike a slice assignment, numpy releases the GIL while it copies
+            target[self._filled : self._filled + count] = source[at : at + count]
+            at += count
+            self._filled += count
+            self.written += count
+            if self._filled == self._part_size:
+                yield self.take()
+
+    def take(self) -> tuple[bytearray, int]:
+        """Return the current part, which may be empty, and start another."""
+        part = self._buffer or bytearray(), self._filled
+        self._buffer, self._filled = None, 0
+        return part
+
+
 class PartBudget:
-    """Bounds the bytes on their way, and keeps the buffers of those that have arrived."""
+    """Bounds the bytes in flight, and keeps the buffers of those that have arrived."""
 
     def __init__(self, limit: int = IN_FLIGHT_BYTES) -> None:
         self._limit = limit
@@ -43,19 +90,19 @@ class PartBudget:
         self._changed = threading.Condition()
 
     def enter(self) -> None:
-        """Count an upload that begins."""
+        """Count an upload that starts."""
         with self._changed:
             self._uploads += 1
 
     def leave(self) -> None:
-        """Count an upload that ended; the last one gives the memory back."""
+        """Count an upload that ended; the last one frees the memory."""
         with self._changed:
             self._uploads -= 1
             if not self._uploads:
                 self._spare.clear()
 
     def buffer(self, size: int) -> bytearray:
-        """Return a buffer with any content."""
+        """Return a buffer with arbitrary content."""
         with self._changed:
             for at, spare in enumerate(self._spare):
                 if len(spare) == size:
@@ -63,33 +110,33 @@ class PartBudget:
         return bytearray(size)
 
     def keep(self, buffer: bytearray) -> None:
-        """Take a buffer back that nobody reads any more."""
+        """Keep a buffer that is no longer read, to be used again."""
         with self._changed:
             if self._uploads and len(self._spare) * len(buffer) < self._limit:
                 self._spare.append(buffer)
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be on their way (a single part always may)."""
+        """Wait until that many more bytes may be in flight (a single part always may)."""
         with self._changed:
             while self._used and self._used + nbytes > self._limit:
                 self._changed.wait()
             self._used += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Count bytes that arrived or were given up."""
+        """Count bytes that arrived or were abandoned."""
         with self._changed:
             self._used -= nbytes
             self._changed.notify_all()
 
 
 def process_budget() -> PartBudget:
-    """Return the one budget of this process; a forked child has its own."""
+    """Return the budget of this process; a forked child has its own."""
     return _budget_of(os.getpid())
 
 
 @lru_cache(maxsize=1)
 def _budget_of(pid: int) -> PartBudget:
-    """Make the budget of a process."""
+    """Create the budget of a process."""
     return PartBudget()
 
 
@@ -101,16 +148,16 @@ class Checksum(NamedTuple):
 
     @property
     def field(self) -> str:
-        """Return the name of the parameter and of the answer's field."""
+        """Return the name of the request's parameter and of the answer's field."""
         return f"Checksum{self.algorithm}"
 
     def text(self, data: Any) -> str:
-        """Return the checksum of bytes as S3 writes it."""
+        """Return the checksum of bytes in S3's notation."""
         return base64.b64encode(self.of(data).to_bytes(4, "big")).decode("ascii")
 
 
 def best_checksum() -> Checksum:
-    """Return CRC32C where a fast one is installed, else the CRC32 that Python has."""
+    """Return CRC32C if a fast implementation is installed, else Python's CRC32."""
     for find in (_google_crc32c, _aws_crc32c):
         try:
             return Checksum("CRC32C", find())
@@ -120,41 +167,40 @@ def best_checksum() -> Checksum:
 
 
 def _google_crc32c() -> Callable[[Any], int]:
-    """Find the CRC32C of google-crc32c, if it is the compiled one."""
+    """Return the CRC32C of google-crc32c; ImportError unless it is the compiled one."""
     import google_crc32c
 
     if google_crc32c.implementation != "c":
         raise ImportError("the pure Python version is slower than zlib's CRC32")
-    # it takes bytes-like objects through value() only as bytes; extend() is the same
+    # value() and extend() accept bytes only, no other bytes-like objects
     return lambda data: int(google_crc32c.value(bytes(data)))
 
 
 def _aws_crc32c() -> Callable[[Any], int]:
-    """Find the CRC32C of awscrt, with which botocore computes it too."""
+    """Return the CRC32C of awscrt, which botocore uses too."""
     from awscrt import checksums
 
     return lambda data: int(checksums.crc32c(data))
 
 
 def verify_arrival(answer: Mapping[str, Any], field: str, sent: str | None, data: Any) -> bool:
-    """Say whether the store has the bytes that were sent, as far as its answer tells.
+    """Return False if the answer shows that the store has other bytes than were sent.
 
-    A store that echoes the checksum has verified it. Others tell the MD5 in the entity tag, unless
-    they encrypt with keys of the customer's; nothing is known about what they tell otherwise.
+    A store that echoes the checksum has verified it. Others return the MD5 as the entity tag,
+    unless they encrypt with keys of the customer; any other tag proves nothing.
     """
     if sent is not None and answer.get(field):
         return str(answer[field]) == sent
     tag = str(answer.get("ETag", "")).strip('"').lower()
-    encrypted = answer.get("SSECustomerAlgorithm") or "kms" in str(
-        answer.get("ServerSideEncryption", "")
-    )
+    encryption = str(answer.get("ServerSideEncryption", ""))
+    encrypted = answer.get("SSECustomerAlgorithm") or "kms" in encryption
     if encrypted or len(tag) != 32 or set(tag) - set("0123456789abcdef"):
         return True
     return hashlib.md5(data, usedforsecurity=False).hexdigest() == tag
 
 
 def tag_of_parts(tags: list[str]) -> str | None:
-    """Return the entity tag that most stores give to an object of these parts, if computable."""
+    """Return the entity tag that most stores assign to an object of these parts, if computable."""
     try:
         digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
     except ValueError:

@@ -22,15 +22,15 @@ from checkpoint_io.storage.retry import RetryPolicy
 from checkpoint_io.storage.s3 import conditional
 from checkpoint_io.storage.s3.client import S3Client, configured, sends_checksums
 from checkpoint_io.storage.s3.download import S3Reader, head
-from checkpoint_io.storage.s3.listing import delete, give_up, listing, unfinished
+from checkpoint_io.storage.s3.listing import abort_upload, delete, listing, unfinished_uploads
 from checkpoint_io.storage.s3.parts import Checksum, best_checksum
 from checkpoint_io.storage.s3.upload import ClientTransfer, Transfer
 
 
 class S3Store:
-    """A prefix of a bucket; its objects appear whole, and the manifest by a conditional put."""
+    """A prefix of a bucket; objects appear complete, and the manifest by a conditional put."""
 
-    can_rename = False  # S3 copies and deletes instead, which is no commit
+    can_rename = False  # S3 copies and deletes instead, which is not atomic
     span_bytes = REMOTE_SPAN
 
     def __init__(
@@ -52,34 +52,34 @@ class S3Store:
         return self._prefix + name
 
     def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:
-        """Upload a new object; nothing is published, or left, if the block raises."""
+        """Upload a new object; publish nothing, and leave no parts, if the block raises."""
         return self._transfer.upload(self._key(name), size)
 
     def token(self, name: str) -> str:
-        """Return the entity tag of an object."""
+        """Return the entity tag of an object, "" if there is none."""
         return self._client.run(conditional.token(self._client, self._key(name)))
 
     def replace(self, name: str, data: bytes, temporary: str, expected: str | None = None) -> None:
-        """Put an object by one request, conditional where `expected` is given."""
+        """Put an object by one request, conditionally if `expected` is given."""
         key = self._key(name)
         self._client.run(conditional.replace(self._client, key, data, expected, self._checksum))
 
     def lock(self) -> AbstractContextManager[None]:
-        """Do nothing: S3 has no locks, the commit is conditional instead."""
+        """Do nothing: S3 has no locks; the commit is conditional instead."""
         return nullcontext()
 
     def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
-        """Read spans, several at once, each object in one version only."""
+        """Read spans, several at once, each object in a single version."""
         if spans:
             self._transfer.fetch(spans, self._key, deliver)
 
     def rename(self, old: str, new: str) -> None:
-        """Refuse: not atomic here."""
+        """Raise CheckpointError: S3 has no atomic rename."""
         raise CheckpointError(f"{self.url}: S3 has no atomic rename")
 
     @contextmanager
     def open(self, name: str) -> Iterator[S3Reader]:
-        """Open an object for ranged reads of the version that is there now."""
+        """Open an object for ranged reads of its current version."""
         size, tag = self._client.run(head(self._client, self._key(name)))
         yield S3Reader(self._client, self._key(name), size, tag)
 
@@ -88,18 +88,18 @@ class S3Store:
         return self._client.run(listing(self._client, self._prefix))[0]
 
     def folders(self) -> list[str]:
-        """List the folders directly below this prefix, those that may be a folder's name."""
-        return sorted(
-            filter(is_child_name, self._client.run(listing(self._client, self._prefix))[1])
-        )
+        """List the folders directly below this prefix whose names `child` accepts."""
+        found = self._client.run(listing(self._client, self._prefix))[1]
+        return sorted(filter(is_child_name, found))
 
     def remove(self, name: str) -> None:
         """Delete one object."""
         self._client.run(delete(self._client, [self._key(name)]))
 
     def remove_many(self, names: Sequence[str]) -> None:
-        """Delete objects, a manifest at the front first, the others with few requests."""
+        """Delete objects; a leading manifest is gone before the others, which need few requests."""
         keys = [self._key(name) for name in names]
+        # one request deletes in no given order: a manifest must not outlive the files it names
         if names and names[0] == MANIFEST:
             self._client.run(delete(self._client, keys[:1]))
             keys = keys[1:]
@@ -112,22 +112,22 @@ class S3Store:
 
     async def _abort_uploads(self, save_id: str) -> None:
         """Find the uploads of a save and abort them."""
-        async for key, upload_id in unfinished(self._client, self._prefix):
+        async for key, upload_id in unfinished_uploads(self._client, self._prefix):
             if save_id_of(key[len(self._prefix) :]) == save_id:
-                await give_up(self._client, key, upload_id)
+                await abort_upload(self._client, key, upload_id)
 
     def probe(self) -> None:
-        """Write, read back, list and remove a small object, and learn what the store can do."""
+        """Write, read back, list and remove a small object, and test for conditional writes."""
         probe_by_writing(self)
         self.sizes()
         key = self._key(MANIFEST)
         self._client.run(conditional.conditions(self._client, key, self._checksum))
 
     def remove_folder(self) -> None:
-        """Do nothing: a prefix without objects is no more."""
+        """Do nothing: a prefix without objects does not exist."""
 
     def child(self, name: str) -> S3Store:
-        """Return the folder below this one."""
+        """Return the store of a folder below this one."""
         prefix, url = self._key(child_name(name)), f"{self.url}/{name}"
         return S3Store(self._client, prefix, url, self._transfer, self._checksum)
 
@@ -135,7 +135,7 @@ class S3Store:
 def open_s3(
     url: str, options: Mapping[str, Any], policy: RetryPolicy, transfer: str
 ) -> S3Store | None:
-    """Open a prefix through s3fs; None if another driver has taken over the protocol."""
+    """Open a prefix through s3fs; None if another driver is registered for the protocol."""
     from fsspec.core import url_to_fs
 
     driver_options, policy = configured(options, policy)
@@ -153,11 +153,8 @@ def open_s3(
         or "AWS"
     )
 
-    def make() -> Any:
-        """Make the filesystem of this process; fsspec keeps one for each."""
-        return url_to_fs(url, **driver_options)[0]
-
-    client = S3Client(bucket, str(endpoint), policy, make)
+    # called again in a forked child: fsspec caches one filesystem per process
+    client = S3Client(bucket, str(endpoint), policy, lambda: url_to_fs(url, **driver_options)[0])
     checksum = best_checksum() if sends_checksums(options) else None
     mover: Transfer = ClientTransfer(client, checksum)
     if transfer == "obstore":
