@@ -40,7 +40,7 @@ from accel_callbacks.data.config import (
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.loaders import Loaders
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
-from accel_callbacks.distributed.abort import group_is_torn
+from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.topology import (
     DistributedType,
@@ -1190,7 +1190,7 @@ class Accelerator(ProcessControl, MediaLogging):
         broken = "failed" if isinstance(error, Exception) else "interrupted"
         self.tracking.close(run._ending if error is None else broken)
         # After an error that ended the run, the other ranks still read which one: the store stays.
-        if group_is_torn():
+        if group_is_aborted():
             return
         # After an error of this rank alone, the other ranks may be gone: do not wait for them.
         if error is None:

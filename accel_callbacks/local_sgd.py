@@ -77,7 +77,7 @@ class LocalSGD(AbstractContextManager["LocalSGD"]):
         self._note_trained()
         if self.enabled:
             self._local = self.accelerator.strategy.no_sync(self.model)
-            self.accelerator.strategy.trains_apart(self.model)
+            self.accelerator.strategy.mark_unsynced(self.model)
         self._local.__enter__()
         return self
 

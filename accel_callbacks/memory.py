@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import end_with, group_is_torn, watch_others
+from accel_callbacks.distributed.abort import abort_run, group_is_aborted, watch_for_failures
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import own_accelerator, resolve_topology
 from accel_callbacks.errors import RemoteError
@@ -157,7 +157,7 @@ def find_executable_batch_size(
             result, problem = attempt(target, size, args, kwargs)
             if problem is None:
                 return result
-            if group_is_torn():
+            if group_is_aborted():
                 resolve_topology(anew=True)  # joins a new group, with all ranks
             with shared_failure("reduce_batch_size_fn"):
                 size = _reduced(reduce_batch_size_fn, size)
@@ -198,7 +198,7 @@ def attempt(
     Nothing of a failed attempt is referenced when this returns: the exception's frames would keep
     alive what fills the memory.
     """
-    stop_watching = watch_others()
+    stop_watching = watch_for_failures()
     try:
         result = function(size, *args, **kwargs)
         collectives.barrier()  # an attempt succeeds on all ranks or on none
@@ -213,7 +213,7 @@ def attempt(
 
 def _settle(error: BaseException) -> str:
     """Abort the attempt on all ranks; return the message if memory ran out, else raise."""
-    cause = end_with(error, _WHERE)
+    cause = abort_run(error, _WHERE)
     if should_reduce_batch_size(cause):
         _publish_outcome("")
         return (_final_lines(str(cause)) or type(cause).__name__).splitlines()[0][:200]
@@ -228,7 +228,7 @@ def _publish_outcome(failure: str) -> None:
 
     Through the store, because the group has been aborted and has no collectives any more.
     """
-    if group_is_torn():
+    if group_is_aborted():
         with suppress(dist.DistError):  # the store is gone if rank 0 is
             collectives.store().set(f"{_OUTCOME}/{collectives.rank()}", failure)
 
@@ -240,7 +240,7 @@ def _wait_for_outcomes() -> None:
         RemoteError: a rank failed with another error, and does not try again.
         RuntimeError: a rank did not end its attempt in time.
     """
-    if not group_is_torn():
+    if not group_is_aborted():
         return
     store, waiting = collectives.store(), set(range(collectives.world_size()))
     timeout = store.timeout  # type: ignore[attr-defined]  # that of the process group

@@ -80,7 +80,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Load a state into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
-    def settle_gradients(self) -> None:
+    def unscale_gradients(self) -> None:
         """Unscale the gradients and apply the window's normalization, at most once a step."""
         window = self._loop.window
         self._precision.unscale(self.optimizer)
@@ -101,7 +101,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         hooks = loop.dispatch.hooks["on_before_optimizer_step"]
         if hooks or window.normalizer.active or window.correction != 1.0:
-            self.settle_gradients()
+            self.unscale_gradients()
         if hooks and self._is_skipped(hooks):
             stepped, result = False, None
         else:

@@ -9,7 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["ThreadForEach", "Worker", "collector_paused", "for_each", "started", "wait_for"]
+__all__ = [
+    "ThreadForEach",
+    "Worker",
+    "collector_paused",
+    "for_each",
+    "start_worker",
+    "wait_for_workers",
+]
 
 
 @contextmanager
@@ -52,7 +59,7 @@ class Worker:
         self._thread.join()
 
 
-def started(run: Callable[[], None]) -> Worker | None:
+def start_worker(run: Callable[[], None]) -> Worker | None:
     """Run a function in a thread; return None if none can start, as at interpreter shutdown."""
     try:
         return Worker(run)
@@ -60,7 +67,7 @@ def started(run: Callable[[], None]) -> Worker | None:
         return None
 
 
-def wait_for(workers: Sequence[Worker]) -> None:
+def wait_for_workers(workers: Sequence[Worker]) -> None:
     """Wait for all workers; raise an interrupt only after the last one has ended."""
     try:
         for worker in workers:
@@ -109,7 +116,7 @@ def for_each(
             action(index)
         return
     queue = _IndexQueue(action, indices)
-    attempts = [started(queue.work) for _ in range(min(threads, len(indices)))]
+    attempts = [start_worker(queue.work) for _ in range(min(threads, len(indices)))]
     workers = [worker for worker in attempts if worker is not None]
     if not workers:  # no thread can start: the interpreter is shutting down
         queue.work()
@@ -119,7 +126,7 @@ def for_each(
     except BaseException:  # the waiting thread was interrupted
         queue.stop()
         interrupted()
-        wait_for(workers)
+        wait_for_workers(workers)
         raise
     if queue.error is not None:
         raise queue.error

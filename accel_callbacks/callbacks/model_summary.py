@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.flops import FlopCounter
 from accel_callbacks.collectives import tensors_in
-from accel_callbacks.modeling.undisturbed import looking_at
+from accel_callbacks.modeling.undisturbed import undisturbed_eval
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -274,7 +274,7 @@ def run_example(
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # the hooks would recompile a compiled model
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(looking_at([model], device))
+        stack.enter_context(undisturbed_eval([model], device))
         for name, module in modules.items():
             _record(stack, module, counter, passes[name])
         with counter:

@@ -43,5 +43,5 @@ class ResumableState(Callback):
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Reset the state, unless ``load_state`` restored it."""
-        if run.begins_anew:
+        if run.starts_fresh:
             self.reset_state()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.callbacks.resumable_state import ResumableState
-from accel_callbacks.modeling.undisturbed import looking_at
+from accel_callbacks.modeling.undisturbed import undisturbed_eval
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -147,7 +147,7 @@ class SampleLogger(ResumableState):
 
     def _log(self, run: TrainingRun, model: Any, batch: Any, outputs: Any) -> None:
         accel = run.accelerator
-        with looking_at(run.models, accel.device), accel.autocast():
+        with undisturbed_eval(run.models, accel.device), accel.autocast():
             found = self.function(run, model, batch, outputs)
         images: dict[str, Any] = {}
         texts: dict[str, str] = {}

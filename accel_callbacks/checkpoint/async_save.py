@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import cut, spare
+from accel_callbacks.distributed.abort import abort_connections, exempt_group
 from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:
@@ -94,13 +94,13 @@ class SaveGroup(_AllRanks):
             until: waits for the thread.
         """
         if self._process_group is not None:
-            spare(self._process_group, until)
+            exempt_group(self._process_group, until)
 
     def release(self) -> None:
         """Return the group, for the next save to use if it still works."""
         group = self._process_group
         if group is not None:
-            spare(group, None)
+            exempt_group(group, None)
             if self._works:
                 self._idle.append(group)
         self._process_group, self._group, self._works = None, None, True
@@ -109,7 +109,7 @@ class SaveGroup(_AllRanks):
         """Close the group without a collective, so that no other rank blocks on this one."""
         if self._process_group is not None:
             self._works = False
-            cut(self._process_group)
+            abort_connections(self._process_group)
         self.release()
 
     @contextmanager

@@ -17,7 +17,7 @@ from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restor
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors
 from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
-from accel_callbacks.distributed.abort import refuse_torn
+from accel_callbacks.distributed.abort import refuse_aborted_group
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.process_control import synchronize
 
@@ -65,7 +65,7 @@ class Checkpointer:
     ) -> str:
         """Save to a path, or to the next place of the project; see ``Accelerator.save_state``."""
         _refuse_pickle(safe_serialization)
-        refuse_torn("save_state")
+        refuse_aborted_group("save_state")
         training = self.training
         training.loop.settle()
         refuse_each_node(training.project, training.strategy.topology)
@@ -161,7 +161,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for the save in the background; see ``Accelerator.wait_for_save``."""
-        refuse_torn("wait_for_save")
+        refuse_aborted_group("wait_for_save")
         self.training.loop.saves.wait()
 
     def save_model(
@@ -253,7 +253,7 @@ class Checkpointer:
         if verify not in _VERIFY:
             raise ValueError(f"verify={verify!r} is unknown: use one of {_VERIFY}.")
         require_neighbour("checkpoint_io")
-        refuse_torn("load_state")
+        refuse_aborted_group("load_state")
         options = LoadOptions(Selection(only, rename), strict, verify, progress, storage_options)
         if input_dir is not None:
             return restore_from(self.training, fspath(input_dir), options)

@@ -68,7 +68,7 @@ def fitting_weights(
             "the load hook that loads them, and takes the model out of its `models`, with "
             "register_load_state_pre_hook."
         )
-    current = training.strategy.own_state(training.models[index])
+    current = training.strategy.local_state_dict(training.models[index])
     saved = state["models"][str(index)]
     dropped = set(state.get("dropped_weights", {}).get(str(index), ())) & current.keys()
     expected = [

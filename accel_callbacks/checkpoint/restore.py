@@ -21,7 +21,7 @@ from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one, t
 from accel_callbacks.checkpoint.project import number_of
 from accel_callbacks.checkpoint.selection import Selection, all_keys
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
-from accel_callbacks.data.stream import with_own
+from accel_callbacks.data.stream import with_local_state
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import restore_rng
 from accel_callbacks.errors import ResumeError
@@ -350,9 +350,9 @@ def _place_weights(
     given: dict[int, dict[str, Any]] = {}
     for index, saved in weights.items():
         model = training.models[index]
-        plain = training.strategy.fills_in_place(model)
+        plain = training.strategy.loads_in_place(model)
         if plain and all(reads.is_view(value) for value in saved.values()):
-            here = training.strategy.own_state(model)
+            here = training.strategy.local_state_dict(model)
             for name, view in saved.items():
                 reads.into(name, view, here[name])
         else:
@@ -380,7 +380,7 @@ def apply(training: TrainingState, ready: Ready, selection: Selection) -> None:
     """Apply the selected part; tensors that are read in place have been read before."""
     state, indices = ready.state, ready.indices
     for index, weights in ready.weights.items():
-        kept = training.strategy.own_state(training.models[index])
+        kept = training.strategy.local_state_dict(training.models[index])
         training.strategy.load_model_state_dict(training.models[index], {**kept, **weights})
     for index, saved in ready.optimizers.items():
         training.strategy.load_optimizer_state_dict(training.optimizers[index].optimizer, saved)
@@ -409,7 +409,7 @@ def _restore_place(training: TrainingState, ready: Ready, selection: Selection) 
         run.resumed_from = ready.report.path
     for index in ready.indices["loaders"]:
         loader = training.loaders[index]
-        loader.load_state_dict(with_own(state["loaders"], ready.local, str(index)))
+        loader.load_state_dict(with_local_state(state["loaders"], ready.local, str(index)))
         if not state["run"]["epoch_open"]:
             loader.end_pass()
         elif loader.done:

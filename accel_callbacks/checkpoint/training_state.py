@@ -14,7 +14,7 @@ from accel_callbacks.checkpoint.project import ProjectConfiguration
 from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.checkpoint.tensor_file import local_path, writable_folder
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.data.stream import take_own
+from accel_callbacks.data.stream import split_local_states
 from accel_callbacks.distributed.rng import capture_rng
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -121,7 +121,7 @@ class TrainingState:
             "registered": self.registered.state_dict(),
         }
         local: dict[str, Any] = {"rng": capture_rng(self.device)}
-        if streams := take_own(shared["loaders"]):
+        if streams := split_local_states(shared["loaders"]):
             local["streams"] = streams
         if loop.window.is_open:
             local["window"] = self._open_window()
@@ -207,11 +207,12 @@ class TrainingState:
             >>> Accelerator(cpu=True).training_state.replicated_keys()("models/0/weight")
             False
         """
-        edited = self.pre_hooks.save_some or self.loop.dispatch.edits_saves
+        edited = self.pre_hooks.save_some or self.loop.dispatch.saves_differ_between_ranks
         if collectives.any_process(edited):
             return False
         names = {
-            str(index): self.strategy.alike_on_all(model) for index, model in enumerate(self.models)
+            str(index): self.strategy.replicated_parameters(model)
+            for index, model in enumerate(self.models)
         }
 
         def replicated(key: str) -> bool:

@@ -21,9 +21,9 @@ __all__ = [
     "StreamSource",
     "check_even",
     "leads_to",
+    "split_local_states",
     "stream_problems",
-    "take_own",
-    "with_own",
+    "with_local_state",
 ]
 
 State = Mapping[str, Any]
@@ -279,13 +279,13 @@ def check_even(even: bool, batch_size: int | None) -> None:
         )
 
 
-def take_own(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def split_local_states(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Split this rank's own part off the states of loaders; a note of it stays in them.
 
     Example:
-        >>> from accel_callbacks.data.stream import take_own
+        >>> from accel_callbacks.data.stream import split_local_states
         >>> loaders = {"0": {"stream": {"own": {"world": 2}, "position": 4}}, "1": {}}
-        >>> take_own(loaders), loaders["0"]
+        >>> split_local_states(loaders), loaders["0"]
         ({'0': {'own': {'world': 2}, 'position': 4}}, {'stream': {'own': {'world': 2}}})
     """
     streams = {key: state["stream"] for key, state in loaders.items() if "stream" in state}
@@ -295,7 +295,7 @@ def take_own(loaders: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return own
 
 
-def with_own(
+def with_local_state(
     loaders: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any] | None, key: str
 ) -> dict[str, Any]:
     """Return the state of a loader, with this rank's own part if there is one."""
@@ -313,7 +313,7 @@ def stream_problems(
         loaders: their saved states.
         local: the state that this rank saved for itself, ``None`` if no rank of this index did.
     """
-    states = {key: with_own(loaders, local, key) for key in prepared}
+    states = {key: with_local_state(loaders, local, key) for key in prepared}
     problems = {
         key: prepared[key].resume_problem(state)
         for key, state in states.items()

@@ -26,15 +26,15 @@ from accel_callbacks.collectives import rank, store, world_size
 from accel_callbacks.errors import RemoteError
 
 __all__ = [
+    "abort_connections",
     "abort_group",
-    "cut",
-    "end_with",
-    "group_is_torn",
-    "refuse_torn",
+    "abort_run",
+    "exempt_group",
+    "group_is_aborted",
+    "refuse_aborted_group",
     "rejoin_group",
-    "spare",
     "wait_for_exempt_groups",
-    "watch_others",
+    "watch_for_failures",
 ]
 
 # Keys in the store of the group. "failure" holds the first error as JSON; "ended/{rank}" is set by
@@ -57,7 +57,7 @@ _exit_hook_set = False
 _has_readers = True  # False if the published error tells the other ranks nothing new
 
 
-def end_with(error: BaseException, where: str) -> BaseException:
+def abort_run(error: BaseException, where: str) -> BaseException:
     """Abort the run on all ranks because of an error on this one; return the error to raise.
 
     The error is published first, then this rank closes its connections, so that no rank waits for
@@ -71,8 +71,8 @@ def end_with(error: BaseException, where: str) -> BaseException:
         ``error``, or a :class:`RemoteError` if it is only a consequence of another rank's error.
 
     Example:
-        >>> from accel_callbacks.distributed.abort import end_with
-        >>> end_with(ValueError("no data"), "the run")
+        >>> from accel_callbacks.distributed.abort import abort_run
+        >>> abort_run(ValueError("no data"), "the run")
         ValueError('no data')
     """
     if world_size() == 1:
@@ -90,7 +90,7 @@ def end_with(error: BaseException, where: str) -> BaseException:
             _has_readers = remote is not None
             if remote is None:
                 _limit_exempt()
-        if not is_remote and remote is None and not group_is_torn():
+        if not is_remote and remote is None and not group_is_aborted():
             # compare_set, because the first error counts: later ones mostly follow from it.
             reports.compare_set(_REPORT, "", _encode(error, where))
     abort_group()
@@ -132,28 +132,28 @@ def _encode(error: BaseException, where: str) -> str:
     return json.dumps({"rank": rank(), "where": where, "details": details})
 
 
-def group_is_torn() -> bool:
+def group_is_aborted() -> bool:
     """Return whether an error has aborted the default process group.
 
     Example:
-        >>> from accel_callbacks.distributed.abort import group_is_torn
-        >>> group_is_torn()
+        >>> from accel_callbacks.distributed.abort import group_is_aborted
+        >>> group_is_aborted()
         False
     """
     return _aborted is not None and dist.is_initialized() and _aborted() is dist.group.WORLD
 
 
-def refuse_torn(action: str) -> None:
+def refuse_aborted_group(action: str) -> None:
     """Raise if the default process group was aborted, naming what to do instead of ``action``.
 
     Raises:
         RuntimeError: an error has aborted the process group.
 
     Example:
-        >>> from accel_callbacks.distributed.abort import refuse_torn
-        >>> refuse_torn("save_state")
+        >>> from accel_callbacks.distributed.abort import refuse_aborted_group
+        >>> refuse_aborted_group("save_state")
     """
-    if group_is_torn():
+    if group_is_aborted():
         raise RuntimeError(
             f"{action}: the error that ended the run has aborted the process group. Make a new "
             "Accelerator, and prepare again, on all processes; or let the script end."
@@ -168,7 +168,7 @@ def abort_group() -> None:
         >>> abort_group()
     """
     global _aborted, _exit_hook_set
-    if world_size() == 1 or group_is_torn():
+    if world_size() == 1 or group_is_aborted():
         return
     _aborted = weakref.ref(dist.group.WORLD)
     if not _exit_hook_set:
@@ -176,7 +176,7 @@ def abort_group() -> None:
         _exit_hook_set = True
     for group in _groups():
         if group not in _exempt:
-            cut(group)
+            abort_connections(group)
 
 
 def _groups() -> list[Any]:
@@ -190,7 +190,7 @@ def _linger_at_exit() -> None:
     Rank 0 serves the store. If its process ended at once, the others would find no reason for
     their failed collective.
     """
-    if not group_is_torn():
+    if not group_is_aborted():
         return
     with suppress(Exception):
         notes = store()
@@ -201,7 +201,7 @@ def _linger_at_exit() -> None:
             time.sleep(0.05)
 
 
-def cut(group: Any) -> None:
+def abort_connections(group: Any) -> None:
     """Make every collective of one group that waits for this rank fail, now and later."""
     with suppress(Exception):
         _close_connections(group)
@@ -229,7 +229,7 @@ def _abort_devices(group: Any) -> None:
             group._get_backend(kind).abort()
 
 
-def spare(group: Any, until: Callable[[], None] | None) -> None:
+def exempt_group(group: Any, until: Callable[[], None] | None) -> None:
     """Exempt a group from an abort of the run; ``None`` ends the exemption.
 
     A background save keeps its group this way, and is completed although the run has failed.
@@ -239,12 +239,12 @@ def spare(group: Any, until: Callable[[], None] | None) -> None:
         until: blocks until that thread has finished.
 
     Example:
-        >>> from accel_callbacks.distributed.abort import spare, wait_for_exempt_groups
+        >>> from accel_callbacks.distributed.abort import exempt_group, wait_for_exempt_groups
         >>> group = frozenset({"stands for a group"})
-        >>> spare(group, lambda: print("waited"))
+        >>> exempt_group(group, lambda: print("waited"))
         >>> wait_for_exempt_groups()
         waited
-        >>> spare(group, None)
+        >>> exempt_group(group, None)
     """
     if until is None:
         _exempt.pop(group, None)
@@ -274,10 +274,10 @@ def _cut_if_rank_lost(group: Any) -> None:
         # If all ranks have ended their run, each of them was only slow and still does its part.
         if group not in _exempt or store().check([f"{_ENDED}/{r}" for r in range(world_size())]):
             return
-    cut(group)
+    abort_connections(group)
 
 
-def watch_others() -> Callable[[], None]:
+def watch_for_failures() -> Callable[[], None]:
     """Watch for errors of other ranks if collectives run on a device; return what stops it.
 
     gloo notices a closed connection without help, NCCL waits until its timeout.

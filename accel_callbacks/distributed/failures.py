@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import end_with
+from accel_callbacks.distributed.abort import abort_run
 from accel_callbacks.errors import DistributedOperationException, RemoteError
 
 __all__ = ["share_failure", "shared_failure"]
@@ -80,7 +80,7 @@ def share_failure(error: BaseException | None, where: str) -> None:
         raise
     except Exception as problem:
         late = _absent_from(point)  # before the abort, after which the store may be gone
-        first = end_with(problem, where)
+        first = abort_run(problem, where)
         if first is not problem:
             raise first from problem
         if late:
@@ -103,7 +103,7 @@ def _report(error: BaseException, where: str) -> None:
             text = "".join(traceback.format_exception(error))
             collectives.all_objects(text, operation=where)
             return
-    first = end_with(error, where)
+    first = abort_run(error, where)
     with suppress(Exception):
         _arrive_at(None)
     if first is not error:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import group_is_torn, rejoin_group, wait_for_exempt_groups
+from accel_callbacks.distributed.abort import group_is_aborted, rejoin_group, wait_for_exempt_groups
 from accel_callbacks.distributed.process_group import GroupOptions, backend_for, join_group
 
 __all__ = [
@@ -141,7 +141,7 @@ def resolve_topology(
     """
     global _current
     options = GroupOptions(backend, init_method, timeout)
-    if anew and group_is_torn():
+    if anew and group_is_aborted():
         _rejoin(options)
     if _current is None:
         grouped = dist.is_available() and dist.is_initialized()

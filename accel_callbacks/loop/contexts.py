@@ -13,7 +13,7 @@ from accel_callbacks import collectives
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
 from accel_callbacks.checkpoint.restore import LoadOptions
 from accel_callbacks.data.loaders import Loaders
-from accel_callbacks.distributed.abort import end_with, refuse_torn, watch_others
+from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import nearest
 from accel_callbacks.logging import notice
@@ -144,7 +144,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._stop_watching: Callable[[], None] = lambda: None
 
     def __enter__(self) -> TrainingRun:
-        refuse_torn("run")
+        refuse_aborted_group("run")
         self._run = self._new_run()
         try:
             self._begin()
@@ -174,7 +174,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         loop.share_identity(run)
         self._take_over(loop.run)
         loop.run = run
-        self._stop_watching = watch_others()
+        self._stop_watching = watch_for_failures()
         loop.begin_fit(self._restore)
 
     def _take_over(self, before: TrainingRun) -> None:
@@ -228,7 +228,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
     def _fail(self, error: BaseException) -> None:
         """End the run on all ranks; raise the error of another rank if that is the cause."""
         # First of all: hooks and trackers may take long, and the other ranks are waiting.
-        cause = end_with(error, f"the run {self._run.name!r}")
+        cause = abort_run(error, f"the run {self._run.name!r}")
         self._stop_watching()
         try:
             self._loop.fail_fit(cause)

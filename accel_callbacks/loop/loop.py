@@ -276,12 +276,12 @@ first: load_state() takes the newest that is whole.
             wanted: the callback, or what ``configured`` returned.
         """
         (entry,) = self.dispatch.add(wanted)
-        if entry.votes or entry.meets_others:
-            self.dispatch.check_alike()
+        if entry.votes or entry.collective:
+            self.dispatch.require_same_on_all_ranks()
         if self.fitting and "setup" in entry.calls:
             entry.calls["setup"](self.run, self.model, "fit")
         if self.run.resumed_from is not None:
-            self.dispatch.claim(entry)
+            self.dispatch.restore_unclaimed(entry)
         return entry
 
     def remove_callback(self, callback: Any) -> None:
@@ -292,11 +292,11 @@ first: load_state() takes the newest that is whole.
         """
         entry = self.dispatch.remove(callback)
         if self.fitting and "teardown" in entry.calls:
-            entry.off = False  # for this one call
+            entry.disabled = False  # for this one call
             try:
                 entry.calls["teardown"](self.run, self.model, "fit")
             finally:
-                entry.off = True
+                entry.disabled = True
 
     def discard_callback(self, callback: Any) -> None:
         """Remove a callback if it is still registered."""
@@ -330,7 +330,7 @@ first: load_state() takes the newest that is whole.
     def share_identity(self, run: TrainingRun) -> None:
         """Collective: give the run the id drawn on rank 0, and check that callbacks are alike."""
         run.run_id = collectives.broadcast_object(run.run_id)
-        self.dispatch.check_alike()
+        self.dispatch.require_same_on_all_ranks()
 
     # --- the life of a run --------------------------------------------------------------------
 

@@ -403,7 +403,7 @@ class TrainingRun(TrainerAttributes):
         vars(self).update({**vars(TrainingRun(self._host, self.name)), **kept})
 
     @property
-    def begins_anew(self) -> bool:
+    def starts_fresh(self) -> bool:
         """In ``setup``: True if nothing was loaded and no step taken, so that callbacks reset.
 
         False in the ``setup`` of an evaluation after the end of a run.

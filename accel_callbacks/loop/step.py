@@ -157,7 +157,7 @@ class StepEngine:
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         for own in self._optimizers:
             if optimizer is None or own in chosen or own.optimizer in chosen:
-                own.settle_gradients()
+                own.unscale_gradients()
 
     def clip_grad_norm_(
         self,

@@ -14,7 +14,7 @@ from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.strategies import Strategy
-from accel_callbacks.strategies.checks import is_spread
+from accel_callbacks.strategies.checks import is_on_several_devices
 
 __all__ = ["ModelRequest", "Preparer", "is_scheduler"]
 
@@ -127,7 +127,7 @@ class Preparer:
         place = request.device_placement
         place = self._device_placement if place is None else place
         model = adopt(request.model)
-        if place and not is_spread(inner):
+        if place and not is_on_several_devices(inner):
             model = model.to(self._strategy.topology.device)
         # The precision changes the forward of the inner model, so the wrapper stays valid.
         compile_model(self._precision.wrap(inner), self._compile_plugin)

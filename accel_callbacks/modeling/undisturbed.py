@@ -9,11 +9,11 @@ import torch
 
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 
-__all__ = ["looking_at"]
+__all__ = ["undisturbed_eval"]
 
 
 @contextmanager
-def looking_at(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+def undisturbed_eval(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
     """Context manager: eval mode and no gradients; restore modes and random generators after it.
 
     Args:
@@ -22,9 +22,9 @@ def looking_at(models: Sequence[torch.nn.Module], device: torch.device) -> Itera
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.modeling.undisturbed import looking_at
+        >>> from accel_callbacks.modeling.undisturbed import undisturbed_eval
         >>> model = torch.nn.Dropout(0.5)
-        >>> with looking_at([model], torch.device("cpu")):
+        >>> with undisturbed_eval([model], torch.device("cpu")):
         ...     model.training, torch.is_grad_enabled()
         (False, False)
         >>> model.training

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import group_is_torn
+from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.selftest.check import Check, Failed, Lab, Skipped, Stopwatch
@@ -73,7 +73,7 @@ def run_checks(
         yield Outcome(
             check.name, status, watch.seconds, details, check.advice if status == _FAILED else ""
         )
-        if group_is_torn():
+        if group_is_aborted():
             broken = check.name
 
 

@@ -144,22 +144,22 @@ class Strategy(ABC):
         """Return the full state of a wrapped model, under the names of the unwrapped one."""
         return self.unwrap(model).state_dict()
 
-    def own_state(self, model: torch.nn.Module) -> dict[str, Any]:
+    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return this rank's part of a model's state, under the names of the unwrapped one.
 
         Sharded tensors are DTensors.
         """
         return self.unwrap(model).state_dict()
 
-    def fills_in_place(self, model: torch.nn.Module) -> bool:
-        """Return True if a model is loaded by writing into the tensors of :meth:`own_state`."""
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""
         return is_plain(self.unwrap(model))
 
-    def alike_on_all(self, model: torch.nn.Module) -> set[str]:
+    def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
         """Return the names of parameters that training keeps equal on all ranks."""
         return set()
 
-    def trains_apart(self, model: torch.nn.Module) -> None:
+    def mark_unsynced(self, model: torch.nn.Module) -> None:
         """Note that ranks may train this model without averaging from now on."""
         self._apart.add(model)
 

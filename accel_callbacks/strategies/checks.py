@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_plain", "is_spread", "refuse_distributed", "refuse_empty", "refuse_spread"]
+__all__ = [
+    "is_on_several_devices",
+    "is_plain",
+    "refuse_distributed",
+    "refuse_empty",
+    "refuse_spread",
+]
 
 _HOOKS = (
     "_state_dict_hooks",
@@ -49,13 +55,13 @@ def _inherits(kind: type, method: str) -> bool:
     return str(getattr(kind, method).__module__).startswith("torch.nn.modules.")
 
 
-def is_spread(model: torch.nn.Module) -> bool:
+def is_on_several_devices(model: torch.nn.Module) -> bool:
     """Return whether a ``device_map`` has put parts of the model on different devices.
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.strategies.checks import is_spread
-        >>> is_spread(torch.nn.Linear(1, 1))
+        >>> from accel_callbacks.strategies.checks import is_on_several_devices
+        >>> is_on_several_devices(torch.nn.Linear(1, 1))
         False
     """
     maps = [getattr(module, "hf_device_map", None) for module in model.modules()]
@@ -71,7 +77,7 @@ def refuse_empty(model: torch.nn.Module) -> None:
         >>> refuse_empty(torch.nn.Linear(1, 1))
     """
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty and not is_spread(model):
+    if empty and not is_on_several_devices(model):
         raise ValueError(
             f"{empty[0]!r} and {len(empty) - 1} more parameters of {type(model).__name__} are on "
             "the meta device and have no values: load the weights before prepare(), or use "
@@ -87,7 +93,7 @@ def refuse_spread(model: torch.nn.Module) -> None:
         >>> from accel_callbacks.strategies.checks import refuse_spread
         >>> refuse_spread(torch.nn.Linear(1, 1))
     """
-    if is_spread(model):
+    if is_on_several_devices(model):
         raise ValueError(
             f"{type(model).__name__} was loaded with a device_map over several devices, which "
             "cannot be trained by several processes: run it on one process, or load it with "

@@ -152,7 +152,7 @@ class DDP(Strategy):
             return self.unwrap(model.module)
         return model
 
-    def alike_on_all(self, model: torch.nn.Module) -> set[str]:
+    def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
         """Return the parameters that DDP broadcasts at first and averages from then on."""
         if not isinstance(model, DistributedDataParallel) or model in self._apart:
             return set()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import group_is_torn
+from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.topology import resolve_topology
 from accel_callbacks.memory import attempt, clear_device_cache
 from accel_callbacks.tuning.trial import new_axes, restored
@@ -195,7 +195,7 @@ class _Search:
         clear_device_cache(garbage_collection=True)
         self._fastest = None
         _, problem = attempt(self._train, size, (), {})
-        if group_is_torn():
+        if group_is_aborted():
             resolve_topology(anew=True)  # all ranks join a new process group
         self.trials.append(Trial(size, problem, self._fastest))
         return problem is None

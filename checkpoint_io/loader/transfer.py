@@ -15,7 +15,7 @@ from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.loader.files import in_tensors
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.sharding.boxes import Axes, Axis, Shape, blocks, meet, merge, volume
+from checkpoint_io.sharding.boxes import Axes, Axis, Shape, blocks, intersect, merge, volume
 from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.open import Store
 
@@ -291,7 +291,7 @@ class Boxed:
         first, at, copied = offset // self._itemsize, 0, 0
         for offsets, lengths in blocks(self._shape, first, first + items.size):
             size = math.prod(lengths)
-            common = meet(self._axes, offsets, lengths)
+            common = intersect(self._axes, offsets, lengths)
             if common is not None:
                 piece = items[at : at + size].reshape(lengths)[common[0]]
                 self._array[common[1]] = piece

@@ -107,7 +107,7 @@ def blocks(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Shape]]:
             yield (last, *offsets), (1, *lengths)
 
 
-def meet(axes: Axes, offsets: Shape, lengths: Shape) -> tuple[Slices, Slices] | None:
+def intersect(axes: Axes, offsets: Shape, lengths: Shape) -> tuple[Slices, Slices] | None:
     """Intersect a box with a block: return slices of the block and of the box, or None."""
     source, target = [], []
     for axis, low, length in zip(axes, offsets, lengths, strict=True):
@@ -136,7 +136,7 @@ def parts_with(shape: Shape, axes: Axes, part: int) -> list[int]:
         number
         for number in numbers
         if any(
-            meet(axes, offsets, lengths) is not None
+            intersect(axes, offsets, lengths) is not None
             for offsets, lengths in blocks(shape, number * part, min((number + 1) * part, total))
         )
     ]

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.storage.base import Deliver, Span, missing_error, truncated_error
 from checkpoint_io.storage.buffers import aligned
-from checkpoint_io.threads import Worker, started, wait_for
+from checkpoint_io.threads import Worker, start_worker, wait_for_workers
 
 # a folder may be hostile. O_NONBLOCK: opening a planted FIFO must not hang
 _READ = (
@@ -101,14 +101,14 @@ class LocalFetch:
         workers: list[Worker] = []
         try:
             for _ in range(extra):
-                if worker := started(self._work):
+                if worker := start_worker(self._work):
                     workers.append(worker)
             self._work()
-            wait_for(workers)
+            wait_for_workers(workers)
         except BaseException as error:
             # an interrupt: wait all the same, since the threads write into the caller's memory
             self._error = self._error or error
-            wait_for(workers)
+            wait_for_workers(workers)
         if self._error is not None:
             raise self._error
 

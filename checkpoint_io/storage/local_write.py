@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from checkpoint_io.storage.buffers import BufferPool, copy_into
-from checkpoint_io.threads import Worker, started
+from checkpoint_io.threads import Worker, start_worker
 
 SMALL_FILE = 4 * 2**20  # below that, a thread and a buffer cost more than they gain
 RING = 3  # buffers per file: one being filled, one being written, one ready
@@ -129,7 +129,7 @@ class RingOutput:
     def _submit(self) -> None:
         """Submit the full buffer to the thread and continue with another."""
         self._raise_error()
-        self._thread = self._thread or started(self._run)
+        self._thread = self._thread or start_worker(self._run)
         if self._thread is None:  # no thread can be started: write here
             self._write(self._current, self._filled)
             self._raise_error()

@@ -12,7 +12,6 @@ from checkpoint_io.sharding.boxes import (
     Axis,
     axes_of,
     blocks,
-    meet,
     merge,
     overlapping,
     parts_with,
@@ -52,7 +51,7 @@ def test_parts_rebuild_the_box(box: tuple[tuple[int, ...], Axes], part: int, mer
         assert len(cut) <= 2 * len(shape) - 1
         for offsets, lengths in cut:
             size = math.prod(lengths)
-            if (common := meet(axes, offsets, lengths)) is not None:
+            if (common := intersect(axes, offsets, lengths)) is not None:
                 assert (found[common[1]] == -1).all()
                 found[common[1]] = flat[at : at + size].reshape(lengths)[common[0]]
             at += size

@@ -271,7 +271,7 @@ def wait_while_another_publishes_an_error() -> list:
     """What a process does that NCCL would leave waiting; here gloo is not told of the error."""
     accel = Accelerator(cpu=True, timeout=LONG)
     threads = threading.active_count()
-    abort.watch_others()()
+    abort.watch_for_failures()()
     found = [threading.active_count() - threads]  # gloo needs no thread
     if accel.process_index == 1:
         abort.store().set(abort._REPORT, '{"rank": 1, "where": "a run", "details": "disk"}')
@@ -283,7 +283,7 @@ def wait_while_another_publishes_an_error() -> list:
         error = ending(accel.wait_for_everyone)
         watch.join()
         found.append(error[0])
-        found.append(abort.end_with(RuntimeError("gloo: " + error[1]), "here").args[0])
+        found.append(abort.abort_run(RuntimeError("gloo: " + error[1]), "here").args[0])
     abort.abort_group()
     return found
 

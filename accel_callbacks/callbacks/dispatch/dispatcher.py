@@ -98,7 +98,7 @@ class Dispatcher:
         """
         for entry in self.entries:
             if callback is entry.callback or callback is entry.given:
-                entry.off = True
+                entry.disabled = True
                 others = [other for other in self.entries if other is not entry]
                 self._set_entries(others, [other for other in self._order if other is not entry])
                 return entry
@@ -140,7 +140,7 @@ class Dispatcher:
         return [entry.callback for entry in self._order if entry.saves]
 
     @property
-    def edits_saves(self) -> bool:
+    def saves_differ_between_ranks(self) -> bool:
         """True if a callback may put tensors into a checkpoint that differ between ranks."""
         return any("on_save_checkpoint" in e.calls and not e.saves_alike for e in self.entries)
 
@@ -149,7 +149,7 @@ class Dispatcher:
         taken = {entry.key for entry in self.entries} | self._retired
         return next(key for key in _numbered(name) if key not in taken)
 
-    def check_alike(self) -> None:
+    def require_same_on_all_ranks(self) -> None:
         """Check that all ranks have the same callbacks that vote, save or are collective.
 
         Collective.
@@ -157,7 +157,7 @@ class Dispatcher:
         Raises:
             ValueError: such a callback is missing on some ranks.
         """
-        names = [entry.name for entry in self._order if entry.votes or entry.meets_others]
+        names = [entry.name for entry in self._order if entry.votes or entry.collective]
         first, *others = collectives.all_objects(names)
         for rank, here in enumerate(others, start=1):
             if here != first:
@@ -181,9 +181,9 @@ class Dispatcher:
         """Restore each callback in place; keep the states of absent ones for the next save."""
         self._unclaimed = dict(states)
         for entry in list(self.entries):
-            self.claim(entry)
+            self.restore_unclaimed(entry)
 
-    def claim(self, entry: Entry) -> None:
+    def restore_unclaimed(self, entry: Entry) -> None:
         """Restore a callback from its loaded state, if that is not done yet."""
         if entry.has_state and entry.key in self._unclaimed:
             entry.callback.load_state_dict(self._unclaimed.pop(entry.key))
@@ -219,7 +219,7 @@ class Entry:
         callback: the object that is called; an adapter for a callback of Lightning.
         name: its state key, or the name of its class.
         key: of its saved state; unique even without a state.
-        off: True once it is removed or disabled, and not called any more.
+        disabled: True once it is removed or disabled, and not called any more.
         calls: its hooks, each wrapped once with the ledger and the error policy.
 
     Raises:
@@ -247,16 +247,16 @@ class Entry:
         self.votes = bool(getattr(callback, "can_vote", False))
         self.saves_alike = bool(getattr(callback, "saves_alike", False))
         self.runs_last = bool(getattr(callback, "runs_last", False))
-        self.meets_others = self.saves or bool(getattr(callback, "collective", False))
+        self.collective = self.saves or bool(getattr(callback, "collective", False))
         self.on_error = checked_policy(
             options.on_error or getattr(callback, "on_error", None) or "raise"
         )
-        if self.meets_others and self.on_error != "raise":
+        if self.collective and self.on_error != "raise":
             raise ValueError(
                 f"{self.name} calls collectives in its hooks, in which the other ranks would wait "
                 f"for it after an error: on_error={self.on_error!r} is not possible; use 'raise'."
             )
-        self.off = False
+        self.disabled = False
         self._state: dict[str, Any] = {}
         self.calls: dict[str, Hook] = {}
 
@@ -294,8 +294,8 @@ class Entry:
 
     def failed(self, hook: str, error: Exception) -> None:
         """Warn about an error in a hook that does not end the run, and apply ``on_error``."""
-        self.off = self.off or self.on_error == "disable"
-        what = "is disabled" if self.off else "stays enabled"
+        self.disabled = self.disabled or self.on_error == "disable"
+        what = "is disabled" if self.disabled else "stays enabled"
         text = f"{self.name}.{hook} failed; the callback {what}: {type(error).__name__}: {error}"
         _log.warning(text, exc_info=error)
         warnings.warn(text, stacklevel=3)
@@ -317,7 +317,7 @@ def _timed(method: Callable[..., Any], entry: Entry, tally: Tally) -> Hook:
     clock = perf_counter_ns
 
     def call(*args: Any) -> None:
-        if entry.off:  # removed while this hook is being fired
+        if entry.disabled:  # removed while this hook is being fired
             return
         started = clock()
         try:
@@ -340,7 +340,7 @@ def _guarded(call: Hook, entry: Entry, hook: str) -> Hook:
             call(*args)
         except Exception as error:
             entry.failed(hook, error)
-            if entry.off and hook != "teardown":
+            if entry.disabled and hook != "teardown":
                 _tear_down(entry, *args[:2])
 
     return guarded
@@ -454,9 +454,9 @@ def _notes(entry: Entry) -> list[str]:
     facts = {
         "votes": entry.votes,
         "saves": entry.saves,
-        "collective": entry.meets_others and not entry.saves,
+        "collective": entry.collective and not entry.saves,
         "runs last": entry.runs_last,
         f"on_error={entry.on_error}": entry.on_error != "raise",
-        "switched off by an error": entry.off,
+        "switched off by an error": entry.disabled,
     }
     return [text for text, holds in facts.items() if holds]

@@ -195,7 +195,7 @@ class FunctionCallback(Callback):
 
     def _set_up(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Reset the counter, unless ``load_state`` restored it."""
-        if run.begins_anew:
+        if run.starts_fresh:
             self._calls = 0
         if self._hook == "setup":
             self._call(run, model, stage)
