@@ -16,7 +16,7 @@ from typing import Any
 import checkpoint_io
 from accel_callbacks.cli.ckpt_copy import copy
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.cli.text import age_of, printable, shape_of, size_of, table, to_json
+from accel_callbacks.utils.text import age_of, printable, shape_of, size_of, table, to_json
 from checkpoint_io.folder.removal import remove_all, remove_checkpoint
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of

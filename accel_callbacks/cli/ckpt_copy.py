@@ -18,7 +18,7 @@ import numpy as np
 
 import checkpoint_io
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.cli.text import printable, size_of
+from accel_callbacks.utils.text import printable, size_of
 from checkpoint_io.folder.removal import extra_files
 from checkpoint_io.format.manifest import Manifest, same_manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of, temporary_name

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.cli.text import printable, table
 from accel_callbacks.launch.config_file import (
     PROJECT_FILE,
     default_path,
@@ -26,6 +25,7 @@ from accel_callbacks.launch.machine import Machine
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
+from accel_callbacks.utils.text import printable, table
 
 _Values = dict[str, Any]
 _Answer = TypeVar("_Answer")
@@ -330,9 +330,9 @@ def run(args: Namespace) -> int:
 
 def _default(args: Namespace) -> int:
     """Write what fits this machine."""
-    from accel_callbacks.launch.machine import look_around
+    from accel_callbacks.launch.machine import detect_machine
 
-    machine = look_around(os.environ)
+    machine = detect_machine(os.environ)
     values = defaults(machine, args.mixed_precision)
     path = expanded(args.config_file or default_path(os.environ))
     if os.path.lexists(path) and not args.force:
@@ -342,13 +342,13 @@ def _default(args: Namespace) -> int:
 
 def _ask(args: Namespace) -> int:
     """Ask what matters here, then write."""
-    from accel_callbacks.launch.machine import look_around
+    from accel_callbacks.launch.machine import detect_machine
 
     if sys.stdin is None or not sys.stdin.isatty():
         raise CommandError(
             "asks questions, and standard input is no terminal: `accel config --default` asks none"
         )
-    machine = look_around(os.environ)
+    machine = detect_machine(os.environ)
     print("\n".join(["This machine:", *(f"  {line}" for line in machine.lines())]))
     try:
         values = answers(machine, args.mixed_precision)

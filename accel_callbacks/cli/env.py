@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_callbacks import __version__
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.cli.text import printable
+from accel_callbacks.utils.text import printable
 
 PACKAGES = (
     "numpy",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
-from accel_callbacks.cli.text import size_of, table, to_json
+from accel_callbacks.utils.text import size_of, table, to_json
 
 if TYPE_CHECKING:
     import torch

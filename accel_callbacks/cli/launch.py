@@ -21,7 +21,7 @@ from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.machine import DRIVERS, usable_cores
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import DirectPlan, Plan, Program, TpuPlan, build_plan
-from accel_callbacks.launch.rendezvous import Here
+from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.report import exit_code
 from accel_callbacks.launch.resolve import refuse_absent_gpus, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
@@ -184,9 +184,9 @@ def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
         one = find(path)
         if resolved.origins.get(path) == "command line" and resolved.value(path) != one.default:
             print(f"accel launch: {one.flag} has no effect: {reason}", file=sys.stderr)
-    here = Here(environment, usable_cores(), _count_devices, _free_port)
+    host = Host(environment, usable_cores(), _count_devices, _free_port)
     words = getattr(args, "words", [])
-    plan = build_plan(resolved, program, here, given_extras(args), words, args.quiet)
+    plan = build_plan(resolved, program, host, given_extras(args), words, args.quiet)
     if not args.dry_run and not (isinstance(plan, DirectPlan) and plan.elsewhere):
         refuse_absent_gpus(resolved)
     return plan
@@ -209,9 +209,12 @@ def _start(plan: Plan, whole_process: bool) -> int:
     with guarded() as marks, changed_environment({**plan.env, **marks}):
         if isinstance(plan, TpuPlan):
             return _run_on_tpu(plan)
-        from accel_callbacks.launch.agent import run_agent
+        from accel_callbacks.launch.agent import LaunchError, run_agent
 
-        return run_agent(plan)
+        try:
+            return run_agent(plan)
+        except LaunchError as error:
+            raise CommandError(str(error), exit_code=1) from error
 
 
 def _replace_this_process(plan: DirectPlan) -> NoReturn:

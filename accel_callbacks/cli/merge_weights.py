@@ -7,7 +7,7 @@ import warnings
 from argparse import Namespace
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
-from accel_callbacks.cli.text import printable, size_of
+from accel_callbacks.utils.text import printable, size_of
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.cli.text import printable
 from accel_callbacks.migrate.notebook import MovedFile
 from accel_callbacks.migrate.source import Finding
+from accel_callbacks.utils.text import printable
 
 _TITLES = {
     "left": "does not run here, and was left as it is",

@@ -1,4 +1,4 @@
-"""Nested blocks: dynamo, fp8, FSDP, DeepSpeed, Megatron, mpirun."""
+"""Blocks of settings: torch.compile and fp8, and those of Accelerate that are read and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting of a launch, declared once: flags, file keys, questions and docs come from here."""
+"""Declare every setting of a launch once: the source of flags, file keys, questions and docs."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _SHORT_KINDS = {
 }
 
 
-# The groups are never made, so they get no methods, which would take time to build.
+# The groups are never instantiated; generating their methods would only cost import time.
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Processes:
-    """How many processes there are, and where they run."""
+    """Number of processes, and where they run."""
 
     compute_environment: str = option(
         "LOCAL_MACHINE", "only LOCAL_MACHINE", choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
@@ -84,7 +84,7 @@ class Processes:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Machines:
-    """Several machines, and how their processes meet."""
+    """Several machines, and the rendezvous of their processes."""
 
     num_machines: int = option(1, "machines that take part", least=1, most=1_000_000)
     nnodes: str | None = option(None, "the same, or least:most for a run that can shrink and grow")
@@ -143,7 +143,7 @@ class Training:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Running:
-    """How processes are started, watched and logged."""
+    """Starting, monitoring and logging of processes."""
 
     max_restarts: int = option(
         0, "start all again after a failure, up to N times", least=0, most=10**6, torchrun=True
@@ -224,9 +224,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class LaunchSettings(Blocks, Tpu, Running, Training, Machines, Processes):
-    """Every option that a launch takes; the base classes are its groups.
+    """All settings of a launch; the base classes are its groups.
 
-    A block is None where nothing of it is given.
+    A block is None if none of its options is given.
 
     Example:
         >>> from accel_callbacks.launch.settings import LaunchSettings
@@ -237,7 +237,7 @@ class LaunchSettings(Blocks, Tpu, Running, Training, Machines, Processes):
 
 @cache
 def all_options() -> tuple[Option, ...]:
-    """The table: each option, those of blocks after their block.
+    """Return all options; those of a block follow it.
 
     Example:
         >>> from accel_callbacks.launch.settings import all_options
@@ -252,10 +252,10 @@ def all_options() -> tuple[Option, ...]:
 
 
 def find(path: str) -> Option:
-    """The option of this name, such as ``"num_processes"`` or ``"fsdp_config.fsdp_version"``.
+    """Return the option of a path, ``"num_processes"`` or ``"fsdp_config.fsdp_version"``.
 
     Raises:
-        SettingsError: there is none; the text names the nearest.
+        SettingsError: there is no such option; the text names the nearest one.
 
     Example:
         >>> from accel_callbacks.launch.settings import find

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_callbacks.cli.main import main
-from accel_callbacks.cli.text import age_of, size_of, to_json
+from accel_callbacks.utils.text import age_of, size_of, to_json
 from checkpoint_io import CheckpointFolder, save, save_model
 
 

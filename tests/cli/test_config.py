@@ -18,7 +18,7 @@ import yaml
 from accel_callbacks.cli import config
 from accel_callbacks.cli.main import main
 from accel_callbacks.launch.config_file import read_config, values_of
-from accel_callbacks.launch.machine import Machine, look_around
+from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.settings import all_options
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -83,7 +83,7 @@ def test_asks_and_writes_and_says_how_to_launch(tmp_path: Path) -> None:
     shell.until("This machine:")
     shell.answer("Number [1] ", "9")
     shell.until("type a number from 1 to")
-    shell.answer("Number [1] ", str(len(config._places(look_around(os.environ)))))
+    shell.answer("Number [1] ", str(len(config._places(detect_machine(os.environ)))))
     shell.answer("How many processes on this machine?", "none")
     shell.until("must be an integer")
     shell.answer("How many processes on this machine?", "2")
@@ -368,20 +368,20 @@ def test_gpus_are_found_by_the_drivers_tool(tmp_path: Path) -> None:
     tool.write_text("#!/bin/sh\necho 'NVIDIA H100'\necho 'NVIDIA H100'\n")
     tool.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    found = look_around({"PATH": path}, tmp_path)
+    found = detect_machine({"PATH": path}, tmp_path)
     assert (found.gpu_kind, found.gpus) == ("cuda", ("NVIDIA H100", "NVIDIA H100"))
-    hidden = look_around({"PATH": path, "CUDA_VISIBLE_DEVICES": "1"}, tmp_path)
+    hidden = detect_machine({"PATH": path, "CUDA_VISIBLE_DEVICES": "1"}, tmp_path)
     assert len(hidden.gpus) == 1
-    assert look_around({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}, tmp_path).gpus == ()
+    assert detect_machine({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}, tmp_path).gpus == ()
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert look_around({"PATH": path}, tmp_path).gpus == ()
+    assert detect_machine({"PATH": path}, tmp_path).gpus == ()
 
 
 def test_gpus_are_found_by_the_kernels_files(tmp_path: Path) -> None:
     gpu = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
     gpu.mkdir(parents=True)
     (gpu / "information").write_text("Model: \t NVIDIA L4\nIRQ: 1\n")
-    assert look_around({"PATH": ""}, tmp_path).gpus == ("NVIDIA L4",)
+    assert detect_machine({"PATH": ""}, tmp_path).gpus == ("NVIDIA L4",)
 
 
 def test_gpus_of_amd_are_told_from_cpus(tmp_path: Path) -> None:
@@ -389,12 +389,12 @@ def test_gpus_of_amd_are_told_from_cpus(tmp_path: Path) -> None:
         node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
         node.mkdir(parents=True)
         (node / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\n")
-    found = look_around({"PATH": ""}, tmp_path)
+    found = detect_machine({"PATH": ""}, tmp_path)
     assert (found.gpu_kind, found.gpus) == ("rocm", ("AMD GPU",))
 
 
 def test_slurm_and_tpu_are_found_by_their_variables(tmp_path: Path) -> None:
     job = {"PATH": "", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "TPU_NAME": "t"}
-    found = look_around(job, tmp_path)
+    found = detect_machine(job, tmp_path)
     assert (found.slurm_nodes, found.tpu) == (4, True)
-    assert look_around({"PATH": ""}, tmp_path).slurm_nodes == 0
+    assert detect_machine({"PATH": ""}, tmp_path).slurm_nodes == 0

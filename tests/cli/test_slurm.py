@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from accel_callbacks.cli.launch import configure, given_extras, read_program
-from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.distributed import topology
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, build_plan
-from accel_callbacks.launch.rendezvous import Here
+from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import resolve_settings
 from accel_callbacks.launch.slurm import expand_hosts, expand_tasks, slurm_place
 from tests.cli.fake_slurm import put_tools
@@ -64,8 +64,8 @@ def plan(*words: str, environ: Mapping[str, str], cores: int = 8, gpus: int = 4)
     args = parser.parse([*words, "-m", "timeit"])
     environment = {"ACCEL_HOME": "/nowhere", **environ}
     resolved = resolve_settings(vars(args), args.config_file, "/nowhere/a.py", environment)
-    here = Here(environment, cores, lambda: gpus, lambda: 4321)
-    return build_plan(resolved, read_program(args), here, given_extras(args), ["-m", "timeit"])
+    host = Host(environment, cores, lambda: gpus, lambda: 4321)
+    return build_plan(resolved, read_program(args), host, given_extras(args), ["-m", "timeit"])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_one_task_a_machine_is_a_launcher() -> None:
     words = " ".join(built.torchrun)
     assert words.startswith("--nnodes 2 --nproc-per-node 4 --rdzv-backend static --node-rank 1 ")
     assert "--master-addr node01 --master-port 22388" in words
-    assert built.meeting.first_rank == 4
+    assert built.rendezvous.first_rank == 4
 
 
 def test_the_command_line_wins() -> None:
@@ -151,7 +151,7 @@ def test_the_command_line_wins() -> None:
     for environ in (STEP, BATCH):
         alone = plan("--num_machines", "1", "--num_processes", "2", environ=environ)
         assert isinstance(alone, AgentPlan)
-        assert alone.meeting.most == 1
+        assert alone.rendezvous.most == 1
 
 
 def test_machines_that_come_and_go_meet_at_the_first() -> None:
@@ -187,14 +187,14 @@ def test_threads_of_a_task(told: dict[str, str], threads: str) -> None:
     ],
 )
 def test_what_a_task_cannot_do(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(SettingsError, match=message):
         plan(*words, environ=TASK)
 
 
 def test_a_file_that_disagrees_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "accel.yaml"
     file.write_text("num_machines: 1\nmachine_rank: 0\nnum_processes: 2\n")
-    with pytest.raises(CommandError, match=r"num_machines: 1 \(.*runs on 2 machines"):
+    with pytest.raises(SettingsError, match=r"num_machines: 1 \(.*runs on 2 machines"):
         plan("--config_file", str(file), environ=STEP)
     file.write_text("num_machines: 2\nmachine_rank: 0\nnum_processes: 2\n")
     built = plan("--config_file", str(file), environ=STEP)
@@ -234,7 +234,7 @@ def test_a_task_of_another_part_of_the_job_is_told() -> None:
 def test_a_job_on_one_machine_is_one_machine() -> None:
     built = plan(environ={**BATCH, "SLURM_JOB_NODELIST": "node01", "SLURM_NNODES": "1"})
     assert isinstance(built, AgentPlan)
-    assert (built.meeting.most, built.meeting.local) == (1, 4)
+    assert (built.rendezvous.most, built.rendezvous.local) == (1, 4)
 
 
 # --- real processes ------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from accel_callbacks import Accelerator, PartialState, RemoteError, debug_launch
 from accel_callbacks import notebook_launcher as launch
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.launch import fork_safety, notebook
-from accel_callbacks.launch.fork import LastWords
-from accel_callbacks.launch.fork_safety import Prospect
+from accel_callbacks.launch.fork import ErrorReports
+from accel_callbacks.launch.fork_safety import ForkSupport
 
 pytestmark = pytest.mark.distributed
 
@@ -183,53 +183,53 @@ def test_a_killed_process_is_named_and_not_its_peer() -> None:
 
 
 def test_a_peer_of_a_dead_process_tells_who_died_first(tmp_path: Path) -> None:
-    words = LastWords(tmp_path)
-    words.began(0)
+    reports = ErrorReports(tmp_path)
+    reports.started(0)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         (tmp_path / "1.pid").write_text(str(other.pid))
-        words.failed(0, ConnectionError("before"))
-        assert words.explain({}, "here").rank == 0
+        reports.failed(0, ConnectionError("before"))
+        assert reports.error({}, "here").rank == 0
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        words.failed(0, ConnectionError("reset by peer"))
-        error = words.explain({}, "here")
+        reports.failed(0, ConnectionError("reset by peer"))
+        error = reports.error({}, "here")
     assert error.rank == 1
     assert str(error).endswith("then rank 0 failed: ConnectionError: reset by peer")
 
 
 def test_an_error_that_only_repeats_another_is_not_the_first(tmp_path: Path) -> None:
-    words = LastWords(tmp_path)
-    words.failed(0, RemoteError(rank=1, where="run", details="ValueError: no data"))
-    words.failed(1, ValueError("no data"))
-    assert words.explain({}, "here").rank == 1
+    reports = ErrorReports(tmp_path)
+    reports.failed(0, RemoteError(rank=1, where="run", details="ValueError: no data"))
+    reports.failed(1, ValueError("no data"))
+    assert reports.error({}, "here").rank == 1
 
 
 @pytest.mark.parametrize("code", [signal.SIGABRT, signal.SIGTERM])
 def test_who_is_aborted_after_an_error_does_not_hide_it(tmp_path: Path, code: int) -> None:
     """The watchdogs of NCCL and gloo abort a process whose peer is gone."""
-    words = LastWords(tmp_path)
-    words.failed(0, ValueError("no data"))
-    error = words.explain({1: argparse.Namespace(exitcode=-code)}, "here")
+    reports = ErrorReports(tmp_path)
+    reports.failed(0, ValueError("no data"))
+    error = reports.error({1: argparse.Namespace(exitcode=-code)}, "here")
     assert error.rank == 0
     assert f"(also rank 1: it was killed by {signal.Signals(code).name})" in str(error)
     assert str(error).endswith("ValueError: no data")
-    alone = LastWords(tmp_path / "empty")
-    error = alone.explain({1: argparse.Namespace(exitcode=-code)}, "here")
+    alone = ErrorReports(tmp_path / "empty")
+    error = alone.error({1: argparse.Namespace(exitcode=-code)}, "here")
     assert error.rank == 1
 
 
 def test_an_attempt_before_does_not_explain_this_one(tmp_path: Path) -> None:
     """Its processes are dead, and some of them were ended without a word."""
-    words = LastWords(tmp_path)
+    reports = ErrorReports(tmp_path)
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        first = words.of_attempt(0)
-        first.began(1)
+        first = reports.attempt(0)
+        first.started(1)
         (first.folder / "1.pid").write_text(str(dead.pid))
         first.failed(0, OSError("disk away"))
-    second = words.of_attempt(1)
-    second.began(0)
+    second = reports.attempt(1)
+    second.started(0)
     second.failed(0, ValueError("no data"))  # before rank 1 has begun
-    error = words.of_last_attempt().explain({}, "here")
+    error = reports.last_attempt().error({}, "here")
     assert error.rank == 0
     assert "ValueError: no data" in str(error)
     assert "disk away" not in str(error)
@@ -411,17 +411,21 @@ def test_a_process_group_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prospect", "error", "text"),
+    ("support", "error", "text"),
     [
-        (Prospect(spoiled=True), RuntimeError, "already used in this process.*Restart the kernel"),
-        (Prospect(devices=1), ValueError, "shows 1 devices"),
+        (
+            ForkSupport(spoiled=True),
+            RuntimeError,
+            "already used in this process.*Restart the kernel",
+        ),
+        (ForkSupport(devices=1), ValueError, "shows 1 devices"),
     ],
 )
 def test_devices_that_forks_cannot_have(
-    monkeypatch: pytest.MonkeyPatch, prospect: Prospect, error: type[Exception], text: str
+    monkeypatch: pytest.MonkeyPatch, support: ForkSupport, error: type[Exception], text: str
 ) -> None:
     """What is found out needs a device (below); what is said does not."""
-    monkeypatch.setattr(notebook, "look_ahead", lambda **_: prospect)
+    monkeypatch.setattr(notebook, "probe_forks", lambda **_: support)
     with pytest.raises(error, match=text):
         launch(print, num_processes=2)
 
