@@ -19,7 +19,7 @@ _REPORTED_HERE = ("multiprocessing.api", "agent.server.api", "agent.server.local
 
 
 class LaunchError(RuntimeError):
-    """The processes could not connect to each other; the text is one line that says what to do."""
+    """Raised if the processes do not find each other; the text is one line with a remedy."""
 
 
 def run_agent(plan: AgentPlan) -> int:

@@ -332,7 +332,7 @@ class LineBuffered(io.TextIOBase):
 
 
 class PackedResult:
-    """A return value pickled by the worker, where failure can be reported; unpickles to the value.
+    """A return value, pickled where a failure can still be reported; unpickles to the value itself.
 
     Tensors arrive on the CPU and without gradients, wherever in the value they are. They travel as
     bytes: shared memory would keep one open file per tensor, and the device memory of a process is
@@ -358,7 +358,7 @@ class PackedResult:
             _Packer(packed).dump(value)
         except Exception as error:
             raise TypeError(
-                f"the function returned a {type(value).__name__} that cannot be handed from its "
+                f"the function returned a {type(value).__name__} that cannot be sent from its "
                 f"process to the notebook ({type(error).__name__}: {error}). Return numbers, text, "
                 "lists, dicts and tensors; save models to a file."
             ) from None

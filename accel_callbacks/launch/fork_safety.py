@@ -158,8 +158,8 @@ def probe_forks(*, devices: bool, threads: int) -> ForkSupport:
         found = _read_line(reading, _DEVICE_TIMEOUT)
         if found is None:
             raise RuntimeError(
-                "a fork of this process that looked for GPUs gave no answer: see whether their "
-                "driver works (nvidia-smi), then restart the kernel. debug_launcher goes without."
+                "a fork of this process that probed for GPUs died or hung: check their driver "
+                "(nvidia-smi), then restart the kernel. debug_launcher needs no GPU."
             )
         spoiled = found == "spoiled"
         threaded = threads > 1 and _read_line(reading, _THREAD_TIMEOUT) == "threads"

@@ -209,7 +209,7 @@ def _check_plan(plan: ForkPlan) -> None:
     if not isinstance(interval, int | float) or not interval > 0:
         raise ValueError(f"monitor_interval={interval!r} must be seconds above 0, such as 0.1.")
     if not isinstance(prefix, str | None):
-        raise TypeError(f"log_line_prefix_template={prefix!r} must be a text, or None.")
+        raise TypeError(f"log_line_prefix_template={prefix!r} must be a string, or None.")
     if "/" in plan.run_id:
         raise ValueError(f"rdzv_id={plan.run_id!r} must have no '/'.")
 
@@ -273,9 +273,9 @@ def _check_devices(processes: int, support: ForkSupport) -> None:
         kind = built.type.upper() if built is not None else "an accelerator"
         raise RuntimeError(
             f"notebook_launcher: {kind} was already used in this process, so that its forks cannot "
-            "use it. Restart the kernel, and keep out of other cells what touches it: tensors or "
-            "models `.to(...)` it, `torch.cuda.is_available()`, an Accelerator, and imports that "
-            "do so. For the CPU alone, use debug_launcher."
+            "use it. Restart the kernel, and do not use it in other cells: no tensors or models "
+            "`.to(...)` it, no `torch.cuda.is_available()`, no Accelerator, and no imports that do "
+            "so. For the CPU alone, use debug_launcher."
         )
     if support.devices and processes > support.devices:
         raise ValueError(

@@ -17,7 +17,7 @@ _LARGEST = 2**63 - 1
 
 
 class SettingsError(ValueError):
-    """A setting is invalid or does not fit the others; the text is one line that says what to do.
+    """Raised for a setting that is invalid or does not fit others; one line with a remedy.
 
     Example:
         >>> from accel_callbacks.launch.option import SettingsError
@@ -110,7 +110,7 @@ class Option:
         return value is None or (not isinstance(value, bool) and value in self.unset)
 
     def read(self, value: Any) -> Any:
-        """Validate a value of a file; the text of a ``ValueError`` says what it must be."""
+        """Validate a value of a file; raise ValueError with the requirement."""
         if self.is_unset(value):
             return self.default
         if value is False and "no" in (self.default, *map(str.lower, self.choices)):

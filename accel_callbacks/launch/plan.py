@@ -229,7 +229,7 @@ def _task_plan(
     host: Host,
     extras: Mapping[str, Any],
 ) -> DirectPlan:
-    """One task of `srun` a process: this one is to become the process itself."""
+    """Plan the process of this task: `srun` has started one task per process."""
     asked, settings = resolved.settings.num_processes, resolved.settings
     if asked not in (None, place.tasks):
         raise SettingsError(

@@ -68,7 +68,7 @@ class Processes:
         None, "processes on each machine, in place of num_processes", least=1, most=100_000
     )
     use_cpu: bool = option(
-        False, "leave GPUs alone", flags=("--cpu",), variable="ACCEL_CPU", child=True
+        False, "do not use GPUs", flags=("--cpu",), variable="ACCEL_CPU", child=True
     )
     gpu_ids: str | None = option(
         None, "which GPUs of this machine, such as 0,2; default: all", unset=("all",)
@@ -103,11 +103,11 @@ class Machines:
     )
     rdzv_backend: str | None = option(
         None,
-        "how processes meet; default: static, or c10d where nnodes is a range",
+        "backend of the rendezvous; default: static, or c10d where nnodes is a range",
         torchrun=True,
     )
     rdzv_endpoint: str | None = option(
-        None, "HOST:PORT where processes meet; default: from the first machine", torchrun=True
+        None, "HOST:PORT of the rendezvous; default: from the first machine", torchrun=True
     )
     rdzv_id: str | None = option(None, "name of the run among others", torchrun=True)
     rdzv_conf: str | None = option(None, "further key=value,... of the backend", torchrun=True)
@@ -135,7 +135,7 @@ class Training:
     )
     debug: bool = option(
         False,
-        "compare what the processes hold before each collective, and show who differs",
+        "compare the operands on all ranks before each collective, and show which differ",
         variable="ACCEL_DEBUG",
         child=True,
     )
@@ -146,10 +146,14 @@ class Running:
     """Starting, monitoring and logging of processes."""
 
     max_restarts: int = option(
-        0, "start all again after a failure, up to N times", least=0, most=10**6, torchrun=True
+        0,
+        "restart all processes after a failure, up to N times",
+        least=0,
+        most=10**6,
+        torchrun=True,
     )
     monitor_interval: float = option(
-        0.1, "seconds between two looks at the processes", least=0, most=10**6, torchrun=True
+        0.1, "seconds between two polls of the processes", least=0, most=10**6, torchrun=True
     )
     role: str | None = option(None, "name of the processes in messages", torchrun=True)
     log_dir: str | None = option(None, "folder of the files of tee and redirects", torchrun=True)

@@ -47,12 +47,12 @@ class SlurmPlace:
 
     @property
     def task_is_process(self) -> bool:
-        """Whether each task is a process of the run: there are more tasks than machines."""
+        """True if each task is a process of the run: there are more tasks than machines."""
         return self.in_step and self.tasks > len(self.hosts)
 
     @property
     def needs_srun(self) -> bool:
-        """Whether this is the batch script of several machines, which runs on the first only."""
+        """True in the batch script of several machines, which runs on the first only."""
         return not self.in_step and len(self.hosts) > 1
 
 

@@ -117,8 +117,8 @@ _POD = ("tpu_name", "tpu_zone", "tpu_use_sudo", "tpu_vm", "tpu_env", "commands",
 
 #: For a setting or block: the predicate under which it has no effect, and the reason.
 IDLE: Mapping[str, tuple[_Test, str]] = {
-    "compute_environment": (_always, "this machine, and those it meets, are all there is"),
-    "same_network": (_always, "machines meet at main_process_ip in either case"),
+    "compute_environment": (_always, "a launch runs on this machine and those it connects to"),
+    "same_network": (_always, "machines connect to main_process_ip in either case"),
     "enable_cpu_affinity": (_always, "numa_binding binds processes to cores"),
     "machine_rank": (lambda s: s.num_machines == 1 and s.nnodes is None, "there is one machine"),
     "main_training_function": (_without("XLA"), "only on a TPU"),

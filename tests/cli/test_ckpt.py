@@ -137,7 +137,7 @@ def test_prune(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> 
     ("words", "said"),
     [
         (["prune", "x", "--keep_last", "1"], "--run_id"),
-        (["prune", "x", "--run_id", "r1"], "say what to keep"),
+        (["prune", "x", "--run_id", "r1"], "give a rule: --keep_last"),
         (["prune", "x", "--run_id", "r1", "--keep_last", "0"], "at least 1"),
         (["verify", "x", "--sizes_onyl"], "did you mean '--sizes_only'"),
         (["list", "x", "--storage_option", "key"], "KEY=VALUE"),

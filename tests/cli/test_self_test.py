@@ -115,7 +115,7 @@ def test_an_error_on_one_process_fails_the_check_on_all(faulty: list[dict[str, A
     for found in faulty:
         first, second = found["raises"]
         assert first == ["FAILED", "rank 1: ZeroDivisionError: on one", "do this"]
-        assert second[:2] == ["not run", "the processes parted in raises"]
+        assert second[:2] == ["not run", "the process group was aborted in raises"]
 
 
 @pytest.mark.distributed
@@ -141,7 +141,7 @@ def test_what_does_not_hold_is_told_with_what_to_do(accel: Run, tmp_path: Path) 
     lines = done.stdout.splitlines()
     assert lines[0].startswith("FAILED   checkpoint")
     assert "file/accel-test-" in lines[0]
-    assert lines[1].startswith("         what to do: look for room")
+    assert lines[1].startswith("         what to do: check the free space")
     assert lines[2].startswith("ok       accumulation")
     assert "windows of 3" in lines[2]
     assert lines[3:] == ["1 of 2 checks do not hold: checkpoint"]
@@ -190,7 +190,7 @@ def test_a_check_that_fails_is_exit_code_1(
     assert main(["test", *words]) == 1
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("FAILED   checkpoint")
-    assert lines[1].startswith("         what to do: look for room")
+    assert lines[1].startswith("         what to do: check the free space")
     assert lines[2].startswith("ok       data")
     assert lines[3:] == ["1 of 2 checks do not hold: checkpoint"]
 

@@ -369,7 +369,7 @@ def _alive(pid: int) -> bool:
         ({"use_port": 70000, "num_processes": 2}, ValueError, "a number up to 65535"),
         ({"use_port": 0, "num_nodes": 2}, ValueError, "cannot agree on a free port"),
         ({"monitor_interval": 0, "num_processes": 2}, ValueError, "seconds above 0"),
-        ({"log_line_prefix_template": 3}, TypeError, "must be a text"),
+        ({"log_line_prefix_template": 3}, TypeError, "must be a string"),
         ({"rdzv_id": "a/b", "num_processes": 2}, ValueError, "must have no '/'"),
         ({"rdzv_backend": "sttaic", "num_processes": 2}, ValueError, "'sttaic' is not registered"),
     ],
@@ -435,7 +435,7 @@ def test_a_driver_that_kills_whoever_looks_is_not_taken_for_a_used_one(
 ) -> None:
     monkeypatch.delenv("ACCEL_CPU")
     monkeypatch.setattr(fork_safety, "_devices", lambda: os._exit(1))
-    with pytest.raises(RuntimeError, match=r"gave no answer.*nvidia-smi"):
+    with pytest.raises(RuntimeError, match=r"died or hung.*nvidia-smi"):
         launch(print, num_processes=2)
 
 
