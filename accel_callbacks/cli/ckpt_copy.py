@@ -1,4 +1,4 @@
-"""``accel ckpt cp``: copy a checkpoint to another store, verifying every byte that is read.
+"""``accel ckpt cp``: copy a checkpoint to another store, verifying its checksums on the way.
 
 Files that were copied completely stay if a copy fails, and the next one verifies and keeps them.
 The manifest is written last: without it the target is no checkpoint.
@@ -54,8 +54,8 @@ class _Shifted:
         self._window[at : at + data.size] = data
 
 
-class Pieces:
-    """Iterate over a file in pieces; the next is read while the caller writes the current one."""
+class _Pieces:
+    """Verified bytes of a file in pieces; the next is read while the caller writes the current."""
 
     def __init__(self, source: Source, index: int) -> None:
         self._source, self._index = source, index
@@ -118,11 +118,6 @@ class Pieces:
         ]
         self._source.transfer(wants)
         return data
-
-
-def pieces_of(source: Source, index: int) -> Iterator[memoryview[int]]:
-    """Yield the verified bytes of a file, in order."""
-    return iter(Pieces(source, index))
 
 
 def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[str, Any]) -> int:
@@ -222,9 +217,8 @@ class _Copy:
                     bar.add(entry.size)
                     continue
                 self._goal.remove(entry.name)
-                pieces = pieces_of(self._source, index)
                 with self._goal.create(entry.name, entry.size) as write:
-                    for piece in pieces:
+                    for piece in _Pieces(self._source, index):
                         write(piece)
                         bar.add(len(piece))
         for name in extra_files(self._manifest):
@@ -235,7 +229,7 @@ class _Copy:
         there = Source(self._goal, self._manifest)
         with suppress(checkpoint_io.CorruptCheckpointError):
             check_sizes(self._goal, self._manifest, [index])
-            for _ in pieces_of(there, index):
+            for _ in _Pieces(there, index):
                 pass
             return True
         return False

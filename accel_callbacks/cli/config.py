@@ -99,8 +99,8 @@ def _ask(args: Namespace) -> int:
     try:
         values = answers(machine, args.mixed_precision)
         path = expanded(args.config_file or place(os.environ))
-        known = os.path.lexists(path) and not args.force
-        if known and not yes_or_no(f"{path} already exists. Replace it?"):
+        keep = os.path.lexists(path) and not args.force
+        if keep and not yes_or_no(f"{path} already exists. Replace it?"):
             raise CommandError("nothing was written; --config_file names another", exit_code=1)
     except EOFError:
         raise CommandError("the input ended; nothing was written", exit_code=1) from None
@@ -121,14 +121,13 @@ def _commands(path: Path, values: Mapping[str, Any]) -> list[str]:
     found = find_config(None, os.environ)
     option = [] if found and os.path.samefile(found, path) else ["--config_file", str(path)]
     command = shlex.join(["accel", "launch", *option, "train.py"])
-    others = range(1, min(values.get("num_machines", 1), 4))
-    own = [command] if not others else [f"{command}  # here, machine {values['machine_rank']}"]
-    if others:
-        own.append(
-            shlex.join(["accel", "launch", *option, "--machine_rank", "N", "train.py"])
-            + "  # on each other machine, with the same file and its own N"
-        )
-    return own
+    if values.get("num_machines", 1) == 1:
+        return [command]
+    other = shlex.join(["accel", "launch", *option, "--machine_rank", "N", "train.py"])
+    return [
+        f"{command}  # here, machine {values['machine_rank']}",
+        f"{other}  # on each other machine, with the same file and its own N",
+    ]
 
 
 def _update(args: Namespace) -> int:
@@ -256,7 +255,7 @@ def _on_many_cores(machine: Machine) -> _Values:
 
 def _left_to_slurm(chosen: _Values) -> _Values:
     """Drop the machines, which SLURM sets; count processes per machine."""
-    kept = {key: value for key, value in chosen.items() if key not in ("num_machines",)}
+    kept = {key: value for key, value in chosen.items() if key != "num_machines"}
     count = kept.pop("num_processes", 1)
     if kept["distributed_type"] == "NO":
         kept.pop("distributed_type")

@@ -29,7 +29,7 @@ _VISIBLE_DEVICES = {
     "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
     "MULTI_HPU": "HABANA_VISIBLE_MODULES",
 }
-# In the words of the rendezvous already.
+# Already among the options of the rendezvous.
 _RENDEZVOUS_OPTIONS = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "local_addr")
 # Options that only torch's launcher implements; without them a single process runs directly.
 _AGENT_OPTIONS = ("log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
@@ -96,17 +96,12 @@ class AgentPlan:
             return
         world = rendezvous.most * rendezvous.local
         for local in range(rendezvous.local):
-            port = {} if rendezvous.port is None else {"MASTER_PORT": rendezvous.port}
-            facts: dict[str, object] = {
-                "RANK": rendezvous.first_rank + local,
-                "WORLD_SIZE": world,
-                "LOCAL_RANK": local,
-                "LOCAL_WORLD_SIZE": rendezvous.local,
-                "MASTER_ADDR": rendezvous.address,
-                **port,
-            }
-            shown = " ".join(f"{name}={value}" for name, value in facts.items())
-            yield f"# rank {rendezvous.first_rank + local}: {shown}"
+            rank = rendezvous.first_rank + local
+            variables = _rank_variables(
+                *(rank, world, local, rendezvous.local, rendezvous.address, rendezvous.port)
+            )
+            shown = " ".join(f"{name}={value}" for name, value in variables.items())
+            yield f"# rank {rank}: {shown}"
 
 
 @dataclass(frozen=True)
@@ -172,7 +167,9 @@ def build_plan(
     env = _child_environment(resolved, host, host.cores // rendezvous.local)
     alone = rendezvous.most * rendezvous.local == 1 and rendezvous.first_rank is not None
     if alone and not _needs_agent(settings, extras):
-        return DirectPlan(tuple(program.command()), env | _ranks(0, 1, 0, 1, rendezvous, host))
+        port = rendezvous.port or host.free_port()
+        variables = _rank_variables(0, 1, 0, 1, rendezvous.address, port)
+        return DirectPlan(tuple(program.command()), env | variables)
     repeats = settings.max_restarts > 0 or rendezvous.least != rendezvous.most
     if repeats and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in host.environment:
         # With a shared store a restarted gloo worker reads addresses of the previous attempt.
@@ -244,10 +241,11 @@ def _task_plan(
             "--ntasks-per-node=1"
         )
     port = settings.main_process_port or place.port
-    rendezvous = Rendezvous(1, 1, 1, (), address=place.hosts[0], port=port)
-    ranks = _ranks(place.rank, place.tasks, place.local_rank, place.tasks_here, rendezvous, host)
+    variables = _rank_variables(
+        *(place.rank, place.tasks, place.local_rank, place.tasks_here, place.hosts[0], port)
+    )
     env = _child_environment(resolved, host, _cores_of_a_task(place, host))
-    return DirectPlan(tuple(program.reporting_command()), env | ranks)
+    return DirectPlan(tuple(program.reporting_command()), env | variables)
 
 
 def _cores_of_a_task(place: SlurmPlace, host: Host) -> int:
@@ -270,19 +268,19 @@ def _tpu_plan(resolved: Resolved, program: Program) -> TpuPlan:
     return TpuPlan(program, settings.main_training_function, one, env)
 
 
-def _ranks(
-    rank: int, world: int, local: int, local_world: int, rendezvous: Rendezvous, host: Host
+def _rank_variables(
+    rank: int, world: int, local: int, local_world: int, address: str, port: int | None
 ) -> dict[str, str]:
-    """Return the variables that torch's launcher would set for a process."""
-    facts: dict[str, object] = {
+    """Return the variables that torch's launcher sets for a process."""
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": world,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": local_world,
-        "MASTER_ADDR": rendezvous.address,
-        "MASTER_PORT": rendezvous.port or host.free_port(),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
     }
-    return {name: str(value) for name, value in facts.items()}
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 def _child_environment(resolved: Resolved, host: Host, cores: int) -> dict[str, str]:

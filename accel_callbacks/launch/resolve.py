@@ -221,7 +221,7 @@ def _keep_stronger(
 
 
 def _all_on_cpu(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """MULTI_CPU implies ``use_cpu``, unless that is off with a higher precedence."""
+    """Turn ``use_cpu`` on for MULTI_CPU; drop the latter if it is off with higher precedence."""
     denied = values.get("use_cpu") is False
     if denied and _precedence(origins["use_cpu"]) > _precedence(origins["distributed_type"]):
         del values["distributed_type"], origins["distributed_type"]

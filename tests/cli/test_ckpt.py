@@ -134,7 +134,7 @@ def test_prune(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["prune", "x", "--keep_last", "1"], "--run_id"),
         (["prune", "x", "--run_id", "r1"], "give a rule: --keep_last"),
@@ -146,9 +146,9 @@ def test_prune(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> 
         ([], "ACTION"),
     ],
 )
-def test_a_wrong_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt(*words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_storage_options_reach_the_driver(capsys: pytest.CaptureFixture[str]) -> None:

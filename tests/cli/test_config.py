@@ -1,4 +1,4 @@
-"""``accel config`` as its users meet it: a real process, and a real terminal for its questions."""
+"""``accel config`` as users run it: in a real process, on a terminal for its questions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPUS = Machine(gpus=("A100", "A100", "A100", "A100"), gpu_kind="cuda", cores=64)
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No file of whoever runs the tests plays a part."""
+    """Hide the config files of the user who runs the tests."""
     home = tmp_path / "home"
     monkeypatch.setenv("ACCEL_HOME", str(home))
     for name in list(os.environ):
@@ -58,7 +58,7 @@ class Terminal:
         os.write(self.end, f"{text}\n".encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C, until it says something: Python misses one just before it begins to read."""
+        """Send Ctrl-C until there is output: Python misses one just before it starts to read."""
         os.kill(self.pid, signal.SIGINT)
         while not select.select([self.end], [], [], 2)[0]:
             os.kill(self.pid, signal.SIGINT)
@@ -78,7 +78,7 @@ class Terminal:
 # --- the questions -------------------------------------------------------------------------
 
 
-def test_asks_and_writes_and_says_how_to_launch(tmp_path: Path) -> None:
+def test_asks_and_writes_and_prints_how_to_launch(tmp_path: Path) -> None:
     shell = Terminal(tmp_path)
     shell.until("This machine:")
     shell.answer("Number [1] ", "9")
@@ -306,18 +306,16 @@ def test_show_without_any_file_shows_the_defaults(accel: Run, own_home: Path) ->
     assert {row[-1] for row in rows} == {"default"}
 
 
-def test_show_says_where_each_value_comes_from_and_what_has_no_effect(
-    accel: Run, tmp_path: Path
-) -> None:
+def test_show_prints_origins_and_what_has_no_effect(accel: Run, tmp_path: Path) -> None:
     path = tmp_path / "accel.yaml"
     path.write_text("num_processes: 2\nsame_network: true\nfsdp_config: {fsdp_version: 2}\n")
     done = accel("config", "show", ACCEL_DEBUG="1")
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in done.stdout.splitlines()[3:]}
-    told = f"accel.yaml ({path})"
-    assert rows["num_processes"] == ["2", told]
+    origin = f"accel.yaml ({path})"
+    assert rows["num_processes"] == ["2", origin]
     assert rows["debug"] == ["true", "environment variable ACCEL_DEBUG"]
-    assert rows["same_network"][1].startswith(f"{told}; no effect: ")
-    idle = f"{told}; no effect: distributed_type is not FSDP"
+    assert rows["same_network"][1].startswith(f"{origin}; no effect: ")
+    idle = f"{origin}; no effect: distributed_type is not FSDP"
     assert rows["fsdp_config.fsdp_version"] == ["2", idle]
     assert rows["fsdp_config.fsdp_offload_params"] == ["false", "default"]
 
@@ -384,7 +382,7 @@ def test_gpus_are_found_by_the_kernels_files(tmp_path: Path) -> None:
     assert detect_machine({"PATH": ""}, tmp_path).gpus == ("NVIDIA L4",)
 
 
-def test_gpus_of_amd_are_told_from_cpus(tmp_path: Path) -> None:
+def test_gpus_of_amd_are_distinguished_from_cpus(tmp_path: Path) -> None:
     for number, units in enumerate(("0", "304")):
         node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
         node.mkdir(parents=True)

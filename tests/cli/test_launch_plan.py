@@ -1,14 +1,16 @@
-"""What the launcher would do, without starting anything."""
+"""Plans of launches, without starting anything."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from accel_callbacks import launch as launch_package
 from accel_callbacks.cli import launch
 from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandError, CommandParser
@@ -156,7 +158,7 @@ def test_machines_that_come_and_go() -> None:
 
 
 @pytest.mark.parametrize(("rank", "host"), [("0", "true"), ("1", "false")])
-def test_a_known_rank_settles_who_is_the_host(rank: str, host: str) -> None:
+def test_a_known_rank_determines_the_host(rank: str, host: str) -> None:
     words = "--num_machines 2 --num_processes 2 --rdzv_backend c10d --main_process_ip node0"
     built = plan(
         *words.split(), "--rdzv_conf", "timeout=60", "--machine_rank", rank, "-m", "timeit"
@@ -275,7 +277,9 @@ def test_an_absent_program_is_refused(words: str, message: str) -> None:
         plan_of(*words.split())
 
 
-def test_module_beside_the_caller_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_the_working_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "only_here.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     assert single("-m", "only_here").command[-1] == "only_here"
@@ -328,3 +332,10 @@ def test_the_reference_has_what_only_a_launch_has() -> None:
     names -= {name for name in names if name.startswith("--no_") and name != "--no_python"}
     assert len(names) > 15
     assert [name for name in sorted(names) if f"`{name}" not in section] == []
+
+
+def test_launch_does_not_import_the_command_line() -> None:
+    wrong = re.compile(r"^\s*(from|import) accel_callbacks\.cli\b", re.MULTILINE)
+    files = list(Path(launch_package.__path__[0]).glob("*.py"))
+    assert len(files) > 10
+    assert [file.name for file in files if wrong.search(file.read_text("utf-8"))] == []

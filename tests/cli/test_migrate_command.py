@@ -118,7 +118,7 @@ def test_left_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "line 1: cpu_offload: " in capsys.readouterr().out
 
 
-def test_asks_somebody(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_asks_at_a_terminal_only(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open(os.devnull) as nobody, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", nobody)
         assert migrate(script, "--write") == 2

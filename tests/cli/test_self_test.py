@@ -132,7 +132,7 @@ def test_all_holds_on_two_processes(accel: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # by default: in this process, below
 @pytest.mark.distributed
-def test_what_does_not_hold_is_told_with_what_to_do(accel: Run, tmp_path: Path) -> None:
+def test_a_failed_check_is_reported_with_advice(accel: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "own.yaml").write_text("use_cpu: true\ngradient_accumulation_steps: 3\n")
     words = ["--config_file", "own.yaml", "--checks", "checkpoint,accumulation"]
@@ -172,7 +172,7 @@ def test_a_process_that_dies_is_no_success(accel: Run, tmp_path: Path) -> None:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the launcher run the checks here, without starting a process."""
+    """Run the checks in this process instead of launching one."""
 
     def launch(args: Namespace) -> int:
         monkeypatch.setenv("ACCEL_CPU", "1")
@@ -207,7 +207,7 @@ def test_json_is_all_there_is_on_standard_output(capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--checks", "dta"], "there is no check 'dta' (did you mean 'data'?)"),
         (["script.py"], "accel test runs its own program, and was given 'script.py'"),
@@ -216,9 +216,9 @@ def test_json_is_all_there_is_on_standard_output(capfd: pytest.CaptureFixture[st
         (["--num_proceses", "2"], "did you mean '--num_processes'?"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert main(["test", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_dry_run_shows_the_launch(capsys: pytest.CaptureFixture[str]) -> None:

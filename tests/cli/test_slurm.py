@@ -86,9 +86,9 @@ def test_lists_of_machines(text: str, hosts: tuple[str, ...]) -> None:
     "text", ["node[1-", "node[]", "node[a-b]", "a,,b", "node]1[", "n[1-999999999]", "n[1-2]]", ","]
 )
 def test_broken_lists_are_one_line(text: str) -> None:
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as caught:
         expand_hosts(text)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_tasks_of_each_machine() -> None:
@@ -154,7 +154,7 @@ def test_the_command_line_wins() -> None:
         assert alone.rendezvous.most == 1
 
 
-def test_machines_that_come_and_go_meet_at_the_first() -> None:
+def test_machines_that_come_and_go_connect_to_the_first() -> None:
     built = plan("--nnodes", "1:2", environ=STEP)
     assert isinstance(built, AgentPlan)
     assert "--rdzv-endpoint node01:22388 --rdzv-conf is_host=false" in " ".join(built.torchrun)
@@ -170,11 +170,11 @@ def test_one_task_a_process_becomes_the_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "threads"),
+    ("variables", "threads"),
     [({}, "2"), ({"SLURM_CPUS_ON_NODE": "8"}, "2"), ({"SLURM_CPUS_ON_NODE": "32"}, "8")],
 )
-def test_threads_of_a_task(told: dict[str, str], threads: str) -> None:
-    built = plan(environ={**TASK, **told})
+def test_threads_of_a_task(variables: dict[str, str], threads: str) -> None:
+    built = plan(environ={**TASK, **variables})
     assert built.env["OMP_NUM_THREADS"] == threads
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_disagrees_is_an_error(tmp_path: Path) -> None:
     assert "--node-rank 1" in " ".join(built.torchrun)
 
 
-def test_a_batch_file_says_it_again_through_srun() -> None:
+def test_a_batch_file_repeats_the_command_through_srun() -> None:
     built = plan(environ=BATCH)
     assert isinstance(built, DirectPlan)
     assert built.command[:2] == ("srun", "--kill-on-bad-exit=1")
@@ -212,21 +212,21 @@ def test_a_batch_file_says_it_again_through_srun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "a_task_a_process"),
+    ("variables", "a_task_a_process"),
     [
         ({"SLURM_GPUS_PER_TASK": "1"}, True),
         ({"SLURM_TRES_PER_TASK": "cpu=8,gres/gpu=1"}, True),
         ({"SLURM_TRES_PER_TASK": "cpu=8"}, False),
     ],
 )
-def test_srun_is_told_the_cores_of_a_task(told: dict[str, str], a_task_a_process: bool) -> None:
-    built = plan(environ={**BATCH, **told, "SLURM_CPUS_PER_TASK": "8"})
+def test_srun_gets_the_cores_of_a_task(variables: dict[str, str], a_task_a_process: bool) -> None:
+    built = plan(environ={**BATCH, **variables, "SLURM_CPUS_PER_TASK": "8"})
     assert isinstance(built, DirectPlan)
     assert ("--ntasks" not in built.command) == a_task_a_process
     assert ("--cpus-per-task=8" in built.command) == a_task_a_process
 
 
-def test_a_task_of_another_part_of_the_job_is_told() -> None:
+def test_a_task_of_another_component_of_the_job_is_refused() -> None:
     with pytest.raises(SettingsError, match="SLURM_PROCID=9 is not among the 8 tasks"):
         slurm_place({**TASK, "SLURM_PROCID": "9"})
 
@@ -286,7 +286,7 @@ def test_no_srun(accel: Run, cluster: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch says where a process is shown one GPU; nothing is computed on it."""
+    """Pretend that torch sees one GPU; nothing is computed on it."""
     monkeypatch.setattr(topology, "own_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(topology, "select_device", lambda device: None)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)

@@ -128,7 +128,7 @@ def test_tensors_of_any_type_come_back() -> None:
         assert [one.item() for one in got["object"].many] == list(range(100))
         assert not any(one.is_shared() for one in got["object"].many)  # each an open file
         assert [one.requires_grad for one in got["model"].parameters()] == [False, False]
-        got["scalar"] += 1  # memory of its own
+        got["scalar"] += 1  # it has its own memory
 
 
 def test_what_cannot_come_back_is_named() -> None:
@@ -182,7 +182,7 @@ def test_a_killed_process_is_named_and_not_its_peer() -> None:
     assert caught.value.rank == 1
 
 
-def test_a_peer_of_a_dead_process_tells_who_died_first(tmp_path: Path) -> None:
+def test_a_peer_reports_which_rank_died_first(tmp_path: Path) -> None:
     reports = ErrorReports(tmp_path)
     reports.started(0)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
@@ -205,7 +205,7 @@ def test_an_error_that_only_repeats_another_is_not_the_first(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("code", [signal.SIGABRT, signal.SIGTERM])
-def test_who_is_aborted_after_an_error_does_not_hide_it(tmp_path: Path, code: int) -> None:
+def test_a_rank_aborted_after_an_error_does_not_hide_it(tmp_path: Path, code: int) -> None:
     """The watchdogs of NCCL and gloo abort a process whose peer is gone."""
     reports = ErrorReports(tmp_path)
     reports.failed(0, ValueError("no data"))
@@ -235,7 +235,7 @@ def test_an_attempt_before_does_not_explain_this_one(tmp_path: Path) -> None:
     assert "disk away" not in str(error)
 
 
-def test_an_exit_code_is_told() -> None:
+def test_an_exit_code_is_reported() -> None:
     with pytest.raises(RemoteError, match="SystemExit: 3"):
         debug_launcher(sys.exit, (3,))
     with pytest.raises(RemoteError, match="exited with code 4"):
@@ -262,12 +262,12 @@ def test_restarts_go_on(capfd: pytest.CaptureFixture[str]) -> None:
         return attempt
 
     assert launch(flaky, num_processes=2, max_restarts=1) == ["1", "1"]
-    told = capfd.readouterr().err
-    assert "rank 1 failed:" in told
-    assert "OSError: disk away" in told
+    printed = capfd.readouterr().err
+    assert "rank 1 failed:" in printed
+    assert "OSError: disk away" in printed
 
 
-def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     def train() -> None:
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
         time.sleep(120)
@@ -284,7 +284,7 @@ def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_nobody(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     """In a script, where all processes get it; the tests of the kernel have it in a notebook."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -374,7 +374,7 @@ def _alive(pid: int) -> bool:
         ({"rdzv_backend": "sttaic", "num_processes": 2}, ValueError, "'sttaic' is not registered"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_invalid_options_are_refused_before_anything_starts(
     arguments: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -390,7 +390,7 @@ def test_an_accelerator_made_before_is_refused(
     make()
     with pytest.raises(RuntimeError, match="already made in this process"):
         launcher(print, num_processes=2)
-    PartialState().destroy_process_group()  # what the text says
+    PartialState().destroy_process_group()  # as the text advises
     assert launcher(int, num_processes=2) == [0, 0]
 
 
@@ -424,13 +424,13 @@ def test_a_process_group_is_refused(tmp_path: Path) -> None:
 def test_devices_that_forks_cannot_have(
     monkeypatch: pytest.MonkeyPatch, support: ForkSupport, error: type[Exception], text: str
 ) -> None:
-    """What is found out needs a device (below); what is said does not."""
+    """Test the error texts; probing itself needs a device (below)."""
     monkeypatch.setattr(notebook, "probe_forks", lambda **_: support)
     with pytest.raises(error, match=text):
         launch(print, num_processes=2)
 
 
-def test_a_driver_that_kills_whoever_looks_is_not_taken_for_a_used_one(
+def test_a_driver_that_kills_the_probe_is_not_taken_for_a_used_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ACCEL_CPU")
@@ -445,7 +445,7 @@ def test_port_0_is_a_free_one() -> None:
     assert found[0] not in ("0", "29500")
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_taken_port_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
