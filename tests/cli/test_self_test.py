@@ -1,4 +1,4 @@
-"""``accel test``: what holds is shown to hold, and each check is seen failing on two processes."""
+"""``accel test``: checks pass on a sound installation, and each fails on a faulty one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 FAULTY = """
 import contextlib, json, sys
 import torch
-from accel_callbacks import Accelerator, collectives, failures
-from accel_callbacks.selftest import data, processes, training
+from accel_callbacks import Accelerator, collectives
+from accel_callbacks.distributed import failures
+from accel_callbacks.selftest import checks
 from accel_callbacks.selftest.__main__ import main as selftest
 from accel_callbacks.selftest.check import Check, Lab
 from accel_callbacks.selftest.runner import run_checks
@@ -34,13 +35,13 @@ from accel_callbacks.distributed.topology import destroy_topology, process_rank
 
 rank = process_rank()[0]
 here = rank == 1
-reduce, wide = collectives.reduce, data._Wide.__getitem__
+reduce, wide = collectives.reduce, checks._Wide.__getitem__
 FAULTS = {
-    "processes": [(processes.platform, "python_version", lambda: f"3.{rank}")],
+    "processes": [(checks.platform, "python_version", lambda: f"3.{rank}")],
     "collectives": [(collectives, "reduce", lambda x, how: reduce(x, how) + here)],
-    "determinism": [(training, "set_seed", lambda seed: None)],
+    "determinism": [(checks, "set_seed", lambda seed: None)],
     "data": [(Accelerator, "prepare_data_loader", lambda self, loader, place: loader)],
-    "workers": [(data._Wide, "__getitem__", lambda self, n: torch.cat([wide(self, n)[:-1],
+    "workers": [(checks._Wide, "__getitem__", lambda self, n: torch.cat([wide(self, n)[:-1],
                                                                       torch.tensor([n + here])]))],
     "precision": [(Accelerator, "autocast", lambda self: contextlib.nullcontext())],
     "gradients": [(torch.nn.parallel.DistributedDataParallel, "forward",
