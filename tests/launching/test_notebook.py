@@ -132,7 +132,7 @@ def test_tensors_of_any_type_come_back() -> None:
 
 
 def test_what_cannot_come_back_is_named() -> None:
-    with pytest.raises(RemoteError, match="returned a function that cannot be handed") as caught:
+    with pytest.raises(RemoteError, match="returned a function that cannot be sent") as caught:
         debug_launcher(lambda: lambda: 1)
     assert "Return numbers" in str(caught.value)
 
