@@ -1,4 +1,4 @@
-"""Public names that are imported from their module when they are first used (PEP 562)."""
+"""Import public names from their modules on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["lazy_names"]
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package whose names live in its modules.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its names lazily.
 
     Args:
         package: the package's ``__name__``.
-        homes: for each name the module that has it, relative to the package.
+        homes: for each name its module, relative to the package.
 
     Example:
         >>> from accel_callbacks._lazy import lazy_names

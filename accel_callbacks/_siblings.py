@@ -1,4 +1,4 @@
-"""Guard against a user's own file that takes the place of one of our sibling packages."""
+"""Guard against a user's file that shadows one of our sibling packages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["require_neighbour"]
 
 @functools.cache
 def require_neighbour(name: str) -> None:
-    """Make sure that ``import name`` finds our package and not a file beside the script.
+    """Check that ``import name`` finds our package, and not a file next to the script.
 
     Args:
         name: ``"loggers"`` or ``"checkpoint_io"``.
 
     Raises:
-        ImportError: another module of this name is found first; it says which and what to do.
+        ImportError: another module of this name is found first; the text names it.
 
     Example:
         >>> from accel_callbacks._siblings import require_neighbour
@@ -39,7 +39,7 @@ def require_neighbour(name: str) -> None:
 def _origin(name: str) -> Path | None:
     loaded = sys.modules.get(name)
     if loaded is not None:
-        # A folder without __init__.py has no file, only places.
+        # A namespace package has no file, only a path.
         file = getattr(loaded, "__file__", None) or next(
             iter(getattr(loaded, "__path__", ())), None
         )
@@ -47,7 +47,7 @@ def _origin(name: str) -> Path | None:
     spec = importlib.util.find_spec(name)
     if spec is None:
         return None
-    if spec.origin is None:  # a folder without __init__.py
+    if spec.origin is None:  # a namespace package
         locations = list(spec.submodule_search_locations or ())
         return Path(locations[0]) if locations else None
     return Path(spec.origin)

@@ -1,4 +1,4 @@
-"""The ``accel`` command: one file a subcommand, named in `registry.COMMANDS`."""
+"""The ``accel`` command: one file per subcommand, listed in `registry.COMMANDS`."""
 
 from __future__ import annotations
 

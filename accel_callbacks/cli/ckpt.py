@@ -1,4 +1,4 @@
-"""``accel ckpt``: look at checkpoints, verify, copy and remove them, from the shell."""
+"""``accel ckpt``: list, inspect, verify, copy and remove checkpoints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from accel_callbacks.cli.parser import CommandParser, positive_int
 
 ACTIONS = {
-    "ls": "what is in a folder of checkpoints: step, size, age, status",
-    "latest": "the path of the newest valid checkpoint of a folder",
-    "show": "the tensors of a checkpoint, or of a file or folder of model weights",
-    "verify": "check every byte of a checkpoint, or of all in a folder",
+    "ls": "list the checkpoints of a folder: step, size, age, status",
+    "latest": "print the path of the newest valid checkpoint of a folder",
+    "show": "list the tensors of a checkpoint, or of a file or folder of model weights",
+    "verify": "verify every byte of a checkpoint, or of all in a folder",
     "prune": "remove old checkpoints of one run",
     "rm": "remove checkpoints, after asking",
     "cp": "copy a whole checkpoint to another place, verified on the way",
@@ -29,7 +29,7 @@ _JSON = ("ls", "latest", "show", "verify")
 
 
 def configure(parser: CommandParser) -> None:
-    """Add one parser for each action."""
+    """Add a subparser for each action."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in ACTIONS.items():
         action: CommandParser = actions.add_parser(
@@ -67,13 +67,15 @@ def _verify_options(parser: CommandParser) -> None:
 
 def _prune_options(parser: CommandParser) -> None:
     """Options of ``accel ckpt prune``."""
-    parser.option("--run_id", required=True, metavar="ID", help="whose checkpoints may go")
+    parser.option(
+        "--run_id", required=True, metavar="ID", help="run whose checkpoints may be removed"
+    )
     parser.option("--keep_last", type=positive_int, metavar="N", help="keep the newest N")
     parser.option("--keep_every", type=positive_int, metavar="N", help="keep every N-th step")
     parser.option("--keep_best", type=positive_int, metavar="N", help="keep the N best")
     parser.option("--metric", metavar="NAME", help="what --keep_best compares; default: the score")
     parser.option("--mode", choices=("min", "max"), default="min", help="which metric is better")
-    parser.option("--dry_run", action="store_true", help="only say what would be removed")
+    parser.option("--dry_run", action="store_true", help="only print what would be removed")
 
 
 def _rm_options(parser: CommandParser) -> None:
@@ -85,9 +87,9 @@ def _rm_options(parser: CommandParser) -> None:
     parser.option(
         "--unfinished",
         action="store_true",
-        help="also what a killed save left, and one whose manifest is broken",
+        help="also the remains of a killed save, and checkpoints with a corrupt manifest",
     )
-    parser.option("--dry_run", action="store_true", help="only say what would be removed")
+    parser.option("--dry_run", action="store_true", help="only print what would be removed")
 
 
 def _cp_options(parser: CommandParser) -> None:
@@ -119,7 +121,7 @@ _OPTIONS: dict[str, Callable[[CommandParser], None]] = {
 
 
 def run(args: Namespace) -> int:
-    """Do what was asked; 1 if a checkpoint is missing or damaged."""
+    """Run the action; return 1 if a checkpoint is missing or damaged."""
     from accel_callbacks.cli import ckpt_actions  # imports torch
 
     return ckpt_actions.run(args)

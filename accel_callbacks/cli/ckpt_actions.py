@@ -1,4 +1,4 @@
-"""Accel ckpt ls, show, verify, prune, rm."""
+"""``accel ckpt ls``, ``latest``, ``show``, ``verify``, ``prune`` and ``rm``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import checkpoint_io
 from accel_callbacks.cli.ckpt_copy import copy
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.cli.text import age_of, printable, shape_of, size_of, table, to_json
+from accel_callbacks.utils.text import age_of, printable, shape_of, size_of, table, to_json
 from checkpoint_io.folder.removal import remove_all, remove_checkpoint
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of
@@ -25,124 +25,25 @@ from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.find import open_weights
 
 
-@dataclass(frozen=True)
-class _Doomed:
-    """A place that may be removed: a checkpoint, or (without a manifest) what is left of one."""
-
-    place: str
-    store: Store
-    manifest: Manifest | None
-
-    def described(self) -> str:
-        """Say what it is, before it goes."""
-        if self.manifest is None:
-            return f"{self.place} (what is left of a save)"
-        step = self.manifest.metadata.get("step", "?")
-        return f"{self.place} (step {step}, {size_of(self.manifest.nbytes)})"
-
-
-def remove(args: Namespace, options: Mapping[str, Any]) -> int:
-    """Look at all places first, ask once, then remove one after the other."""
-    doomed = [_look(place, options, args.unfinished) for place in dict.fromkeys(args.places)]
-    for one in doomed:
-        print(printable(f"{'would remove' if args.dry_run else 'to remove'}: {one.described()}"))
-    if args.dry_run:
-        return 0
-    if not args.yes and not _agreed(len(doomed)):
-        print("nothing was removed", file=sys.stderr)
-        return 1
-    for one in doomed:
-        _remove(one)
-        print(printable(f"removed {one.place}"))
-    return 0
-
-
-def _look(place: str, options: Mapping[str, Any], unfinished: bool) -> _Doomed:
-    """Find out what a place is; a CommandError for what is no checkpoint."""
-    store = open_store(place, options)
-    try:
-        return _Doomed(place, store, manifest_of(store, tensors=False))
-    except checkpoint_io.ManifestVersionError:
-        raise
-    except checkpoint_io.CheckpointNotFoundError as error:
-        if not any(map(save_id_of, store.sizes())):
-            raise CommandError(f"{error}; nothing was removed{_inside(place, store)}", 1) from error
-        reason = f"{place} holds a save that never finished, or is being written right now"
-    except checkpoint_io.CorruptCheckpointError as error:
-        if not any(map(save_id_of, store.sizes())):
-            raise CommandError(f"{error}; it is no checkpoint: nothing was removed", 1) from error
-        reason = str(error)
-    if not unfinished:
-        raise CommandError(f"{reason}; --unfinished removes it; nothing was removed", 1)
-    return _Doomed(place, store, None)
-
-
-def _inside(place: str, store: Store) -> str:
-    """Hint at the checkpoints in a folder of them."""
-    for name in store.folders():
-        if MANIFEST in store.child(name).sizes():
-            return f"; it holds checkpoints, such as {place.rstrip('/')}/{name}: name those"
-    return ""
-
-
-def _agreed(count: int) -> bool:
-    """Ask whether to remove."""
-    if not sys.stdin.isatty():
-        raise CommandError("nobody is there to ask: add --yes; nothing was removed")
-    print(f"remove {count} checkpoint{'s' * (count > 1)}? [y/N] ", end="", file=sys.stderr)
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _remove(one: _Doomed) -> None:
-    """Remove one place, if it is still what was looked at."""
-    store, seen = one.store, one.manifest
-    with store.lock():
-        if _id_of(store) != (seen.id if seen else None):
-            raise CommandError(f"{one.place} was replaced meanwhile: look at it again", 1)
-        if seen is not None:
-            remove_checkpoint(store, seen)
-        else:
-            ours = [name for name in store.sizes() if save_id_of(name)]
-            store.remove(MANIFEST)
-            remove_all(store, ours)
-            for save in {save_id_of(name) or "" for name in ours}:
-                store.abort_uploads(save)
-            store.remove_folder()
-    if rest := sorted(store.sizes()) + store.folders():
-        names = printable(", ".join(rest[:3])) + (", ..." if len(rest) > 3 else "")
-        print(
-            f"accel ckpt: {one.place} keeps what is not of the checkpoint: {names}", file=sys.stderr
-        )
-
-
-def _id_of(store: Store) -> str | None:
-    """Return the id of the checkpoint that is there; None if there is no sound one."""
-    try:
-        return manifest_of(store, tensors=False).id
-    except (checkpoint_io.CheckpointNotFoundError, checkpoint_io.CorruptCheckpointError):
-        return None
-
-
 def run(args: Namespace) -> int:
-    """Do one action; what was skipped or could not be removed goes to standard error."""
+    """Run one action; print its warnings to standard error."""
     options = storage_options(args.storage_option)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", checkpoint_io.CheckpointWarning)
         try:
             return _ACTIONS[args.action](args, options)
         except BrokenPipeError:
-            raise  # of standard output: the reader has gone
+            raise  # from standard output, handled by cli.main
         except (checkpoint_io.CheckpointError, OSError, ImportError, ValueError) as error:
             raise CommandError(str(error), exit_code=1) from error
         finally:
-            for warning in told:
+            for warning in caught:
                 if issubclass(warning.category, checkpoint_io.CheckpointWarning):
                     print(f"accel ckpt: {warning.message}", file=sys.stderr)
 
 
 def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read ``KEY=VALUE`` pairs; a value that is JSON is taken as such."""
+    """Parse ``KEY=VALUE`` pairs; values may be JSON."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -156,7 +57,7 @@ def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.CheckpointFolder:
-    """Open the folder of checkpoints that was named."""
+    """Open the folder of checkpoints."""
     return checkpoint_io.CheckpointFolder(args.place, storage_options=options)
 
 
@@ -164,7 +65,7 @@ def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.Checkp
 
 
 def _list(args: Namespace, options: Mapping[str, Any]) -> int:
-    """Print one line a checkpoint, the newest last."""
+    """Print a line per checkpoint, the newest last."""
     entries = [e for e in _folder(args, options).survey() if e.status != "foreign"]
     entries.sort(key=lambda e: (e.manifest.generation if e.manifest else -1, e.name))
     if args.json:
@@ -177,7 +78,7 @@ def _list(args: Namespace, options: Mapping[str, Any]) -> int:
 
 
 def _row(entry: checkpoint_io.FolderEntry) -> tuple[str, ...]:
-    """Return the line of one entry."""
+    """Return the cells of one entry."""
     status = f"{entry.status}: {entry.reason}" if entry.reason else entry.status
     if entry.manifest is None:
         return entry.name, "-", "-", "-", status
@@ -187,7 +88,7 @@ def _row(entry: checkpoint_io.FolderEntry) -> tuple[str, ...]:
 
 
 def _facts(entry: checkpoint_io.FolderEntry) -> dict[str, Any]:
-    """Return what is known of one entry, for JSON."""
+    """Return one entry for JSON."""
     facts: dict[str, Any] = {
         "name": entry.name,
         "path": entry.path,
@@ -225,7 +126,7 @@ def _latest(args: Namespace, options: Mapping[str, Any]) -> int:
 
 
 def _show(args: Namespace, options: Mapping[str, Any]) -> int:
-    """Print one line a tensor: name, dtype, shape, size; a tied one says to which."""
+    """Print a line per tensor: name, dtype, shape, and size or the tensor it is tied to."""
     rows = list(_tensors(args.place, options))
     if args.pattern is not None:
         rows = [row for row in rows if fnmatch.fnmatchcase(row["name"], args.pattern)]
@@ -278,7 +179,7 @@ def _tensors(place: str, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def _verify(args: Namespace, options: Mapping[str, Any]) -> int:
-    """Check one checkpoint, or all of a folder; 1 if one is damaged or there is none."""
+    """Verify a checkpoint, or all of a folder; return 1 if one is damaged or none is found."""
     results = list(_verdicts(args, options))
     if args.json:
         print(to_json(results))
@@ -286,12 +187,12 @@ def _verify(args: Namespace, options: Mapping[str, Any]) -> int:
 
 
 def _bad(results: Sequence[Mapping[str, Any]]) -> bool:
-    """Say whether one is damaged."""
+    """Return whether one is damaged."""
     return any(result["status"] == "damaged" for result in results)
 
 
 def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Verify one after the other, and say at once how it went."""
+    """Verify one checkpoint after the other, printing each result at once."""
     paths = [args.place]
     try:
         checkpoint_io.read_manifest(args.place, storage_options=options)
@@ -301,7 +202,7 @@ def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str,
             raise CommandError(str(error), exit_code=1) from error
         paths = [entry.path for entry in entries]
     except checkpoint_io.CheckpointError:
-        pass  # told below
+        pass  # _verdict reports it
     for path in paths:
         verdict = {"path": path, **_verdict(path, args.sizes_only, options)}
         if not args.json:
@@ -326,7 +227,7 @@ def _verdict(path: str, sizes_only: bool, options: Mapping[str, Any]) -> dict[st
 
 
 def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
-    """Remove what no rule keeps, and say what went."""
+    """Remove checkpoints that no rule keeps, and print them."""
     rules = []
     if args.keep_last is not None:
         rules.append(checkpoint_io.keep_last(args.keep_last))
@@ -335,12 +236,115 @@ def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
     if args.keep_best is not None:
         rules.append(checkpoint_io.keep_best(args.keep_best, args.metric, args.mode))
     if not rules:
-        raise CommandError("say what to keep: --keep_last, --keep_every or --keep_best")
+        raise CommandError("give a rule: --keep_last, --keep_every or --keep_best")
     folder = _folder(args, options)
     gone = folder.prune(reduce(or_, rules), run_id=args.run_id, dry_run=args.dry_run)
     for path in gone:
         print(f"would remove {path}" if args.dry_run else f"removed {path}")
     return 0
+
+
+# --- rm ------------------------------------------------------------------------------------
+
+
+def _remove(args: Namespace, options: Mapping[str, Any]) -> int:
+    """Inspect all places, ask once, then remove them."""
+    targets = [_inspect(place, options, args.unfinished) for place in dict.fromkeys(args.places)]
+    for one in targets:
+        print(printable(f"{'would remove' if args.dry_run else 'to remove'}: {one.described()}"))
+    if args.dry_run:
+        return 0
+    if not args.yes and not _confirmed(len(targets)):
+        print("nothing was removed", file=sys.stderr)
+        return 1
+    for one in targets:
+        _remove_place(one)
+        print(printable(f"removed {one.place}"))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A checkpoint to remove, or (without a manifest) the remains of one."""
+
+    place: str
+    store: Store
+    manifest: Manifest | None
+
+    def described(self) -> str:
+        """Describe the place for the list before removal."""
+        if self.manifest is None:
+            return f"{self.place} (what is left of a save)"
+        step = self.manifest.metadata.get("step", "?")
+        return f"{self.place} (step {step}, {size_of(self.manifest.nbytes)})"
+
+
+def _inspect(place: str, options: Mapping[str, Any], unfinished: bool) -> _Target:
+    """Open a place; raise CommandError if it is no checkpoint."""
+    store = open_store(place, options)
+    try:
+        return _Target(place, store, manifest_of(store, tensors=False))
+    except checkpoint_io.ManifestVersionError:
+        raise
+    except checkpoint_io.CheckpointNotFoundError as error:
+        if not any(map(save_id_of, store.sizes())):
+            raise CommandError(f"{error}; nothing was removed{_inside(place, store)}", 1) from error
+        reason = f"{place} holds a save that never finished, or is being written right now"
+    except checkpoint_io.CorruptCheckpointError as error:
+        if not any(map(save_id_of, store.sizes())):
+            raise CommandError(f"{error}; it is no checkpoint: nothing was removed", 1) from error
+        reason = str(error)
+    if not unfinished:
+        raise CommandError(f"{reason}; --unfinished removes it; nothing was removed", 1)
+    return _Target(place, store, None)
+
+
+def _inside(place: str, store: Store) -> str:
+    """Return a hint to name a checkpoint in the folder, if it has some."""
+    for name in store.folders():
+        if MANIFEST in store.child(name).sizes():
+            return f"; it holds checkpoints, such as {place.rstrip('/')}/{name}: name those"
+    return ""
+
+
+def _confirmed(count: int) -> bool:
+    """Ask for confirmation to remove."""
+    if not sys.stdin.isatty():
+        raise CommandError("standard input is no terminal: add --yes; nothing was removed")
+    print(f"remove {count} checkpoint{'s' * (count > 1)}? [y/N] ", end="", file=sys.stderr)
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _remove_place(one: _Target) -> None:
+    """Remove one place, unless it was replaced since it was inspected."""
+    store, seen = one.store, one.manifest
+    with store.lock():
+        if _id_of(store) != (seen.id if seen else None):
+            raise CommandError(f"{one.place} was replaced meanwhile: inspect it again", 1)
+        if seen is not None:
+            remove_checkpoint(store, seen)
+        else:
+            ours = [name for name in store.sizes() if save_id_of(name)]
+            store.remove(MANIFEST)
+            remove_all(store, ours)
+            for save in {save_id_of(name) or "" for name in ours}:
+                store.abort_uploads(save)
+            store.remove_folder()
+    if rest := sorted(store.sizes()) + store.folders():
+        names = printable(", ".join(rest[:3])) + (", ..." if len(rest) > 3 else "")
+        print(
+            f"accel ckpt: {one.place} keeps files that are not of the checkpoint: {names}",
+            file=sys.stderr,
+        )
+
+
+def _id_of(store: Store) -> str | None:
+    """Return the id of the checkpoint; None if there is no valid one."""
+    try:
+        return manifest_of(store, tensors=False).id
+    except (checkpoint_io.CheckpointNotFoundError, checkpoint_io.CorruptCheckpointError):
+        return None
 
 
 _ACTIONS: Mapping[str, Callable[[Namespace, Mapping[str, Any]], int]] = {
@@ -349,6 +353,6 @@ _ACTIONS: Mapping[str, Callable[[Namespace, Mapping[str, Any]], int]] = {
     "show": _show,
     "verify": _verify,
     "prune": _prune,
-    "rm": remove,
+    "rm": _remove,
     "cp": lambda args, options: copy(args, options, storage_options(args.target_option)),
 }

@@ -1,7 +1,7 @@
-"""Accel ckpt cp.
+"""``accel ckpt cp``: copy a checkpoint to another store, verifying its checksums on the way.
 
-What has been copied whole stays if the copy breaks off, and is checked and taken over by the next
-one. Until the manifest is there, the target is no checkpoint.
+Files that were copied completely stay if a copy fails, and the next one verifies and keeps them.
+The manifest is written last: without it the target is no checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 import checkpoint_io
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.cli.text import printable, size_of
+from accel_callbacks.utils.text import printable, size_of
 from checkpoint_io.folder.removal import extra_files
 from checkpoint_io.format.manifest import Manifest, same_manifest
 from checkpoint_io.format.names import MANIFEST, save_id_of, temporary_name
@@ -34,7 +34,7 @@ _PIECE = 8 << 20
 
 
 class _Run(NamedTuple):
-    """Bytes that have checksums of their own: the head of a file, or a chunk of a tensor."""
+    """A range of bytes with its checksums: the head of a file, or a chunk of a tensor."""
 
     begin: int
     end: int
@@ -43,7 +43,7 @@ class _Run(NamedTuple):
 
 
 class _Shifted:
-    """Puts the bytes of a run where they belong in a window of the file."""
+    """Sink that writes the bytes of a run to their position in a window of the file."""
 
     def __init__(self, window: Bytes, shift: int) -> None:
         self._window, self._shift = window, shift
@@ -54,8 +54,8 @@ class _Shifted:
         self._window[at : at + data.size] = data
 
 
-class Pieces:
-    """Iterates over a file; the next piece is read while one is being written."""
+class _Pieces:
+    """Verified bytes of a file in pieces; the next is read while the caller writes the current."""
 
     def __init__(self, source: Source, index: int) -> None:
         self._source, self._index = source, index
@@ -71,7 +71,7 @@ class Pieces:
                 yield data.data
 
     def _runs(self) -> list[_Run]:
-        """List what the file consists of, in its order."""
+        """List the runs of the file, in order."""
         manifest, index = self._source.manifest, self._index
         entry = manifest.files[index]
         head = _Run(0, entry.covered, entry.checksums, "")
@@ -83,7 +83,7 @@ class Pieces:
         return [head, *chunks]
 
     def _windows(self) -> Iterator[list[tuple[_Run, range]]]:
-        """Cut the file, at the edges of parts, into windows of some size."""
+        """Split the file into windows of at most `WINDOW` bytes, at boundaries of parts."""
         size = self._source.manifest.part_size
         room = max(1, WINDOW // size)
         window: list[tuple[_Run, range]] = []
@@ -120,13 +120,8 @@ class Pieces:
         return data
 
 
-def pieces_of(source: Source, index: int) -> Iterator[memoryview[int]]:
-    """Yield the verified bytes of a file, in order."""
-    return iter(Pieces(source, index))
-
-
 def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[str, Any]) -> int:
-    """Copy, and say where it is now."""
+    """Copy the checkpoint, and print the place of the copy."""
     place, target = args.place.rstrip("/"), args.target
     if target.endswith("/"):
         here = os.path.abspath(place) if protocol_of(place) == "file" else place  # such as "."
@@ -151,31 +146,31 @@ def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[st
 
 
 def _manifest(origin: Store) -> tuple[bytes, Manifest]:
-    """Read the manifest, as bytes and as what they say."""
-    manifest_of(origin)  # for what it says of a place without one
+    """Return the manifest, as bytes and parsed."""
+    manifest_of(origin)  # raises a better error for a place without one
     with origin.open(MANIFEST) as reader:
         data = bytes(reader.read(0, reader.size))
     return data, parse_manifest(data, f"{origin.url}/{MANIFEST}")
 
 
 class _Copy:
-    """One copy: what is missing at the goal is brought there, then the manifest."""
+    """Copies files that the goal lacks, then the manifest."""
 
     def __init__(self, source: Source, goal: Store, data: bytes, progress: bool | None) -> None:
         self._source, self._goal, self._data, self._progress = source, goal, data, progress
         self._manifest = source.manifest
 
     def run(self) -> bool:
-        """Copy; False if there was nothing to do."""
+        """Copy; return False if the goal has this checkpoint already."""
         check_sizes(self._source.store, self._manifest)
         try:
             return self._locked()
         except BaseException:
-            self._goal.remove_folder()  # the lock made it; it goes only if it is empty
+            self._goal.remove_folder()  # made by the lock; only an empty one is removed
             raise
 
     def _locked(self) -> bool:
-        """Copy while no save of this machine writes to the goal."""
+        """Copy under the lock of the goal, which saves of this machine take as well."""
         with self._goal.lock():
             token = self._goal.token(MANIFEST)
             if token and self._is_there():
@@ -185,7 +180,7 @@ class _Copy:
                 raise CommandError(
                     f"{self._goal.url} holds another checkpoint: accel ckpt rm removes it", 1
                 )
-            self._refuse_a_shared_place()
+            self._refuse_other_content()
             self._files()
             check_sizes(self._goal, self._manifest)
             self._goal.replace(
@@ -197,51 +192,50 @@ class _Copy:
                 )
         return True
 
-    def _refuse_a_shared_place(self) -> None:
-        """Refuse a folder of other things, such as one of checkpoints: `cp` in a shell goes in."""
+    def _refuse_other_content(self) -> None:
+        """Refuse a folder with other content, such as checkpoints: `cp` would copy into it."""
         known = extra_files(self._manifest)
         names = [name for name in self._goal.sizes() if not save_id_of(name) and name not in known]
         others = sorted(name for name in names if not name.startswith(".")) + self._goal.folders()
         if others:
-            told = printable(", ".join(others[:3])) + (", ..." if len(others) > 3 else "")
+            shown = printable(", ".join(others[:3])) + (", ..." if len(others) > 3 else "")
             advice = "a / at the end of TARGET copies into it"
-            raise CommandError(f"{self._goal.url} holds other things ({told}): {advice}", 1)
+            raise CommandError(f"{self._goal.url} holds other things ({shown}): {advice}", 1)
 
     def _is_there(self) -> bool:
-        """Say whether the goal has this very manifest."""
+        """Return whether the goal has exactly this manifest."""
         with self._goal.open(MANIFEST) as reader:
             return same_manifest(self._data, reader)
 
     def _files(self) -> None:
-        """Copy the files that are not there yet, then those of others."""
+        """Copy the files that are missing, then extra files of the checkpoint."""
         present = self._goal.sizes()
         total = self._manifest.nbytes
         with checkpoint_io.TransferProgress("copying", total, self._progress) as bar:
             for index, entry in enumerate(self._manifest.files):
-                if entry.name in present and self._is_whole(index):
+                if entry.name in present and self._is_complete(index):
                     bar.add(entry.size)
                     continue
                 self._goal.remove(entry.name)
-                pieces = pieces_of(self._source, index)
                 with self._goal.create(entry.name, entry.size) as write:
-                    for piece in pieces:
+                    for piece in _Pieces(self._source, index):
                         write(piece)
                         bar.add(len(piece))
         for name in extra_files(self._manifest):
             self._extra(name)
 
-    def _is_whole(self, index: int) -> bool:
-        """Say whether a file of an earlier try is the one that was saved, byte by byte."""
+    def _is_complete(self, index: int) -> bool:
+        """Return whether a file from an earlier copy is complete, by its checksums."""
         there = Source(self._goal, self._manifest)
         with suppress(checkpoint_io.CorruptCheckpointError):
             check_sizes(self._goal, self._manifest, [index])
-            for _ in pieces_of(there, index):
+            for _ in _Pieces(there, index):
                 pass
             return True
         return False
 
     def _extra(self, name: str) -> None:
-        """Copy a file of others that belongs to the checkpoint; it has no checksums."""
+        """Copy an extra file, which has no checksums."""
         with suppress(FileNotFoundError), self._source.store.open(name) as reader:
             self._goal.remove(name)
             with self._goal.create(name, reader.size) as write:

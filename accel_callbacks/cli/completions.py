@@ -1,4 +1,8 @@
-"""Accel completions."""
+"""``accel completions``: scripts for bash, zsh and fish, made from the parsers.
+
+Not made by shtab (1.13): its scripts offer the options of ``accel launch`` after the user's script
+too, and that for bash completes no values after ``=``.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from accel_callbacks.cli.registry import COMMANDS, Command
 from accel_callbacks.launch.option import Option as Setting
 
 _REST = (argparse.PARSER, argparse.REMAINDER)
-# Both walk over the words before the cursor: to the place that they lead to ("-" behind a script,
-# whose arguments are its own), and the option whose value is to come, if one is.
+# For bash and zsh: walk over the words before the cursor, to find the place they lead to ("-" after
+# a script, whose arguments are its own), and the option that expects a value, if any.
 _WALK = """
     local node="" expects="" word next opt
     for word in "${before[@]}"; do
@@ -109,7 +113,17 @@ complete -c accel -e
 complete -c accel -n 'not __accel_at -' -s h -l help -d 'show the help'
 {lines}
 """
-SHELLS = ("bash", "zsh", "fish")
+
+
+def configure(parser: CommandParser) -> None:
+    """Add the options of ``accel completions``."""
+    parser.add_argument("shell", choices=list(SCRIPTS), help="the shell to print completions for")
+
+
+def run(args: Namespace) -> int:
+    """Print the script for a shell."""
+    print(SCRIPTS[args.shell](places()), end="")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -117,27 +131,27 @@ class Option:
     """One option of a command.
 
     Attributes:
-        flags: its spellings, the first one with ``_`` between words.
+        flags: all spellings, the first one with ``_`` between words.
         help: one line.
-        takes: whether a value follows.
-        choices: the values, where there are only some.
+        takes_value: the option is followed by a value.
+        choices: the allowed values, if they are limited.
     """
 
     flags: tuple[str, ...]
     help: str
-    takes: bool
+    takes_value: bool
     choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Place:
-    """What may stand after some words.
+    """A command or action, and what may follow it.
 
     Attributes:
-        path: the words, such as ``ckpt ls``; empty for ``accel`` itself.
-        options: the options that may stand here.
-        words: what may stand here as a word, with a line of help.
-        ends: whether the first word that is no option ends it: what follows is a script's own.
+        path: the words of the command, such as ``ckpt ls``; empty for ``accel`` itself.
+        options: its options.
+        words: words that may follow, with a line of help each.
+        ends: the first positional argument ends the command: a script's own arguments follow.
     """
 
     path: str
@@ -147,7 +161,7 @@ class Place:
 
 
 def places() -> list[Place]:
-    """Return every place of the command line, `accel` itself first."""
+    """Return all places, `accel` itself first."""
     top = CommandParser("accel", "")
     top.option("--version", action="store_true", help="print the version")
     words = {name: command.help for name, command in COMMANDS.items()}
@@ -158,7 +172,7 @@ def places() -> list[Place]:
 
 
 def _parser(name: str, command: Command) -> argparse.ArgumentParser:
-    """Make the parser of a subcommand; one that cannot be loaded has no options."""
+    """Build the parser of a subcommand; without options if its module cannot be imported."""
     parser = CommandParser(f"accel {name}", command.help)
     try:
         command.load().configure(parser)
@@ -168,7 +182,7 @@ def _parser(name: str, command: Command) -> argparse.ArgumentParser:
 
 
 def _places_of(path: str, parser: argparse.ArgumentParser) -> Iterator[Place]:
-    """Yield the place of a parser, and those of the parsers in it."""
+    """Yield the place of a parser, and those of its subparsers."""
     words: dict[str, str] = {}
     inner: dict[str, argparse.ArgumentParser] = {}
     ends = False
@@ -201,7 +215,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[Option]:
 
 
 def _values(action: argparse.Action) -> tuple[str, ...]:
-    """Return what an option may be, where that is little; a setting checks its choices itself."""
+    """Return the choices of an option; a setting has them itself, as it parses the value."""
     setting = getattr(action.type, "__self__", None)
     if not isinstance(setting, Setting):
         return tuple(map(str, action.choices or ()))
@@ -209,7 +223,7 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
 
 
 def _first_line(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """Return what is said of an option, as one line."""
+    """Return the help of an option, expanded, on one line."""
     try:
         text = parser._get_formatter()._expand_help(action) if action.help else ""
     except (KeyError, TypeError, ValueError):
@@ -218,19 +232,19 @@ def _first_line(parser: argparse.ArgumentParser, action: argparse.Action) -> str
 
 
 def spelled(flags: Iterable[str]) -> list[str]:
-    """Return one spelling of each flag: that with ``_`` between its words."""
+    """Drop the spelling with ``-`` of each flag that is spelled with ``_`` too."""
     found = list(flags)
     return [f for f in found if not ("-" in f[2:] and f"--{f[2:].replace('-', '_')}" in found)]
 
 
 def _valued(place: Place) -> list[str]:
     """Return the flags that take a value, with ``_`` for every dash."""
-    flags = [flag for option in place.options if option.takes for flag in option.flags]
+    flags = [flag for option in place.options if option.takes_value for flag in option.flags]
     return list(dict.fromkeys(flag.replace("-", "_") for flag in flags))
 
 
 def _next(places: Sequence[Place]) -> dict[str, str]:
-    """Say where a word leads: ``place:word`` to the next place, ``-`` to where nothing is known."""
+    """Map ``place:word`` to the place that the word leads to; ``-`` where nothing is offered."""
     known = {place.path for place in places}
     found = {}
     for place in places:
@@ -242,14 +256,14 @@ def _next(places: Sequence[Place]) -> dict[str, str]:
 
 
 def _case(name: str, rows: Mapping[str, str], otherwise: str = "") -> str:
-    """Write a function of bash and zsh that looks something up."""
+    """Write a lookup function for bash and zsh."""
     lines = [f"        {quote(key)}) echo {quote(text)} ;;" for key, text in rows.items() if text]
     body = "\n".join([*lines, f"        *) echo {otherwise} ;;" if otherwise else "        *) ;;"])
     return f'{name}() {{\n    case "$1" in\n{body}\n    esac\n}}'
 
 
 def _walking(places: Sequence[Place]) -> list[str]:
-    """Write what both shells need to find the place of the cursor."""
+    """Write the lookups of `_WALK`, for bash and zsh."""
     leads = _next(places)
     rows = [
         f"        {quote(key[:-1])}*) echo - ;;"
@@ -265,7 +279,7 @@ def _walking(places: Sequence[Place]) -> list[str]:
 
 
 def _choices(places: Sequence[Place]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the values of the options that have some, by place and flag."""
+    """Yield the choices of options by place and flag."""
     for place in places:
         for option in place.options:
             for flag in dict.fromkeys(flag.replace("-", "_") for flag in option.flags):
@@ -286,12 +300,12 @@ def bash(places: Sequence[Place]) -> str:
 
 
 def _described(word: str, text: str) -> str:
-    """Write a word and its help as ``_describe`` of zsh takes it."""
+    """Format a word and its help for ``_describe`` of zsh."""
     return f"{word.replace(':', chr(92) + ':')}:{text}" if text else word
 
 
 def _zsh_flags(place: Place, dashed: bool) -> str:
-    """List the options of a place with their help, one a line."""
+    """List the options of a place with their help, one per line."""
     lines = []
     for option in place.options:
         for flag in spelled(option.flags):
@@ -316,7 +330,7 @@ def zsh(places: Sequence[Place]) -> str:
 
 
 def _fish_option(place: Place, option: Option) -> Iterator[str]:
-    """Write an option for fish, in both spellings."""
+    """Yield the lines of an option for fish, in both spellings."""
     for flag in option.flags:
         if flag in ("-h", "--help"):
             continue
@@ -325,13 +339,13 @@ def _fish_option(place: Place, option: Option) -> Iterator[str]:
         parts += [_fish(flag.lstrip("-")), "-d", _fish(option.help)]
         if option.choices:
             parts += ["-x -a", _fish(" ".join(option.choices))]
-        elif option.takes:
+        elif option.takes_value:
             parts.append("-r")
         yield " ".join(parts)
 
 
 def _fish(text: str) -> str:
-    """Quote a text for fish, whose single quotes know two escapes."""
+    """Quote a text for fish, which has two escapes in single quotes."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -359,15 +373,3 @@ def fish(places: Sequence[Place]) -> str:
 
 
 SCRIPTS: Mapping[str, Callable[[Sequence[Place]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
-
-
-def configure(parser: CommandParser) -> None:
-    """Add the options of ``accel completions``."""
-    parser.add_argument("shell", choices=SHELLS, help="the shell to print completions for")
-
-
-def run(args: Namespace) -> int:
-    """Print the script of one shell."""
-
-    print(SCRIPTS[args.shell](places()), end="")
-    return 0

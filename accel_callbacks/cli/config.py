@@ -1,4 +1,4 @@
-"""Accel config."""
+"""``accel config``: write, update and show config files."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.cli.text import printable, table
 from accel_callbacks.launch.config_file import (
     PROJECT_FILE,
     default_path,
     expanded,
     find_config,
     read_config,
+    values_of,
     write_config,
 )
-from accel_callbacks.launch.machine import Machine
+from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
+from accel_callbacks.utils.text import printable, table
 
 _Values = dict[str, Any]
 _Answer = TypeVar("_Answer")
@@ -36,15 +37,138 @@ ACTIONS = {
 }
 
 
+def configure(parser: CommandParser) -> None:
+    """Add the options of ``accel config`` and its actions."""
+    parser.usage = "accel config [default | update | show] [options]"
+    parser.option("--config_file", metavar="FILE", help="the file to write, update or show")
+    parser.option(
+        "--default", action="store_true", help="write what fits this machine, without questions"
+    )
+    _add_writing(parser, {})
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    for name, text in ACTIONS.items():
+        action: CommandParser = actions.add_parser(name, help=text, description=f"{text}.")
+        # SUPPRESS keeps the value of the same option before the action.
+        action.option("--config_file", metavar="FILE", default=argparse.SUPPRESS)
+        if name == "default":
+            _add_writing(action, {"default": argparse.SUPPRESS})
+        if name == "show":
+            action.option(
+                "--script", metavar="FILE", help="search for accel.yaml from here upwards"
+            )
+            action.option("--json", action="store_true", help="print JSON")
+        parser.adopt(action)
+
+
+def _add_writing(parser: CommandParser, more: Mapping[str, Any]) -> None:
+    """Add the options of writing a new file."""
+    parser.option("--force", action="store_true", help="replace an existing file", **more)
+    parser.option("--mixed_precision", metavar="TYPE", help="type to compute in", **more)
+
+
+def run(args: Namespace) -> int:
+    """Run the action; files are written atomically."""
+    action = args.action or ("default" if args.default else "ask")
+    try:
+        return _ACTIONS[action](args)
+    except SettingsError as error:
+        raise CommandError(str(error)) from None
+    except KeyboardInterrupt:
+        print("\naccel config: stopped; nothing was written", file=sys.stderr)
+        return 130
+
+
+def _default(args: Namespace) -> int:
+    """Write the default values for this machine."""
+    machine = detect_machine(os.environ)
+    values = defaults(machine, args.mixed_precision)
+    path = expanded(args.config_file or default_path(os.environ))
+    if os.path.lexists(path) and not args.force:
+        raise CommandError(f"{path} already exists: --force replaces it", exit_code=1)
+    return _write(path, values)
+
+
+def _ask(args: Namespace) -> int:
+    """Ask questions, then write the file."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise CommandError(
+            "asks questions, and standard input is no terminal: `accel config --default` asks none"
+        )
+    machine = detect_machine(os.environ)
+    print("\n".join(["This machine:", *(f"  {line}" for line in machine.lines())]))
+    try:
+        values = answers(machine, args.mixed_precision)
+        path = expanded(args.config_file or place(os.environ))
+        keep = os.path.lexists(path) and not args.force
+        if keep and not yes_or_no(f"{path} already exists. Replace it?"):
+            raise CommandError("nothing was written; --config_file names another", exit_code=1)
+    except EOFError:
+        raise CommandError("the input ended; nothing was written", exit_code=1) from None
+    return _write(path, values)
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> int:
+    """Validate the values as a launch would, write them, and print the launch command."""
+    values_of(values, str(path))
+    written = write_config(path, values)
+    print(f"wrote {path}")
+    print("\n".join(["launch with:", *(f"  {line}" for line in _commands(written, values))]))
+    return 0
+
+
+def _commands(path: Path, values: Mapping[str, Any]) -> list[str]:
+    """Return the launch command of this machine, and that of others if there are several."""
+    found = find_config(None, os.environ)
+    option = [] if found and os.path.samefile(found, path) else ["--config_file", str(path)]
+    command = shlex.join(["accel", "launch", *option, "train.py"])
+    if values.get("num_machines", 1) == 1:
+        return [command]
+    other = shlex.join(["accel", "launch", *option, "--machine_rank", "N", "train.py"])
+    return [
+        f"{command}  # here, machine {values['machine_rank']}",
+        f"{other}  # on each other machine, with the same file and its own N",
+    ]
+
+
+def _update(args: Namespace) -> int:
+    """Rename old keys and drop obsolete ones, in place."""
+    path = Path(args.config_file) if args.config_file else find_config(None, os.environ)
+    if path is None:
+        raise CommandError("found no config file to update: name it with --config_file")
+    before = read_config(path)
+    values, gone = values_of(before, str(path))
+    after = _nested(values)
+    for key in sorted(set(before) - set(after)):
+        print(f"removed {key}: {gone.get(key, 'nothing is given there, or it has a new name')}")
+    for key in sorted(set(after) - set(before)):
+        print(f"added {key}: {after[key]}")
+    write_config(path, after)
+    print(f"wrote {path}; comments are not kept")
+    return 0
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nest settings by path in blocks, as in a file."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        block, _, name = path.rpartition(".")
+        plain = list(value) if isinstance(value, tuple) else value
+        (found.setdefault(block, {}) if block else found)[name] = plain
+    return found
+
+
+# --- values for this machine -----------------------------------------------------------------
+
+
 def defaults(machine: Machine, mixed_precision: str | None) -> _Values:
-    """What fits this machine: all of its GPUs, or one process on the CPU."""
+    """Return the values for this machine: all of its GPUs, or one process on the CPU."""
     chosen = _on_all_gpus(machine) if machine.gpus else _on_one_core(machine)
     chosen = _left_to_slurm(chosen) if machine.slurm_nodes else chosen
     return _complete(chosen, {"mixed_precision": mixed_precision or "no"})
 
 
 def answers(machine: Machine, mixed_precision: str | None) -> _Values:
-    """Ask, and return the lines of the file; EOFError if the input ends."""
+    """Ask for the values of the file; raise EOFError if the input ends."""
     chosen = _pick("Where does it run?", _places(machine))(machine)
     if machine.slurm_nodes:
         print("Machines, ranks and addresses come from SLURM at each launch.")
@@ -58,14 +182,14 @@ def answers(machine: Machine, mixed_precision: str | None) -> _Values:
 
 
 def place(environment: Mapping[str, str]) -> Path:
-    """Ask where the file goes."""
+    """Ask for the path of the file."""
     project, own = Path.cwd() / PROJECT_FILE, default_path(environment)
     texts = {f"scripts in this folder: {project}": project, f"all that you launch: {own}": own}
     return _pick("What is the file for?", texts)
 
 
 def yes_or_no(question: str) -> bool:
-    """Ask for yes or no; no if nothing is typed."""
+    """Ask for yes or no; the default is no."""
     words = {"": False, "n": False, "no": False, "y": True, "yes": True}
     return _until(f"{question} [y/N] ", lambda text: words[text.lower()], "type y or n")
 
@@ -78,14 +202,14 @@ def _complete(chosen: _Values, training: _Values) -> _Values:
 
 
 def _places(machine: Machine) -> dict[str, Callable[[Machine], _Values]]:
-    """What this machine offers, the best first."""
+    """Return the places to run on this machine, the best first."""
     count = len(machine.gpus)
     found: dict[str, Callable[[Machine], _Values]] = {}
     if machine.tpu and machine.torch_xla:
         found["the TPU"] = lambda _: {"distributed_type": "XLA", "use_cpu": False}
     if count > 1:
         found[f"all {count} GPUs, a process each"] = _on_all_gpus
-        if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # whose numbers would not be these
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # it would renumber the GPUs
             found["some of the GPUs"] = _on_some_gpus
     if count:
         found["one GPU"] = lambda _: _one_process(use_cpu=False)
@@ -130,8 +254,8 @@ def _on_many_cores(machine: Machine) -> _Values:
 
 
 def _left_to_slurm(chosen: _Values) -> _Values:
-    """The machines are those of the job, so a file counts the processes of each."""
-    kept = {key: value for key, value in chosen.items() if key not in ("num_machines",)}
+    """Drop the machines, which SLURM sets; count processes per machine."""
+    kept = {key: value for key, value in chosen.items() if key != "num_machines"}
     count = kept.pop("num_processes", 1)
     if kept["distributed_type"] == "NO":
         kept.pop("distributed_type")
@@ -139,7 +263,7 @@ def _left_to_slurm(chosen: _Values) -> _Values:
 
 
 def _machines(chosen: _Values) -> _Values:
-    """Ask for other machines, and how this one finds them."""
+    """Ask for the number of machines, and for their rendezvous."""
     count = _ask_number("num_machines", "How many machines take part?", 1)
     if count == 1:
         return {}
@@ -185,13 +309,13 @@ def _precision(chosen: Mapping[str, Any]) -> str:
 
 
 def _ask_number(name: str, question: str, default: int) -> int:
-    """Ask for the value of a setting; the table of settings knows what it may be."""
+    """Ask for the value of a setting; its option validates the answer."""
     one = find(name)
     return _until(f"{question} [{default}] ", lambda text: int(one.parse(text or str(default))))
 
 
 def _pick(question: str, choices: Mapping[str, _Answer]) -> _Answer:
-    """Show numbered choices and return what stands for the one taken, the first by default."""
+    """Print numbered choices and return the value of the chosen one, by default the first."""
     texts: Sequence[str] = list(choices)
     print(question)
     print("\n".join(f"  {number}) {text}" for number, text in enumerate(texts, 1)))
@@ -206,7 +330,7 @@ def _pick(question: str, choices: Mapping[str, _Answer]) -> _Answer:
 
 
 def _until(prompt: str, read: Callable[[str], _Answer], hint: str = "") -> _Answer:
-    """Ask again until the answer can be read."""
+    """Ask until the answer can be parsed."""
     while True:
         try:
             return read(input(prompt).strip())
@@ -214,12 +338,13 @@ def _until(prompt: str, read: Callable[[str], _Answer], hint: str = "") -> _Answ
             print(f"  {hint or error}")
 
 
-def _print_settings(
-    config_file: str | None, script: str | None, as_json: bool, environment: Mapping[str, str]
-) -> int:
-    """Print what a launch would use, the command line apart."""
-    resolved = resolve_settings({}, config_file, script, environment)
-    print(_json(resolved) if as_json else _text(resolved, script, environment))
+# --- showing -----------------------------------------------------------------------------------
+
+
+def _show(args: Namespace) -> int:
+    """Print every setting of a launch without options, and the origin of its value."""
+    resolved = resolve_settings({}, args.config_file, args.script, os.environ)
+    print(_json(resolved) if args.json else _text(resolved, args.script, os.environ))
     return 0
 
 
@@ -241,7 +366,7 @@ def _file_line(resolved: Resolved, script: str | None, environment: Mapping[str,
 
 
 def _rows(resolved: Resolved, idle: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """One row a setting; a block of which nothing is given has one row of its own."""
+    """Yield a row per setting; a block without given options has a single row."""
     shown = {one.block for one in all_options() if one.block and resolved.given(one.path)}
     for one in all_options():
         if one.model is not None and one.name in shown:
@@ -285,139 +410,6 @@ def _json(resolved: Resolved) -> str:
     file = None if resolved.file is None else str(resolved.file)
     facts = {"file": file, "refused": _refusal(resolved) or None, "settings": settings}
     return json.dumps(facts, indent=2)
-
-
-def configure(parser: CommandParser) -> None:
-    """Add the options of ``accel config`` and its actions."""
-    parser.usage = "accel config [default | update | show] [options]"
-    parser.option("--config_file", metavar="FILE", help="the file to write, update or show")
-    parser.option(
-        "--default", action="store_true", help="write what fits this machine, without questions"
-    )
-    _add_writing(parser, {})
-    actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    for name, text in ACTIONS.items():
-        action: CommandParser = actions.add_parser(name, help=text, description=f"{text}.")
-        # Without a default of its own, what stands before the action is kept.
-        action.option("--config_file", metavar="FILE", default=argparse.SUPPRESS)
-        if name == "default":
-            _add_writing(action, {"default": argparse.SUPPRESS})
-        if name == "show":
-            action.option(
-                "--script", metavar="FILE", help="search for accel.yaml from here upwards"
-            )
-            action.option("--json", action="store_true", help="print JSON")
-        parser.adopt(action)
-
-
-def _add_writing(parser: CommandParser, more: Mapping[str, Any]) -> None:
-    """Options of writing a new file."""
-    parser.option("--force", action="store_true", help="replace a file that is there", **more)
-    parser.option("--mixed_precision", metavar="TYPE", help="type to compute in", **more)
-
-
-def run(args: Namespace) -> int:
-    """Do what was asked; a file is written whole or not at all."""
-    action = args.action or ("default" if args.default else "ask")
-    try:
-        return _ACTIONS[action](args)
-    except SettingsError as error:
-        raise CommandError(str(error)) from None
-    except KeyboardInterrupt:
-        print("\naccel config: stopped; nothing was written", file=sys.stderr)
-        return 130
-
-
-def _default(args: Namespace) -> int:
-    """Write what fits this machine."""
-    from accel_callbacks.launch.machine import look_around
-
-    machine = look_around(os.environ)
-    values = defaults(machine, args.mixed_precision)
-    path = expanded(args.config_file or default_path(os.environ))
-    if os.path.lexists(path) and not args.force:
-        raise CommandError(f"{path} is there already: --force replaces it", exit_code=1)
-    return _write(path, values)
-
-
-def _ask(args: Namespace) -> int:
-    """Ask what matters here, then write."""
-    from accel_callbacks.launch.machine import look_around
-
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise CommandError(
-            "asks questions, and standard input is no terminal: `accel config --default` asks none"
-        )
-    machine = look_around(os.environ)
-    print("\n".join(["This machine:", *(f"  {line}" for line in machine.lines())]))
-    try:
-        values = answers(machine, args.mixed_precision)
-        path = expanded(args.config_file or place(os.environ))
-        known = os.path.lexists(path) and not args.force
-        if known and not yes_or_no(f"{path} is there already. Replace it?"):
-            raise CommandError("nothing was written; --config_file names another", exit_code=1)
-    except EOFError:
-        raise CommandError("the input ended; nothing was written", exit_code=1) from None
-    return _write(path, values)
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> int:
-    """Check what is to be written as a launch would, write it, and say how to launch."""
-    from accel_callbacks.launch.config_file import values_of
-
-    values_of(values, str(path))
-    written = write_config(path, values)
-    print(f"wrote {path}")
-    print("\n".join(["launch with:", *(f"  {line}" for line in _commands(written, values))]))
-    return 0
-
-
-def _commands(path: Path, values: Mapping[str, Any]) -> list[str]:
-    """The command for this machine, and for the others if there are some."""
-    found = find_config(None, os.environ)
-    option = [] if found and os.path.samefile(found, path) else ["--config_file", str(path)]
-    command = shlex.join(["accel", "launch", *option, "train.py"])
-    others = range(1, min(values.get("num_machines", 1), 4))
-    own = [command] if not others else [f"{command}  # here, machine {values['machine_rank']}"]
-    if others:
-        own.append(
-            shlex.join(["accel", "launch", *option, "--machine_rank", "N", "train.py"])
-            + "  # on each other machine, with the same file and its own N"
-        )
-    return own
-
-
-def _update(args: Namespace) -> int:
-    """Rename old keys and drop those that no version reads, in place."""
-    from accel_callbacks.launch.config_file import values_of
-
-    path = Path(args.config_file) if args.config_file else find_config(None, os.environ)
-    if path is None:
-        raise CommandError("found no config file to update: name it with --config_file")
-    before = read_config(path)
-    values, gone = values_of(before, str(path))
-    after = _nested(values)
-    for key in sorted(set(before) - set(after)):
-        print(f"removed {key}: {gone.get(key, 'nothing is given there, or it has a new name')}")
-    for key in sorted(set(after) - set(before)):
-        print(f"added {key}: {after[key]}")
-    write_config(path, after)
-    print(f"wrote {path}; comments are not kept")
-    return 0
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by path as a file holds them."""
-    found: dict[str, Any] = {}
-    for path, value in values.items():
-        block, _, name = path.rpartition(".")
-        plain = list(value) if isinstance(value, tuple) else value
-        (found.setdefault(block, {}) if block else found)[name] = plain
-    return found
-
-
-def _show(args: Namespace) -> int:
-    return _print_settings(args.config_file, args.script, args.json, os.environ)
 
 
 _ACTIONS: Mapping[str, Callable[[Namespace], int]] = {

@@ -1,4 +1,4 @@
-"""``accel env``: what to paste in a report, versions, devices and the config file in effect."""
+"""``accel env``: print versions, devices and the config file, for a bug report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_callbacks import __version__
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.cli.text import printable
+from accel_callbacks.utils.text import printable
 
 PACKAGES = (
     "numpy",
@@ -53,7 +53,7 @@ def configure(parser: CommandParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print one ``name: value`` line a fact, then the config file."""
+    """Print a ``name: value`` line per fact, then the config file."""
     if args.short and args.config_file:
         raise CommandError("--short shows no config file: leave out --config_file, or --short")
     for name, value in _facts(short=args.short):
@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
 
 
 def _config_lines(named: str | None) -> Iterator[str]:
-    """Show the config file that a launch from here would read."""
+    """Yield the config file that a launch from the working directory would read."""
     from accel_callbacks.launch.config_file import find_config, read_config
 
     try:
@@ -84,23 +84,23 @@ def _config_lines(named: str | None) -> Iterator[str]:
 
 
 def _indented(values: Mapping[str, Any], depth: int = 1) -> Iterator[str]:
-    """Show nested values, but none that is called a secret."""
+    """Yield nested values, without those whose name suggests a secret."""
     for name, value in values.items():
         start = f"{'  ' * depth}- {printable(str(name))}:"
         if isinstance(value, Mapping) and value:
             yield start
             yield from _indented(value, depth + 1)
         else:
-            yield f"{start} {printable(_told(str(name), str(value)))}"
+            yield f"{start} {printable(_redacted(str(name), str(value)))}"
 
 
-def _told(name: str, value: str) -> str:
-    """Return a value, unless its name says that it is nobody's business."""
+def _redacted(name: str, value: str) -> str:
+    """Return a value; a placeholder if its name suggests a secret."""
     return "(not shown)" if _SECRET.search(name) else value
 
 
 def _facts(short: bool) -> Iterator[tuple[str, str]]:
-    """All facts in the order they are printed."""
+    """Yield all facts in the order of output."""
     yield "accel-callbacks", __version__
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "Platform", platform.platform()
@@ -114,12 +114,12 @@ def _facts(short: bool) -> Iterator[tuple[str, str]]:
         yield package, _version(package)
     for name in sorted(os.environ):
         if name.startswith("ACCEL_") or name in VARIABLES:
-            yield name, _told(name, os.environ[name])
+            yield name, _redacted(name, os.environ[name])
 
 
 def _version(package: str) -> str:
-    """Version of an installed distribution, read without importing it."""
-    from importlib import metadata  # slow, and not for completions
+    """Return the version of an installed distribution without importing it."""
+    from importlib import metadata  # slow to import: completions load this module too
 
     try:
         return metadata.version(package)
@@ -128,7 +128,7 @@ def _version(package: str) -> str:
 
 
 def _memory() -> str:
-    """Physical memory in GiB."""
+    """Return the physical memory in GiB."""
     try:
         return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     except (AttributeError, ValueError, OSError):
@@ -136,7 +136,7 @@ def _memory() -> str:
 
 
 def _torch_facts() -> Iterator[tuple[str, str]]:
-    """What only torch itself can tell; a broken one is told too, as that may be the report."""
+    """Yield what only torch knows; if it cannot be imported, the error: it may be the bug."""
     try:
         import torch
         import torch.distributed as dist
@@ -154,7 +154,7 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> str:
-    """Accelerators by type, with names and memory where torch knows them."""
+    """Describe the accelerators, with names and memory for CUDA."""
     import torch
 
     if not torch.accelerator.is_available():

@@ -1,4 +1,4 @@
-"""``accel estimate-memory``: how much memory a model takes, without making its weights."""
+"""``accel estimate-memory``: estimate the memory of a model without allocating its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
-from accel_callbacks.cli.text import size_of, table, to_json
+from accel_callbacks.utils.text import size_of, table, to_json
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def configure(parser: CommandParser) -> None:
 
 
 def _keywords(text: str) -> dict[str, Any]:
-    """Read a JSON object."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -74,9 +74,9 @@ def _keywords(text: str) -> dict[str, Any]:
 
 
 def run(args: Namespace) -> int:
-    """Make the model on the meta device and print its sizes."""
+    """Instantiate the model, by default on the meta device, and print its sizes."""
     if args.kwargs and not _is_factory(args.model):
-        raise CommandError("--kwargs is for module:factory; a config says what its model is like")
+        raise CommandError("--kwargs is for module:factory; a config defines its model itself")
     from accel_callbacks.modeling.memory_estimate import model_sizes  # imports torch
 
     sizes = model_sizes(_make(args), args.dtypes)
@@ -88,12 +88,12 @@ def run(args: Namespace) -> int:
 
 
 def _is_factory(name: str) -> bool:
-    """Tell ``module:factory`` from a path and from a name on the hub."""
+    """Return whether a name is ``module:factory``, not a path or a name on the hub."""
     return ":" in name and "/" not in name and os.sep not in name and not Path(name).exists()
 
 
 def _make(args: Namespace) -> torch.nn.Module:
-    """Make the model that was named."""
+    """Instantiate the model."""
     import torch
 
     with torch.device(args.device):
@@ -103,7 +103,7 @@ def _make(args: Namespace) -> torch.nn.Module:
 
 
 def _from_factory(name: str, kwargs: Mapping[str, Any], device: str) -> torch.nn.Module:
-    """Import and call ``module:factory``; what it is made of is the user's code."""
+    """Import and call ``module:factory``, which is user code."""
     import torch
 
     module_name, _, path = name.partition(":")
@@ -129,7 +129,7 @@ def _from_factory(name: str, kwargs: Mapping[str, Any], device: str) -> torch.nn
 
 @contextmanager
 def _importing_from_here() -> Iterator[None]:
-    """Look for modules in the working directory too, as ``python -m`` does."""
+    """Import from the working directory too, as ``python -m`` does."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -140,7 +140,7 @@ def _importing_from_here() -> Iterator[None]:
 
 
 def _from_config(name: str, trust: bool) -> torch.nn.Module:
-    """Make the model of a transformers config, without its weights."""
+    """Instantiate the model of a transformers config."""
     path = Path(name)
     if not path.exists() and (path.is_absolute() or name.startswith(".") or path.suffix):
         raise CommandError(f"no file or folder {name!r} (looked from {os.getcwd()})")
@@ -157,7 +157,7 @@ def _from_config(name: str, trust: bool) -> torch.nn.Module:
         return _of_config(transformers, config, trust)
     except OSError as error:
         raise CommandError(_unread(name, path, error), 1) from error
-    except Exception as error:  # configs of all ages, and code that comes with them
+    except Exception as error:  # old configs, and remote code, can raise anything
         raise CommandError(
             f"transformers makes no model of {name}: {type(error).__name__}: {_first_line(error)}",
             1,
@@ -165,7 +165,7 @@ def _from_config(name: str, trust: bool) -> torch.nn.Module:
 
 
 def _of_config(transformers: Any, config: Any, trust: bool) -> torch.nn.Module:
-    """Prefer the class that the config names, which has the head."""
+    """Instantiate the class that the config names, which includes the head, or the base model."""
     for name in getattr(config, "architectures", None) or ():
         if (known := getattr(transformers, name, None)) is not None:
             return known(config)  # type: ignore[no-any-return]
@@ -176,7 +176,7 @@ def _of_config(transformers: Any, config: Any, trust: bool) -> torch.nn.Module:
 
 
 def _unread(name: str, path: Path, error: OSError) -> str:
-    """Say why there is no config."""
+    """Describe why the config cannot be read."""
     if path.exists():
         return f"transformers cannot read {name}: {_first_line(error)}"
     return (
@@ -187,7 +187,7 @@ def _unread(name: str, path: Path, error: OSError) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return one line of an error, or its kind."""
+    """Return the first line of an error, or its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
@@ -196,7 +196,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _as_text(name: str, sizes: ModelSizes) -> str:
-    """Return the table and what it means."""
+    """Return the table with notes."""
     rows = [
         (e.dtype, size_of(e.weights), size_of(e.largest_layer), _training(e))
         for e in sizes.estimates.values()

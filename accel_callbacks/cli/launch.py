@@ -1,4 +1,4 @@
-"""Accel launch."""
+"""``accel launch``: start a script on one or more processes and machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.machine import DRIVERS, usable_cores
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import DirectPlan, Plan, Program, TpuPlan, build_plan
-from accel_callbacks.launch.rendezvous import Here
+from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.report import exit_code
 from accel_callbacks.launch.resolve import refuse_absent_gpus, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
@@ -37,9 +37,9 @@ _TITLES = {
     "Tpu": "TPU",
 }
 
-# What torchrun has and no config file needs. Values reach it as they are.
+# Options of torchrun that config files do not have; their values are passed on.
 TORCHRUN_ONLY: Mapping[str, dict[str, Any]] = {
-    "standalone": {"action": "store_true", "help": "meet on this machine only, by c10d"},
+    "standalone": {"action": "store_true", "help": "rendezvous on this machine only, by c10d"},
     "run_path": {"action": "store_true", "help": "run the script inside of a forked launcher"},
     "virtual_local_rank": {"action": "store_true", "help": "each process sees its GPU as number 0"},
     "signals_to_handle": {"metavar": "NAMES", "help": "signals that reach the processes"},
@@ -61,7 +61,7 @@ def configure(parser: CommandParser) -> None:
     parser.usage = "accel launch [options] script.py [arguments of the script]"
     _add_own(parser)
     add_settings(parser)
-    # Not REMAINDER: that would lose a `--` which stands right after the script.
+    # Not REMAINDER: it would drop a `--` right after the script.
     parser.add_argument(
         "program",
         nargs=argparse.PARSER,
@@ -71,7 +71,7 @@ def configure(parser: CommandParser) -> None:
 
 
 def add_settings(parser: CommandParser) -> None:
-    """Add a flag for every setting that a config file may have."""
+    """Add a flag for every setting of a config file."""
     groups: dict[str, Any] = {}
     for one in all_options():
         if not one.flag:
@@ -99,7 +99,7 @@ def add_settings(parser: CommandParser) -> None:
 
 
 def _add_own(parser: CommandParser) -> None:
-    """Add what is asked of one launch, and of no config file."""
+    """Add the options that config files do not have."""
     parser.option("--config_file", metavar="FILE", help="default: accel.yaml, or the user's own")
     parser.option("-m", "--module", action="store_true", help="run a module, like python -m")
     parser.option("--no_python", action="store_true", help="run a program that is not Python")
@@ -113,7 +113,7 @@ def _add_own(parser: CommandParser) -> None:
 
 
 def _streams(text: str) -> str:
-    """Check a --tee or --redirects value."""
+    """Validate a value of --tee or --redirects."""
     if re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not 0, 1, 2, 3 or a list such as 0:1,1:3")
     return text
@@ -124,12 +124,12 @@ def _number_or_word(number: Callable[[str], int]) -> Callable[[str], int | str]:
 
 
 def given_extras(args: Namespace) -> dict[str, Any]:
-    """The options of `TORCHRUN_ONLY` that were given."""
+    """Return the options of `TORCHRUN_ONLY` that were given."""
     return {name: value for name in TORCHRUN_ONLY if (value := getattr(args, name, None))}
 
 
 def read_program(args: Namespace) -> Program:
-    """The program; `CommandError` now, once, rather than in each process."""
+    """Return the program; raise CommandError here, once, rather than in each process."""
     if args.module and args.no_python:
         raise CommandError("-m and --no_python exclude each other: give one of them")
     name: str = args.program[0]
@@ -146,9 +146,9 @@ def read_program(args: Namespace) -> Program:
 
 
 def _module_exists(name: str) -> bool:
-    """Look for the top-level package only: finding a submodule would import its parents."""
+    """Return whether the top-level package exists; finding a submodule would import it."""
     top = name.partition(".")[0]
-    # `python -m` looks in the working directory first; this console script's path lacks it.
+    # `python -m` searches the working directory first, which this console script's path lacks.
     if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None:
         return True
     try:
@@ -158,10 +158,10 @@ def _module_exists(name: str) -> bool:
 
 
 def run(args: Namespace) -> int:
-    """Launch, wait, and return the exit code of the first process that failed.
+    """Launch, wait, and return the exit code of the process that failed first.
 
-    Where ``args.whole_process`` is true, this process is the command ``accel launch`` and nothing
-    else: a single process of the run then takes its place and nothing is returned.
+    With ``args.whole_process`` this process is only the command ``accel launch``: a run of a
+    single process then replaces it, and this function does not return.
     """
     try:
         plan = _plan(args, os.environ)
@@ -174,7 +174,7 @@ def run(args: Namespace) -> int:
 
 
 def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
-    """What a command line leads to, here and in this environment."""
+    """Plan the launch of a command line, on this machine."""
     program = read_program(args)
     script = program.name if program.kind == "script" else None
     typed = {**vars(args), "nproc_per_node": _processes_here(args.nproc_per_node)}
@@ -184,16 +184,16 @@ def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
         one = find(path)
         if resolved.origins.get(path) == "command line" and resolved.value(path) != one.default:
             print(f"accel launch: {one.flag} has no effect: {reason}", file=sys.stderr)
-    here = Here(environment, usable_cores(), _count_devices, _free_port)
+    host = Host(environment, usable_cores(), _count_devices, _free_port)
     words = getattr(args, "words", [])
-    plan = build_plan(resolved, program, here, given_extras(args), words, args.quiet)
+    plan = build_plan(resolved, program, host, given_extras(args), words, args.quiet)
     if not args.dry_run and not (isinstance(plan, DirectPlan) and plan.elsewhere):
         refuse_absent_gpus(resolved)
     return plan
 
 
 def _processes_here(asked: int | str | None) -> int | None:
-    """The number, for which torchrun takes words too."""
+    """Resolve the words that --nproc_per_node accepts, like torchrun."""
     if not isinstance(asked, str):
         return asked
     devices = 0 if asked == "cpu" else _count_devices()
@@ -205,17 +205,20 @@ def _processes_here(asked: int | str | None) -> int | None:
 def _start(plan: Plan, whole_process: bool) -> int:
     if isinstance(plan, DirectPlan):
         _check_port(plan.env)
-        return _replace_this_process(plan) if whole_process else _run_below(plan)
+        return _replace_process(plan) if whole_process else _run_child(plan)
     with guarded() as marks, changed_environment({**plan.env, **marks}):
         if isinstance(plan, TpuPlan):
             return _run_on_tpu(plan)
-        from accel_callbacks.launch.agent import run_agent
+        from accel_callbacks.launch.agent import LaunchError, run_agent
 
-        return run_agent(plan)
+        try:
+            return run_agent(plan)
+        except LaunchError as error:
+            raise CommandError(str(error), exit_code=1) from error
 
 
-def _replace_this_process(plan: DirectPlan) -> NoReturn:
-    """Nothing is left to watch: signals, exit code and traceback are those of the script."""
+def _replace_process(plan: DirectPlan) -> NoReturn:
+    """Exec the program, so that signals, exit code and traceback are those of the script."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -224,8 +227,8 @@ def _replace_this_process(plan: DirectPlan) -> NoReturn:
         raise CommandError(f"cannot run {plan.command[0]!r}: {error.strerror}") from None
 
 
-def _run_below(plan: DirectPlan) -> int:
-    """The same as a child, for whoever calls this from a Python program."""
+def _run_child(plan: DirectPlan) -> int:
+    """Run the program as a child, for a caller in Python."""
     from subprocess import Popen
 
     with guarded() as marks:
@@ -249,7 +252,7 @@ def _run_on_tpu(plan: TpuPlan) -> int:
 
 
 def _check_port(env: Mapping[str, str]) -> None:
-    """A port that was asked for and is taken would fail in the script, with a traceback."""
+    """Raise CommandError if the port is taken, rather than fail in the script."""
     port = env.get("MASTER_PORT")
     if port is None or env.get("RANK") != "0" or env.get("WORLD_SIZE") != "1":
         return
@@ -273,7 +276,7 @@ def _free_port() -> int:
 
 
 def _count_devices() -> int:
-    """Accelerators of this machine, 0 without one; torch is asked only where there may be some."""
+    """Return the number of accelerators; import torch only if there may be some."""
     if not _may_have_devices(Path("/dev")):
         return 0
     import torch
@@ -282,7 +285,7 @@ def _count_devices() -> int:
 
 
 def _may_have_devices(devices: Path) -> bool:
-    """Whether the kernel shows the file of a driver for accelerators."""
+    """Return whether device files of an accelerator's driver exist."""
     if sys.platform != "linux":
         return sys.platform != "darwin"  # a Mac has one at most, which is one process too
     try:

@@ -1,4 +1,4 @@
-"""Accel: find the subcommand, run it."""
+"""Entry point of ``accel``: find and run the subcommand."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from accel_callbacks.cli.registry import COMMANDS
 
 __all__ = ["main"]
 
-CLOSED = 128 + 13  # what a shell says of a process that SIGPIPE ended
+CLOSED = 128 + 13  # exit code that a shell reports for SIGPIPE
 
 
 @contextmanager
 def pipe_may_close() -> Iterator[None]:
-    """End quietly if standard output is closed; a CommandError if it cannot hold the text.
+    """Exit silently if the reader of standard output closes it.
+
+    Raises:
+        CommandError: the encoding of standard output cannot represent the text.
 
     Example:
         >>> from accel_callbacks.cli.main import pipe_may_close
@@ -32,11 +35,13 @@ def pipe_may_close() -> Iterator[None]:
         try:
             yield
         finally:  # --help ends by SystemExit
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None if the descriptor is closed from the start
+                sys.stdout.flush()
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        # The interpreter flushes again at exit, which must not fail.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
         raise SystemExit(CLOSED) from None
     except UnicodeEncodeError as error:
         text = f"standard output is {error.encoding}, which cannot hold all of this"
@@ -47,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``accel`` command and return its exit code.
 
     Args:
-        argv: the words after ``accel``; default: those of this process (``sys.argv[1:]``).
+        argv: arguments after ``accel``; by default ``sys.argv[1:]``.
 
     Returns:
-        0 on success, 2 when the command line is wrong, otherwise the code of the subcommand
-        (for ``accel launch``: that of the failed process, or 128 + n for signal n).
-        Nothing is raised for a wrong command line: the message goes to standard error.
+        0 on success, 2 for a wrong command line, otherwise the code of the subcommand (for
+        ``accel launch``: that of the failed process, or 128 + n for signal n). A wrong command
+        line raises nothing: the message goes to standard error.
 
     Example:
         >>> from accel_callbacks.cli.main import main
@@ -80,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _top_level(words: Sequence[str]) -> int:
-    """Answer ``accel``, ``accel --help`` and ``accel --version``."""
+    """Handle ``accel``, ``accel --help`` and ``accel --version``."""
     parser = CommandParser(
         prog="accel",
         usage="accel [-h] [--version] COMMAND ...",
@@ -90,14 +95,14 @@ def _top_level(words: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(["commands:", *lines, "", "accel COMMAND --help says more."])
+    parser.epilog = "\n".join(["commands:", *lines, "", "accel COMMAND --help shows its options."])
     parser.parse(words)
     parser.print_help(sys.stderr)
     return 2
 
 
 def _subcommand(name: str, words: Sequence[str], whole_process: bool) -> int:
-    """Import the module of one subcommand, parse its words and run it."""
+    """Import the module of a subcommand, parse its arguments and run it."""
     command = COMMANDS.get(name)
     if command is None:
         hint = suggestion(name, COMMANDS)
@@ -110,6 +115,6 @@ def _subcommand(name: str, words: Sequence[str], whole_process: bool) -> int:
     parser = CommandParser(prog=f"accel {name}", description=f"{command.help.capitalize()}.")
     module.configure(parser)
     args = parser.parse(words)
-    # For the launcher: it may say its words again, and let the script take its own process over.
+    # For the launcher: srun repeats the words, and a single script may replace this process.
     args.words, args.whole_process = list(words), whole_process
     return module.run(args)

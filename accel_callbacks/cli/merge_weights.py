@@ -1,4 +1,4 @@
-"""``accel merge-weights``: any sharded checkpoint into safetensors files that all tools open."""
+"""``accel merge-weights``: convert any sharded checkpoint to plain safetensors files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from argparse import Namespace
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
-from accel_callbacks.cli.text import printable, size_of
+from accel_callbacks.utils.text import printable, size_of
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -51,7 +51,7 @@ def configure(parser: CommandParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Merge, and say what was written."""
+    """Merge the weights, and print what was written."""
     import torch
 
     from accel_callbacks.cli.ckpt_actions import storage_options
@@ -61,7 +61,7 @@ def run(args: Namespace) -> int:
     if args.destination.endswith((".safetensors", ".bin", ".json")):
         raise CommandError(f"{args.destination} is the name of a file: name a folder")
     options = storage_options(args.storage_option)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CheckpointWarning)
         try:
             merged = merge_weights(
@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
         except (CheckpointError, OSError, ImportError, ValueError, MemoryError) as error:
             raise CommandError(printable(str(error) or type(error).__name__), 1) from error
         finally:
-            for warning in told:
+            for warning in caught:
                 if issubclass(warning.category, CheckpointWarning):
                     print(printable(f"accel merge-weights: {warning.message}"), file=sys.stderr)
     if merged.skipped:

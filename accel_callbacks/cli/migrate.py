@@ -1,4 +1,4 @@
-"""Accel migrate."""
+"""``accel migrate``: show, then apply, the diff that moves code from Accelerate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from accel_callbacks.cli.main import pipe_may_close
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.cli.text import printable
-from accel_callbacks.migrate.notebook import MovedFile
+from accel_callbacks.migrate.notebook import MovedFile, read_and_move
 from accel_callbacks.migrate.source import Finding
+from accel_callbacks.utils.text import printable
 
 _TITLES = {
     "left": "does not run here, and was left as it is",
@@ -23,8 +23,45 @@ _TITLES = {
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv"}
 
 
+def configure(parser: CommandParser) -> None:
+    """Add the options of ``accel migrate``."""
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="scripts, notebooks (.ipynb), or folders of them"
+    )
+    parser.option("--write", action="store_true", help="change the files, after asking")
+    parser.option("--yes", action="store_true", help="with --write: do not ask")
+    parser.option("--diff", action="store_true", help="print the diff alone, fit for patch")
+
+
+def run(args: Namespace) -> int:
+    """Print the changes; return 1 if code is left that does not run with this package."""
+    if args.yes and not args.write:
+        raise CommandError("--yes goes with --write")
+    moved: list[MovedFile] = []
+    problems: list[str] = []
+    paths = list(_files(args.files))
+    for path in paths:
+        try:
+            moved.append(read_and_move(path))
+        except (OSError, ValueError) as error:
+            problems.append(_problem(path, error))
+    with pipe_may_close():  # before anything is asked or written
+        for file in moved:
+            for line in [*diff_lines(file), *(() if args.diff else advice_lines(file))]:
+                print(line)
+    for problem in problems:
+        print(f"accel migrate: {problem}", file=sys.stderr)
+    changed = [file for file in moved if file.migration.changed]
+    if not (args.write and changed):
+        _print_next_step(args, changed)
+    elif args.yes or _confirmed(changed):
+        problems += _write(changed)
+    left = any(file.migration.left for file in moved)
+    return 1 if problems or left or not paths else 0
+
+
 def diff_lines(file: MovedFile) -> Iterator[str]:
-    """Yield a unified diff, as ``patch`` and ``git apply`` read it."""
+    """Yield a unified diff for ``patch`` or ``git apply``."""
     before, after = (_lines(t) for t in (file.migration.before, file.migration.after))
     name = os.path.normpath(file.path).replace(os.sep, "/").lstrip("/")
     for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=2):
@@ -32,12 +69,12 @@ def diff_lines(file: MovedFile) -> Iterator[str]:
 
 
 def _lines(text: str) -> list[str]:
-    """Cut a text at its line feeds, which stay."""
+    """Split a text into lines that keep their line feed."""
     return [f"{line}\n" for line in text.split("\n")[:-1]] + [*filter(None, [text.split("\n")[-1]])]
 
 
 def advice_lines(file: MovedFile) -> Iterator[str]:
-    """Yield what to look at, one line for each thing, with the lines where it is."""
+    """Yield the findings of a file: one line each, with its line numbers."""
     findings = file.migration.findings
     if not findings:
         if file.migration.changed:
@@ -56,95 +93,55 @@ def advice_lines(file: MovedFile) -> Iterator[str]:
 
 
 def _places(findings: list[Finding]) -> str:
-    """List where something is."""
+    """List the places of one finding."""
     if findings[0].cell:
         return ", ".join(dict.fromkeys(finding.place for finding in findings))
     numbers = list(dict.fromkeys(str(finding.line) for finding in findings))
     return f"line{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
-def configure(parser: CommandParser) -> None:
-    """Add the options of ``accel migrate``."""
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="scripts, notebooks (.ipynb), or folders of them"
-    )
-    parser.option("--write", action="store_true", help="change the files, after asking")
-    parser.option("--yes", action="store_true", help="with --write: do not ask")
-    parser.option("--diff", action="store_true", help="print the diff alone, fit for patch")
-
-
-def run(args: Namespace) -> int:
-    """Show what would change; 1 if something is left that does not run here."""
-    from accel_callbacks.migrate.notebook import read_and_move
-
-    if args.yes and not args.write:
-        raise CommandError("--yes goes with --write")
-    moved: list[MovedFile] = []
-    problems: list[str] = []
-    paths = list(_files(args.files))
-    for path in paths:
-        try:
-            moved.append(read_and_move(path))
-        except (OSError, ValueError) as error:
-            problems.append(_told(path, error))
-    with pipe_may_close():  # before anything is asked or written
-        for file in moved:
-            for line in [*diff_lines(file), *(() if args.diff else advice_lines(file))]:
-                print(line)
-    for problem in problems:
-        print(f"accel migrate: {problem}", file=sys.stderr)
-    changed = [file for file in moved if file.migration.changed]
-    if not (args.write and changed):
-        _say_how(args, changed)
-    elif args.yes or _agreed(changed):
-        problems += _write(changed)
-    left = any(file.migration.left for file in moved)
-    return 1 if problems or left or not paths else 0
-
-
-def _say_how(args: Namespace, changed: Sequence[object]) -> None:
-    """Say what to do next, where that is not plain."""
+def _print_next_step(args: Namespace, changed: Sequence[MovedFile]) -> None:
+    """Print how to go on if nothing was written."""
     if not changed:
         print("nothing to change", file=sys.stderr)
     elif not args.diff:
         print("nothing was written: --write does it", file=sys.stderr)
 
 
-def _write(changed: Sequence[object]) -> list[str]:
-    """Write the files; return what could not be written."""
-    from accel_callbacks.migrate.notebook import MovedFile
-
+def _write(changed: Sequence[MovedFile]) -> list[str]:
+    """Write the files; return the problems."""
     problems = []
     for file in changed:
-        assert isinstance(file, MovedFile)
         try:
             file.write()
             print(f"wrote {file.path}", file=sys.stderr)
         except (OSError, ValueError) as error:
-            problems.append(_told(file.path, error))
-            print(f"accel migrate: {problems[-1]}; it is as it was", file=sys.stderr)
+            problems.append(_problem(file.path, error))
+            print(f"accel migrate: {problems[-1]}; it is unchanged", file=sys.stderr)
     return problems
 
 
-def _told(path: str, error: Exception) -> str:
-    """Say in one line what is wrong with a file."""
+def _problem(path: str, error: Exception) -> str:
+    """Describe in one line why a file cannot be read or written."""
     return f"{path}: {error.strerror or error if isinstance(error, OSError) else error}"
 
 
-def _agreed(changed: Sequence[object]) -> bool:
-    """Ask whether to write."""
+def _confirmed(changed: Sequence[MovedFile]) -> bool:
+    """Ask for confirmation to write."""
     if not sys.stdin.isatty():
-        raise CommandError("nobody is there to ask: add --yes to write, or leave --write out")
+        raise CommandError(
+            "standard input is no terminal: add --yes to write, or leave --write out"
+        )
     print(f"change {len(changed)} file{'s' * (len(changed) > 1)}? [y/N] ", end="", file=sys.stderr)
     sys.stderr.flush()
-    agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
-    if not agreed:
+    confirmed = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not confirmed:
         print("nothing was written", file=sys.stderr)
-    return agreed
+    return confirmed
 
 
 def _files(places: Sequence[str]) -> Iterator[str]:
-    """Yield the files named, and the scripts and notebooks in the folders named."""
+    """Yield the given files, and the scripts and notebooks in the given folders."""
     seen: set[str] = set()
     for place in places:
         for path in _inside(place) if os.path.isdir(place) else [place]:
@@ -154,7 +151,7 @@ def _files(places: Sequence[str]) -> Iterator[str]:
 
 
 def _inside(folder: str) -> Iterator[str]:
-    """Yield the scripts and notebooks of a folder, but not of hidden or installed ones."""
+    """Yield the scripts and notebooks below a folder, except in hidden and installed ones."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(
             f

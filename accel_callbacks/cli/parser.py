@@ -1,4 +1,4 @@
-"""What the parsers of all subcommands share: both spellings, checked values, suggestions."""
+"""Parser of the subcommands: options in two spellings, checked values, suggestions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class CommandError(Exception):
-    """A mistake in what was asked for; its text is shown without a traceback."""
+    """Raised if a command cannot be carried out; printed without a traceback."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
@@ -17,15 +17,15 @@ class CommandError(Exception):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that takes ``--a_b`` and ``--a-b`` alike and suggests near names."""
+    """Argument parser that accepts ``--a_b`` and ``--a-b``, and suggests similar names."""
 
     def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
-        # Abbreviations would change meaning whenever an option is added.
+        # No abbreviations: they would change their meaning with every new option.
         super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False)
         self._known: list[str] = []
 
     def option(self, *flags: str, group: Any = None, **settings: Any) -> None:
-        """Add an option under every flag, with ``_`` and with ``-`` between its words."""
+        """Add an option under all of its flags, spelled with ``_`` and with ``-``."""
         dashed = [f"--{flag[2:].replace('_', '-')}" for flag in flags if flag.startswith("--")]
         names = list(dict.fromkeys([*flags, *dashed]))
         self._known += [*names, *(flag for flag in flags if flag.startswith("--"))]
@@ -33,11 +33,11 @@ class CommandParser(argparse.ArgumentParser):
         (group or self).add_argument(*names, **settings)
 
     def adopt(self, inner: CommandParser) -> None:
-        """Suggest the options of an inner parser too, whose strays end up in this one."""
+        """Suggest the options of a subparser too, whose unknown options this parser reports."""
         self._known += inner._known
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse, or exit with code 2 and the nearest option's name."""
+        """Parse the arguments; exit with code 2, and a suggestion, if one is unknown."""
         args, unknown = self.parse_known_args(list(arguments))
         if unknown:
             hint = suggestion(unknown[0].split("=")[0], self._known)
@@ -46,29 +46,29 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _destination(flags: Sequence[str]) -> str:
-    """Name the attribute after the first long flag."""
+    """Return the attribute name, that of the first long flag."""
     long_flag = next(flag for flag in flags if flag.startswith("--"))
     return long_flag[2:].replace("-", "_")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean ...?)"`` for the nearest known name, or an empty string."""
+    """Return ``" (did you mean ...?)"`` with the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def positive_int(text: str) -> int:
-    """Read an integer of at least 1."""
+    """Parse an integer of at least 1."""
     return _int_from(text, 1)
 
 
 def natural_int(text: str) -> int:
-    """Read an integer of at least 0."""
+    """Parse an integer of at least 0."""
     return _int_from(text, 0)
 
 
 def _int_from(text: str, least: int) -> int:
-    """Read an integer, or say which ones are allowed."""
+    """Parse an integer of at least ``least``."""
     try:
         value = int(text)
     except ValueError:

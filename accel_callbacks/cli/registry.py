@@ -1,4 +1,4 @@
-"""Which subcommands ``accel`` has: a name, a help line, and the module that holds it."""
+"""Table of the subcommands: name, module and help line."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from accel_callbacks.cli.parser import CommandParser
 
 
 class CommandModule(Protocol):
-    """What the module of a subcommand offers; importing it must not import torch."""
+    """Interface of a subcommand's module; importing it must not import torch."""
 
     def configure(self, parser: CommandParser) -> None:
-        """Add the options of the subcommand."""
+        """Add the options of the subcommand to its parser."""
 
     def run(self, args: Namespace) -> int:
-        """Do the work and return the exit code."""
+        """Run the subcommand and return the exit code."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: where it is, and its line in ``accel --help``."""
+    """Module of a subcommand, and its line in ``accel --help``."""
 
     module: str
     help: str
 
     def load(self) -> CommandModule:
-        """Import the module; only the subcommand that was asked for pays for its imports."""
+        """Import the module, lazily: other subcommands should not pay for its imports."""
         return cast(CommandModule, import_module(self.module))
 
 

@@ -1,4 +1,4 @@
-"""``accel test``: launch a self-test of the installation with the configured processes."""
+"""``accel test``: launch a self-test of the installation on the configured processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def configure(parser: CommandParser) -> None:
 
 
 def _add_own(parser: CommandParser) -> None:
-    """Add what is asked of the test alone."""
+    """Add the options that ``accel launch`` does not have."""
     parser.option(
         "--checks",
         type=_names,
@@ -59,7 +59,7 @@ def _add_own(parser: CommandParser) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """Read names of checks."""
+    """Parse names of checks."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in CHECKS:
@@ -68,7 +68,7 @@ def _names(text: str) -> list[str]:
 
 
 def _seconds(text: str) -> float:
-    """Read a number of seconds."""
+    """Parse a number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -79,21 +79,21 @@ def _seconds(text: str) -> float:
 
 
 def run(args: Namespace) -> int:
-    """Launch the checks; 1 if one does not hold."""
+    """Launch the checks; return 1 if one fails."""
     if args.program or args.module or args.no_python:
         given = args.program[0] if args.program else "-m or --no_python"
         raise CommandError(f"accel test runs its own program, and was given {given!r}")
     with tempfile.TemporaryDirectory(prefix="accel-test-") as scratch:
         report = Path(scratch, "report.json")
-        code = launch.run(_launching(args, scratch, report))
+        code = launch.run(_launch_options(args, scratch, report))
         if args.dry_run:
             return code
         found = _read(report)
-    return _tell(found, code, as_json=args.json)
+    return _conclude(found, code, as_json=args.json)
 
 
-def _launching(args: Namespace, scratch: str, report: Path) -> Namespace:
-    """Turn the options into those of ``accel launch -m accel_callbacks.selftest``."""
+def _launch_options(args: Namespace, scratch: str, report: Path) -> Namespace:
+    """Convert the options to those of ``accel launch -m accel_callbacks.selftest``."""
     own = [f"--report={report}", f"--scratch={scratch}", f"--patience={args.patience:g}"]
     own += [f"--checks={','.join(args.checks)}"] if args.checks else []
     own += [f"--folder={args.folder}"] if args.folder else []
@@ -114,7 +114,7 @@ def _launching(args: Namespace, scratch: str, report: Path) -> Namespace:
 
 
 def _read(report: Path) -> dict[str, Any]:
-    """What the processes left behind; empty if they never came to it."""
+    """Return the report of the processes; empty if there is none."""
     try:
         document = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -122,16 +122,16 @@ def _read(report: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _tell(found: Mapping[str, Any], code: int, as_json: bool) -> int:
-    """Add what the table cannot say: that it is not complete."""
+def _conclude(found: Mapping[str, Any], code: int, as_json: bool) -> int:
+    """Print the JSON, or why the table is incomplete; return the exit code."""
     checks = found.get("checks", [])
     holds = bool(checks) and all(one["status"] in ("ok", "skipped") for one in checks)
     under_way = found.get("under_way")
     if as_json:
-        whole = code == 0 and under_way is None
-        print(json.dumps({"holds": holds and whole, "checks": checks, "ended_in": under_way}))
+        complete = code == 0 and under_way is None
+        print(json.dumps({"holds": holds and complete, "checks": checks, "ended_in": under_way}))
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-        return code  # whoever stopped it knows
+        return code  # stopped by the user
     if not found or under_way is not None:
         print(f"accel test: {_cut_short(under_way)}", file=sys.stderr)
         return code or 1
@@ -139,9 +139,9 @@ def _tell(found: Mapping[str, Any], code: int, as_json: bool) -> int:
 
 
 def _cut_short(under_way: Mapping[str, str] | None) -> str:
-    """Say where the processes ended."""
+    """Describe where the processes ended."""
     if under_way is None:
-        return "the processes ended before the first check; what they said is above"
+        return "the processes ended before the first check; their output is above"
     return (
         f"the processes ended in the check {under_way['name']!r}; what to do: {under_way['advice']}"
     )

@@ -1,4 +1,4 @@
-"""What a launch is made of: its settings, where they come from, and this machine."""
+"""Launch processes: settings, config files, the plan, and the launchers that carry it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that torch's elastic launcher starts and watches, and how their end is told."""
+"""Run a plan with torch's elastic launcher and report how its processes ended."""
 
 from __future__ import annotations
 
@@ -10,16 +10,26 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.launch import worker
+from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, escaped
 from accel_callbacks.launch.report import exit_code, failure_report, root_cause
 
-_TOLD_BY_US = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
+_REPORTED_HERE = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
+
+
+class LaunchError(RuntimeError):
+    """Raised if the processes do not find each other; the text is one line with a remedy."""
 
 
 def run_agent(plan: AgentPlan) -> int:
-    """Hand the plan to torch's launcher and translate how it ends."""
+    """Run the plan with torch's launcher and return the exit code.
+
+    Raises:
+        LaunchError: the processes did not find each other.
+        SettingsError: the log folder cannot be made, torch is missing, or its launcher refuses
+            the options.
+    """
     _make_log_folder(plan.log_dir)
     _import_torch()
     from torch.distributed import DistError
@@ -30,8 +40,8 @@ def run_agent(plan: AgentPlan) -> int:
 
     elastic_run: Callable[[Namespace], None] = untyped_run
     settings = _settings(plan)
-    for name in _TOLD_BY_US:
-        # It would tell of each process in its own words before we tell which one is the cause.
+    for name in _REPORTED_HERE:
+        # They log every failure before our report, which names the rank that failed first.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         elastic_run(settings)
@@ -45,32 +55,32 @@ def run_agent(plan: AgentPlan) -> int:
         print(f"accel launch: stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
         return 128 + int(stop.sigval)
     except (RendezvousError, DistError) as error:
-        raise _not_met(error) from error
+        raise _rendezvous_failed(error) from error
     except RuntimeError as error:
         # torch 2.6 raises a DistNetworkError for a taken port only as its base class.
         if "EADDRINUSE" not in str(error):
             raise
-        raise _not_met(error) from error
+        raise _rendezvous_failed(error) from error
     except (ValueError, AssertionError) as error:
-        raise CommandError(f"torch's launcher refuses this: {_first_line(error)}") from error
+        raise SettingsError(f"torch's launcher refuses this: {_first_line(error)}") from error
     return 0
 
 
 def _import_torch() -> None:
-    """Import it without looking for garbage among objects that all stay."""
+    """Import torch's launcher with the garbage collector off: everything it allocates stays."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         import torch.distributed.run  # noqa: F401
     except ImportError as error:
-        raise CommandError(f"{error}: pip install torch, which starts several processes") from None
+        raise SettingsError(f"{error}: pip install torch, which starts several processes") from None
     finally:
         if collecting:
             gc.enable()
 
 
 def _settings(plan: AgentPlan) -> Namespace:
-    """The plan as torch's launcher takes it."""
+    """Return the plan as the parsed arguments of torch's launcher."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -79,7 +89,7 @@ def _settings(plan: AgentPlan) -> Namespace:
         if word.startswith("--") and word not in known:
             import torch
 
-            raise CommandError(f"{word} needs a newer torch than {torch.__version__}")
+            raise SettingsError(f"{word} needs a newer torch than {torch.__version__}")
     inside = bool(plan.extras.get("run_path"))
     settings: Namespace = parser.parse_args([*plan.torchrun, plan.program.name])
     # Set after parsing: the script's own `--` and options must not be read as the launcher's.
@@ -98,19 +108,17 @@ def _make_log_folder(folder: str | None) -> None:
     try:
         os.makedirs(folder or ".", exist_ok=True)
     except OSError as error:
-        raise CommandError(f"--log_dir {folder}: {error.strerror}; name another folder") from None
+        raise SettingsError(f"--log_dir {folder}: {error.strerror}; name another folder") from None
 
 
-def _not_met(error: Exception) -> CommandError:
-    """What to tell when the processes did not find each other."""
-    return CommandError(
+def _rendezvous_failed(error: Exception) -> LaunchError:
+    return LaunchError(
         f"the processes did not find each other: {_first_line(error)}. Check that every machine "
         "was started with the same --num_machines, --main_process_ip and --main_process_port, "
-        "that each has its own --machine_rank, and that the port is free and reachable",
-        exit_code=1,
+        "that each has its own --machine_rank, and that the port is free and reachable"
     )
 
 
 def _first_line(error: Exception) -> str:
-    """The message, without the C++ frames that torch puts after it."""
+    """Return the message without the C++ frames that torch appends to it."""
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")

@@ -1,4 +1,4 @@
-"""Config files: found, read, written."""
+"""Find, read and write config files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "write_config",
 ]
 
-#: Keys of older files of Accelerate that say nothing any more.
+#: Keys of older Accelerate files that no longer have a meaning, and why.
 GONE: Mapping[str, str] = {
     "ipex_config": "torch needs no extension on Intel CPUs",
     "command": "only for a pod of TPUs",
@@ -42,16 +42,16 @@ PROJECT_FILE = "accel.yaml"
 CACHE_FILES = ("default_config.yaml", "default_config.json")
 MOST_BYTES = 64 * 1024
 MOST_DEPTH = 8
-# What the constructors of PyYAML raise for hostile scalars, next to its own errors.
+# Raised by PyYAML's constructors for hostile scalars, besides its own errors.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings that a file gives, by path, and which of its keys are gone, with the reason.
+    """Return the settings of a file by path, and its obsolete keys with the reason.
 
     Raises:
-        SettingsError: an unknown key, with the nearest known one, or a value of the wrong kind;
-            the text begins with ``source``.
+        SettingsError: a key is unknown (the text names the nearest known one), or a value has
+            the wrong type; the text begins with ``source``.
 
     Example:
         >>> from accel_callbacks.launch.config_file import values_of
@@ -84,7 +84,7 @@ def values_of(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dic
 
 
 def _path_in(block: str, inner: str, known: Mapping[str, Option]) -> str:
-    """The path of a key in a block: in these, Accelerate reads keys with and without the prefix."""
+    """Return the path of a key in a block; Accelerate omits the prefix of keys in some blocks."""
     prefix = f"{block.removesuffix('_config')}_"
     names = [inner]
     if block in _PREFIXED:
@@ -102,7 +102,7 @@ def _refuse_sagemaker(data: Mapping[str, Any], source: str) -> None:
 
 
 def _modern(data: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The keys of today for those of older versions of Accelerate."""
+    """Replace keys of older Accelerate versions by their current names."""
     found = {key: value for key, value in data.items() if key not in GONE}
     if "fp16" in found:
         fp16 = found.pop("fp16")
@@ -124,7 +124,7 @@ def _block(one: Option, value: Any, source: str) -> Mapping[str, Any]:
 
 
 def _given(one: Option, value: Any, source: str) -> dict[str, Any]:
-    """The value under its path; nothing for a null, which Accelerate writes for "not given"."""
+    """Return the value under its path; nothing for null, which Accelerate writes for "not set"."""
     try:
         read = one.read(value)
     except ValueError as error:
@@ -137,10 +137,10 @@ def _unknown(key: str, names: list[str], source: str) -> SettingsError:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with the user's home for ``~``, which shells leave in ``--config_file=~/a.yaml``.
+    """Expand ``~``, which shells leave in place in ``--config_file=~/a.yaml``.
 
     Raises:
-        SettingsError: ``~name`` of a user who has no home here.
+        SettingsError: ``~name`` names a user without a home directory.
 
     Example:
         >>> from accel_callbacks.launch.config_file import expanded
@@ -154,7 +154,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """The folder of the user's own config file.
+    """Return the folder of the user's config file.
 
     Example:
         >>> from accel_callbacks.launch.config_file import cache_folder
@@ -173,7 +173,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Where ``accel config`` writes if it is not told.
+    """Return the file that ``accel config`` writes by default.
 
     Example:
         >>> from accel_callbacks.launch.config_file import default_path
@@ -184,14 +184,14 @@ def default_path(environment: Mapping[str, str]) -> Path:
 
 
 def find_config(script: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The first file of: ``accel.yaml`` upwards from the script, the user's own in the cache.
+    """Find ``accel.yaml`` in the script's folder or above it, or else the user's config file.
 
     Args:
-        script: its folder and those above are searched; the working directory's without one.
+        script: the search starts in its folder; in the working directory if None.
         environment: usually ``os.environ``.
 
     Raises:
-        SettingsError: a variable names the home of a user who has none here.
+        SettingsError: a variable of the cache folder names a user without a home directory.
 
     Example:
         >>> from accel_callbacks.launch.config_file import find_config
@@ -210,10 +210,10 @@ def find_config(script: str | None, environment: Mapping[str, str]) -> Path | No
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a YAML or JSON file holds: plain values under text keys, nothing is run.
+    """Read a YAML or JSON file of plain values under string keys; no code in it is run.
 
     Raises:
-        SettingsError: one line that names the file and what is wrong with it.
+        SettingsError: the file cannot be read; one line with its name and the reason.
 
     Example:
         >>> from pathlib import Path
@@ -247,10 +247,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
-    """Read a regular file that is not too large: neither a pipe nor a device."""
+    """Read a regular file of limited size, so that no pipe or device can block or flood."""
     name = _named(path)
     try:
-        # A pipe without a writer would wait for ever.
+        # O_NONBLOCK: opening a pipe that has no writer would block forever.
         descriptor = os.open(expanded(path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -278,7 +278,7 @@ def _from_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Knows plain types only, and neither deep nesting nor shared parts."""
+        """Loads plain types only; refuses deep nesting, aliases and duplicate keys."""
 
         depth = 0
 
@@ -296,11 +296,11 @@ def _from_yaml(text: str) -> Any:
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            _without_doubles((name, None) for name in names)
+            _without_duplicates((name, None) for name in names)
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(text, Loader)  # a SafeLoader: tags of Python objects are errors
+        return yaml.load(text, Loader)  # a SafeLoader: tags of Python objects raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}: " if mark is not None else ""
@@ -311,12 +311,12 @@ def _from_yaml(text: str) -> Any:
 
 def _from_json(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_without_doubles)
+        return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         raise SettingsError(f"is not JSON: line {error.lineno}: {error.msg}") from None
 
 
-def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -326,7 +326,7 @@ def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_shape(data: Any) -> None:
-    """A mapping with text keys, two levels of it at most."""
+    """Raise SettingsError unless the data is a mapping with string keys, on both levels."""
     if data is not None and not isinstance(data, dict):
         raise SettingsError(f"must hold `key: value` lines, not {shown(data)}")
     nested = [value for value in (data or {}).values() if isinstance(value, dict)]
@@ -337,15 +337,13 @@ def _check_shape(data: Any) -> None:
 
 
 def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Path:
-    """Write YAML, or JSON under a name that ends so, in one step; the old file stays on failure.
-
-    Comments of a file that was there are not kept.
+    """Write YAML (or JSON, for a name with that suffix) atomically; comments are not preserved.
 
     Returns:
-        The file, through any symbolic link.
+        The file that was written, with symbolic links resolved.
 
     Raises:
-        SettingsError: it cannot be written.
+        SettingsError: the file cannot be written; an existing one is unchanged.
 
     Example:
         >>> from pathlib import Path
@@ -357,25 +355,25 @@ def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Pat
     """
     target = Path(os.path.realpath(expanded(path)))
     text = _as_text(target, values)
-    spare = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
             raise SettingsError(f"{_named(path)}: is a folder; name a file in it")
-        with open(spare, "x", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
-            spare.chmod(stat.S_IMODE(target.stat().st_mode))
-        os.replace(spare, target)
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        os.replace(temporary, target)
     except OSError as error:
         raise SettingsError(
             f"{_named(path)}: cannot be written: {error.strerror}; --config_file names another"
         ) from None
     finally:
         with suppress(OSError):
-            spare.unlink()
+            temporary.unlink()
     return target
 
 

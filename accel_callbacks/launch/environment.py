@@ -1,4 +1,4 @@
-"""Variables for the processes of a launch: the one place that changes those of this process."""
+"""Set environment variables for child processes; the only place that writes ``os.environ``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["changed_environment"]
 
 @contextmanager
 def changed_environment(extra: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for processes that are started inside; afterwards all is as it was.
+    """Set variables for processes started in the block; restore the whole environment after it.
 
-    What others write meanwhile, as torch's launcher does, is put back too.
+    Changes that others make in the block, as torch's launcher does, are undone too.
 
     Example:
         >>> import os

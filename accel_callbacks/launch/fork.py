@@ -1,4 +1,4 @@
-"""A function on forked processes, and its result."""
+"""Run a function on forked processes, and return its results or raise the error of the first."""
 
 from __future__ import annotations
 
@@ -25,364 +25,34 @@ from torch.multiprocessing.reductions import reduce_tensor
 from accel_callbacks.distributed.topology import destroy_topology
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.launch.environment import changed_environment
-from accel_callbacks.launch.fork_safety import left_as_it_was
+from accel_callbacks.launch.fork_safety import isolated_launcher
 
-__all__ = ["ForkPlan", "InFork", "LastWords", "Parcel", "WholeLines", "run_forked"]
+__all__ = ["ErrorReports", "ForkPlan", "ForkedWorker", "LineBuffered", "PackedResult", "run_forked"]
 
 _HERE = Path(__file__).parent
-_AFTERMATH = (signal.SIGTERM, signal.SIGABRT)  # the failure of another process can lead to these
+_AFTERMATH = (signal.SIGTERM, signal.SIGABRT)  # the failure of another rank can lead to these
 
 
-class Ended(Protocol):
-    """The part of torch's ``ProcessFailure`` that is read here."""
-
-    @property
-    def exitcode(self) -> int:
-        """Exit code; -n for signal n."""
-
-
-class _Words(NamedTuple):
-    rank: int
-    when: float
-    secondary: bool
-    summary: str
-    text: str
-    gone: list[int]
-
-
-class LastWords:
-    """The folder, seen from a process that writes to it, and from the launcher that reads.
-
-    Args:
-        folder: an empty one, for one launch.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from accel_callbacks.launch.fork import LastWords
-        >>> words = LastWords(Path(tempfile.mkdtemp()))
-        >>> words.began(rank=0)
-        >>> _ = words.failed(0, ValueError("no data"))
-        >>> print(words.explain({}, "notebook_launcher"))
-        rank 0 failed in notebook_launcher: ValueError: no data
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def of_attempt(self, number: int) -> LastWords:
-        """In a process: the words of this start, apart from those of the starts before it."""
-        folder = self.folder / str(number)
-        folder.mkdir(exist_ok=True)
-        return LastWords(folder)
-
-    def of_last_attempt(self) -> LastWords:
-        """In the launcher: the words of the last start, which may be the only one."""
-        numbers = [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
-        return LastWords(self.folder / str(max(numbers))) if numbers else self
-
-    def began(self, rank: int) -> None:
-        """In a process: it is there."""
-        (self.folder / f"{rank}.pid").write_text(str(os.getpid()))
-
-    def failed(self, rank: int, error: BaseException) -> str:
-        """In a process: the traceback of the function, which is returned too."""
-        when = time.time()
-        trace = error.__traceback__
-        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-        summary = traceback.format_exception_only(type(error), error)[-1].strip()
-        time.sleep(0.05)  # a killed peer loses its connections just before it is seen to be dead
-        words = _Words(rank, when, isinstance(error, RemoteError), summary, text, self._gone(rank))
-        unready = self.folder / f"{rank}.new"
-        unready.write_text(json.dumps(words._asdict()))
-        os.replace(unready, self.folder / f"{rank}.json")
-        return text
-
-    def _gone(self, rank: int) -> list[int]:
-        """Other ranks that are dead and have left no words."""
-        pids = {int(path.stem): path.read_text() for path in self.folder.glob("*.pid")}
-        quiet = [one for one in pids if one != rank and not (self.folder / f"{one}.json").exists()]
-        return sorted(one for one in quiet if _is_dead(pids[one]))
-
-    def explain(self, ended: Mapping[int, Ended], where: str) -> RemoteError:
-        """In the launcher: the error to raise, that of the process which failed first.
-
-        Args:
-            ended: how processes ended, by rank, as far as torch's launcher knows.
-            where: which call it is that failed.
-        """
-        found = [_Words(**json.loads(p.read_text())) for p in self.folder.glob("*.json")]
-        found.sort(key=lambda words: (words.secondary, words.when))
-        gone = found[0].gone if found else []
-        spoken = {words.rank for words in found}
-        codes = {rank: one.exitcode for rank, one in ended.items() if rank not in spoken}
-        late = [r for r in codes if found and r not in gone and -codes[r] in _AFTERMATH]
-        mute = [rank for rank in dict.fromkeys([*gone, *codes]) if rank not in late]
-        if mute:
-            mute.sort(key=lambda rank: codes.get(rank, 0) >= 0)  # those first that were killed
-            also = "".join(f"\nthen rank {words.rank} failed: {words.summary}" for words in found)
-            return _error(mute[0], where, _how(codes.get(mute[0])) + also)
-        if not found:
-            return _error(0, where, "a process ended, and left no error")
-        first, others = found[0], sorted(words.rank for words in found[1:])
-        after = [f"(then also rank {', '.join(map(str, others))})"] if others else []
-        after += [f"(also rank {rank}: {_how(codes[rank])})" for rank in late]
-        lines = [*after, first.text]
-        below = [""] if "\n" in first.text and not after else []
-        return _error(first.rank, where, "\n".join([*below, *lines]))
-
-
-def _error(rank: int, where: str, details: str) -> RemoteError:
-    return RemoteError(rank=rank, where=where, details=details)
-
-
-def _how(code: int | None) -> str:
-    """How a process ended that said nothing."""
-    if code == -signal.SIGKILL or code is None:
-        name = "it was killed by SIGKILL" if code is not None else "it was killed, or left at once"
-        return f"{name}, which often means out of memory: try smaller batches or fewer processes"
-    if code >= 0:
-        return f"it exited with code {code}"
-    try:
-        return f"it was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"it was killed by signal {-code}"
-
-
-def _is_dead(pid: str) -> bool:
-    """Whether a process has ended; a parent that has not yet noticed keeps its number."""
-    if sys.platform != "linux":
-        return False
-    try:
-        status: Any = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return status in ("Z", "X")
-
-
-class Parcel:
-    """A value, packed where a failure to do so can still be told; it arrives unpacked.
-
-    Tensors arrive on the CPU and without gradients, wherever in the value they are. They travel as
-    bytes: shared memory would keep one open file a tensor, and the device memory of a process is
-    gone when it ends.
-
-    Args:
-        value: what a function has returned.
-
-    Raises:
-        TypeError: it cannot leave its process.
-
-    Example:
-        >>> import torch
-        >>> from multiprocessing.reduction import ForkingPickler
-        >>> from accel_callbacks.launch.fork import Parcel
-        >>> ForkingPickler.loads(ForkingPickler.dumps(Parcel({"loss": torch.tensor(0.5)})))
-        {'loss': tensor(0.5000)}
-    """
-
-    def __init__(self, value: Any) -> None:
-        packed = io.BytesIO()
-        try:
-            _Packer(packed).dump(value)
-        except Exception as error:
-            raise TypeError(
-                f"the function returned a {type(value).__name__} that cannot be handed from its "
-                f"process to the notebook ({type(error).__name__}: {error}). Return numbers, text, "
-                "lists, dicts and tensors; save models to a file."
-            ) from None
-        self._data = packed.getvalue()
-
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return ForkingPickler.loads, (self._data,)
-
-
-class _Packer(ForkingPickler):
-    """Tensors as bytes, where they are plain ones; the others as torch hands them on."""
-
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is torch.nn.Parameter:
-            return torch.nn.Parameter, (value.detach(), value.requires_grad)
-        if kind is not torch.Tensor or value.is_meta:
-            return NotImplemented
-        here = value.detach().cpu()
-        if here.layout is not torch.strided or here.is_quantized:
-            return reduce_tensor(here)  # type: ignore[no-untyped-call]
-        plain = here.resolve_conj().resolve_neg().contiguous()
-        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _unpack, (data, plain.dtype, tuple(plain.shape))
-
-
-def _unpack(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-
-
-@dataclass(frozen=True)
-class InFork:
-    """How a process begins and ends around the function that it is for.
-
-    Args:
-        words: where it leaves its error.
-        threads: with which torch computes here.
-        redirected: torch's launcher reads what this process writes.
-        outspoken: show an error at once too; it may be followed by another attempt.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from accel_callbacks.launch.fork import InFork
-        >>> InFork(LastWords(Path(tempfile.mkdtemp())), threads=1).outspoken
-        False
-    """
-
-    words: LastWords
-    threads: int
-    redirected: bool = False
-    outspoken: bool = False
-
-    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Parcel:
-        """The function's result, packed; its error is left for the launcher, and raised."""
-        rank = int(os.environ["RANK"])
-        _plain_signals()
-        (_read_by_launcher if self.redirected else _in_whole_lines)()
-        torch.set_num_threads(self.threads)
-        words = self.words.of_attempt(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
-        words.began(rank)
-        try:
-            parcel = _packed(function, args)
-        except KeyboardInterrupt:
-            # Torch's launcher would take this for a success, and wait for its result for ever.
-            raise SystemExit(128 + signal.SIGINT) from None
-        except BaseException as error:
-            text = words.failed(rank, error)
-            if self.outspoken:
-                print(f"rank {rank} failed:\n{text}", file=sys.stderr)
-            raise
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        destroy_topology()
-        return parcel
-
-
-def _packed(function: Callable[..., Any], args: Sequence[Any]) -> Parcel:
-    try:
-        return Parcel(function(*args))
-    except SystemExit as end:
-        if end.code in (None, 0):
-            return Parcel(None)
-        raise
-
-
-def _plain_signals() -> None:
-    """The handlers of torch's launcher are for itself; here they would raise in the function."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-
-
-def _read_by_launcher() -> None:
-    """Torch redirects the file that a stream names; a notebook's stream does not write to it."""
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        redirected = getattr(sys, name).fileno()
-        if redirected != number:
-            os.dup2(redirected, number)
-        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
-
-
-def _in_whole_lines() -> None:
-    """A notebook's streams send each piece of a line at once: processes would mix their lines."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper):
-            setattr(sys, name, WholeLines(stream))
-
-
-class WholeLines(io.TextIOBase):
-    """A stream that hands text on by the line, or when it is flushed.
-
-    Args:
-        stream: what the text is for.
-
-    Example:
-        >>> import io
-        >>> from accel_callbacks.launch.fork import WholeLines
-        >>> below = io.StringIO()
-        >>> lines = WholeLines(below)
-        >>> _ = lines.write("half a "), lines.write("line, ")
-        >>> below.getvalue()
-        ''
-        >>> _ = lines.write("whole\\nrest")
-        >>> below.getvalue()
-        'half a line, whole\\n'
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-        self._kept = ""
-
-    def write(self, text: str) -> int:
-        """Keep what is not yet a line."""
-        lines, newline, rest = text.rpartition("\n")
-        if newline:
-            self._hand_on(self._kept + lines + newline)
-            self._kept = ""
-        self._kept += rest
-        return len(text)
-
-    def flush(self) -> None:
-        """Hand on what is there."""
-        kept, self._kept = self._kept, ""
-        if kept:
-            self._hand_on(kept)
-
-    def _hand_on(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def isatty(self) -> bool:
-        """As the stream below."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """As the stream below."""
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """As the stream below."""
-        return getattr(self._stream, "encoding", None) or "utf-8"
+# --- in the launching process -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ForkPlan:
-    """How many processes there are, where they meet, and what they are given.
+    """Number of processes, their rendezvous, and what each of them gets.
 
     Args:
-        where: the call that the errors name.
+        where: name of the launching function, for errors.
         processes: on this machine.
         machines: that take part.
-        backend: by which they find each other.
-        endpoint: where; on one machine a free port of its own.
+        backend: of the rendezvous.
+        endpoint: of the rendezvous; by default a free port of this machine.
         conf: more options of the rendezvous.
         run_id: the same on all machines.
         environment: variables of the processes.
-        threads: with which each computes.
-        max_restarts: how often all are started again after a failure.
-        monitor_interval: seconds between two looks at them.
-        prefix: of each line that they write.
+        threads: torch threads of each process.
+        max_restarts: how often all processes are restarted after a failure.
+        monitor_interval: seconds between two polls of the processes.
+        prefix: prepended to each line that a process writes.
         on_cpu: the processes use no accelerator.
 
     Example:
@@ -407,12 +77,12 @@ class ForkPlan:
 
 
 def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-    """Call a function on forked processes; what it returned on each of this machine, by rank.
+    """Call a function on forked processes; return the results of this machine, by rank.
 
     Raises:
-        RemoteError: a process failed; the traceback is in the text.
+        RemoteError: a process failed; the text contains its traceback.
         RuntimeError: the processes did not find each other.
-        KeyboardInterrupt: a Ctrl-C came; the processes have ended.
+        KeyboardInterrupt: Ctrl-C was pressed; the processes have ended.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -420,24 +90,25 @@ def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]
     from torch.distributed.launcher.api import elastic_launch
 
     _check_streams(plan)
+    # Otherwise each fork would inherit, and write, what is still in the buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="accel-") as folder:
-        words = LastWords(Path(tempfile.mkdtemp(dir=folder)))
+        reports = ErrorReports(Path(tempfile.mkdtemp(dir=folder)))
 
-        def entry() -> Parcel:
-            first = InFork(
-                words,
+        def entry() -> PackedResult:
+            worker = ForkedWorker(
+                reports,
                 threads=plan.threads,
                 redirected=plan.prefix is not None,
-                outspoken=plan.max_restarts > 0,
+                print_errors=plan.max_restarts > 0,
             )
-            return first.call(function, args)
+            return worker.call(function, args)
 
         failed: Mapping[int, Any] = {}
-        with changed_environment(_environment(plan)), left_as_it_was():
+        with changed_environment(_environment(plan)), isolated_launcher():
             if plan.on_cpu:
-                # DDP imports it, which takes seconds: once here, or each time in each process.
+                # DDP imports it, which takes seconds: import it once here, not in each process.
                 importlib.import_module("torch._dynamo")
             try:
                 found = elastic_launch(_configuration(plan, folder), entry)()
@@ -445,9 +116,9 @@ def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]
             except ChildFailedError as error:
                 failed = error.failures
             except (DistError, RendezvousError, RuntimeError) as error:
-                problem = _not_met(plan, error)
+                problem = _rendezvous_failed(plan, error)
                 raise problem from (None if problem is error else error)
-        raise words.of_last_attempt().explain(failed, plan.where)
+        raise reports.last_attempt().error(failed, plan.where)
 
 
 def _check_streams(plan: ForkPlan) -> None:
@@ -463,7 +134,8 @@ def _check_streams(plan: ForkPlan) -> None:
 def _environment(plan: ForkPlan) -> dict[str, str]:
     chosen = {"OMP_NUM_THREADS": str(plan.threads)}
     if plan.machines == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
-        chosen["GLOO_SOCKET_IFNAME"] = "lo"  # the name of this machine may lead nowhere
+        # gloo would resolve the host name, which on some machines resolves to no local address.
+        chosen["GLOO_SOCKET_IFNAME"] = "lo"
     return {**chosen, **{k: os.environ[k] for k in chosen if k in os.environ}, **plan.environment}
 
 
@@ -471,7 +143,7 @@ def _configuration(plan: ForkPlan, folder: str) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
-    # Without this torch asks CUDA itself whether it is there, which spoils it for the forks.
+    # Without it torch queries CUDA itself, which then cannot be used in the forks.
     with changed_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         config = LaunchConfig(
             min_nodes=plan.machines,
@@ -493,11 +165,12 @@ def _configuration(plan: ForkPlan, folder: str) -> Any:
     return config
 
 
-def _not_met(plan: ForkPlan, error: Exception) -> Exception:
+def _rendezvous_failed(plan: ForkPlan, error: Exception) -> Exception:
+    """Return the error to raise for one of torch's launcher; the same if it means another."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    if "EADDRINUSE" in str(error):  # torch 2.6 raises it as a mere RuntimeError
+    if "EADDRINUSE" in str(error):  # torch 2.6 raises it as a plain RuntimeError
         return RuntimeError(
             f"{plan.where}: the port of {plan.endpoint} is taken, perhaps by another run. Give "
             "another use_port=, or none on one machine, to get a free one."
@@ -509,3 +182,347 @@ def _not_met(plan: ForkPlan, error: Exception) -> Exception:
         f"{plan.where}: the processes did not find each other: {why}. On several machines, run "
         "the cell on each, with the same master_addr and use_port, and its own node_rank."
     )
+
+
+# --- in the forked processes ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForkedWorker:
+    """Set up a forked process, call the function there, and report its error.
+
+    Args:
+        reports: where errors are reported.
+        threads: torch threads of this process.
+        redirected: torch's launcher captures the output of this process.
+        print_errors: print errors at once as well; another attempt may follow.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from accel_callbacks.launch.fork import ErrorReports, ForkedWorker
+        >>> ForkedWorker(ErrorReports(Path(tempfile.mkdtemp())), threads=1).print_errors
+        False
+    """
+
+    reports: ErrorReports
+    threads: int
+    redirected: bool = False
+    print_errors: bool = False
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> PackedResult:
+        """Call the function and pack its result; report and raise its error."""
+        rank = int(os.environ["RANK"])
+        _reset_signals()
+        (_redirect_streams if self.redirected else _buffer_lines)()
+        torch.set_num_threads(self.threads)
+        reports = self.reports.attempt(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+        reports.started(rank)
+        try:
+            result = _packed(function, args)
+        except KeyboardInterrupt:
+            # Torch's launcher would take it for a success, and wait for the result forever.
+            raise SystemExit(128 + signal.SIGINT) from None
+        except BaseException as error:
+            text = reports.failed(rank, error)
+            if self.print_errors:
+                print(f"rank {rank} failed:\n{text}", file=sys.stderr)
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        destroy_topology()
+        return result
+
+
+def _packed(function: Callable[..., Any], args: Sequence[Any]) -> PackedResult:
+    try:
+        return PackedResult(function(*args))
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return PackedResult(None)
+        raise
+
+
+def _reset_signals() -> None:
+    """Restore the default handlers: those of torch's launcher would raise in the function."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+
+def _redirect_streams() -> None:
+    """Write to the descriptors that torch redirects; a notebook's streams do not use them."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        redirected = getattr(sys, name).fileno()
+        if redirected != number:
+            os.dup2(redirected, number)
+        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
+
+
+def _buffer_lines() -> None:
+    """Buffer a notebook's streams: they send each piece at once, which would mix ranks' lines."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, LineBuffered(stream))
+
+
+class LineBuffered(io.TextIOBase):
+    """Pass text on to a stream line by line, or when flushed.
+
+    Args:
+        stream: where the text goes.
+
+    Example:
+        >>> import io
+        >>> from accel_callbacks.launch.fork import LineBuffered
+        >>> below = io.StringIO()
+        >>> lines = LineBuffered(below)
+        >>> _ = lines.write("half a "), lines.write("line, ")
+        >>> below.getvalue()
+        ''
+        >>> _ = lines.write("whole\\nrest")
+        >>> below.getvalue()
+        'half a line, whole\\n'
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._pending = ""
+
+    def write(self, text: str) -> int:
+        """Write complete lines; buffer the rest."""
+        lines, newline, rest = text.rpartition("\n")
+        if newline:
+            self._pass_on(self._pending + lines + newline)
+            self._pending = ""
+        self._pending += rest
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        pending, self._pending = self._pending, ""
+        if pending:
+            self._pass_on(pending)
+
+    def _pass_on(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def isatty(self) -> bool:
+        """Return whether the underlying stream is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the underlying stream."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Encoding of the underlying stream."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+
+class PackedResult:
+    """A return value, pickled where a failure can still be reported; unpickles to the value itself.
+
+    Tensors arrive on the CPU and without gradients, wherever in the value they are. They travel as
+    bytes: shared memory would keep one open file per tensor, and the device memory of a process is
+    gone when it ends.
+
+    Args:
+        value: return value of a function.
+
+    Raises:
+        TypeError: the value cannot be pickled.
+
+    Example:
+        >>> import torch
+        >>> from multiprocessing.reduction import ForkingPickler
+        >>> from accel_callbacks.launch.fork import PackedResult
+        >>> ForkingPickler.loads(ForkingPickler.dumps(PackedResult({"loss": torch.tensor(0.5)})))
+        {'loss': tensor(0.5000)}
+    """
+
+    def __init__(self, value: Any) -> None:
+        packed = io.BytesIO()
+        try:
+            _Packer(packed).dump(value)
+        except Exception as error:
+            raise TypeError(
+                f"the function returned a {type(value).__name__} that cannot be sent from its "
+                f"process to the notebook ({type(error).__name__}: {error}). Return numbers, text, "
+                "lists, dicts and tensors; save models to a file."
+            ) from None
+        self._data = packed.getvalue()
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return ForkingPickler.loads, (self._data,)
+
+
+class _Packer(ForkingPickler):
+    """Pickle plain tensors as bytes, and all others as torch does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.nn.Parameter:
+            return torch.nn.Parameter, (value.detach(), value.requires_grad)
+        if kind is not torch.Tensor or value.is_meta:
+            return NotImplemented
+        here = value.detach().cpu()
+        if here.layout is not torch.strided or here.is_quantized:
+            return reduce_tensor(here)  # type: ignore[no-untyped-call]
+        plain = here.resolve_conj().resolve_neg().contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _unpack, (data, plain.dtype, tuple(plain.shape))
+
+
+def _unpack(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+# --- errors, from the processes to the launcher -----------------------------------------------
+
+
+class ExitStatus(Protocol):
+    """The part of torch's ``ProcessFailure`` that is read here."""
+
+    @property
+    def exitcode(self) -> int:
+        """Exit code; -n for signal n."""
+
+
+class _Report(NamedTuple):
+    rank: int
+    when: float
+    secondary: bool
+    summary: str
+    text: str
+    dead_peers: list[int]
+
+
+class ErrorReports:
+    """A folder in which the ranks report their errors, and from which the launcher reads them.
+
+    Torch's own error files do not suffice: with forked processes its launcher returns the failure
+    of one rank only, and their timestamps have a resolution of one second.
+
+    Args:
+        folder: an empty folder for one launch.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from accel_callbacks.launch.fork import ErrorReports
+        >>> reports = ErrorReports(Path(tempfile.mkdtemp()))
+        >>> reports.started(rank=0)
+        >>> _ = reports.failed(0, ValueError("no data"))
+        >>> print(reports.error({}, "notebook_launcher"))
+        rank 0 failed in notebook_launcher: ValueError: no data
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def attempt(self, number: int) -> ErrorReports:
+        """In a rank: return the reports of this attempt, separate from those of earlier ones."""
+        folder = self.folder / str(number)
+        folder.mkdir(exist_ok=True)
+        return ErrorReports(folder)
+
+    def last_attempt(self) -> ErrorReports:
+        """In the launcher: return the reports of the last attempt, which may be the only one."""
+        numbers = [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
+        return ErrorReports(self.folder / str(max(numbers))) if numbers else self
+
+    def started(self, rank: int) -> None:
+        """In a rank: record the process id, by which peers see whether this rank is alive."""
+        (self.folder / f"{rank}.pid").write_text(str(os.getpid()))
+
+    def failed(self, rank: int, error: BaseException) -> str:
+        """In a rank: report an error of the function; return its traceback."""
+        when = time.time()
+        trace = error.__traceback__
+        while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        summary = traceback.format_exception_only(type(error), error)[-1].strip()
+        # A killed peer loses its connections, which raised here, just before it becomes a zombie.
+        time.sleep(0.05)
+        secondary = isinstance(error, RemoteError)
+        report = _Report(rank, when, secondary, summary, text, self._dead_peers(rank))
+        temporary = self.folder / f"{rank}.new"
+        temporary.write_text(json.dumps(report._asdict()))
+        os.replace(temporary, self.folder / f"{rank}.json")
+        return text
+
+    def _dead_peers(self, rank: int) -> list[int]:
+        """Return the other ranks that have ended without a report."""
+        pids = {int(path.stem): path.read_text() for path in self.folder.glob("*.pid")}
+        silent = [one for one in pids if one != rank and not (self.folder / f"{one}.json").exists()]
+        return sorted(one for one in silent if _is_dead(pids[one]))
+
+    def error(self, ended: Mapping[int, ExitStatus], where: str) -> RemoteError:
+        """In the launcher: return the error to raise, that of the rank that failed first.
+
+        Args:
+            ended: how ranks ended, as far as torch's launcher knows.
+            where: name of the launching function.
+        """
+        found = [_Report(**json.loads(p.read_text())) for p in self.folder.glob("*.json")]
+        found.sort(key=lambda report: (report.secondary, report.when))
+        dead = found[0].dead_peers if found else []
+        reported = {report.rank for report in found}
+        codes = {rank: one.exitcode for rank, one in ended.items() if rank not in reported}
+        late = [r for r in codes if found and r not in dead and -codes[r] in _AFTERMATH]
+        silent = [rank for rank in dict.fromkeys([*dead, *codes]) if rank not in late]
+        if silent:
+            silent.sort(key=lambda rank: codes.get(rank, 0) >= 0)  # killed ranks first
+            also = "".join(f"\nthen rank {one.rank} failed: {one.summary}" for one in found)
+            return _error(silent[0], where, _how(codes.get(silent[0])) + also)
+        if not found:
+            return _error(0, where, "a process ended, and left no error")
+        first, others = found[0], sorted(report.rank for report in found[1:])
+        after = [f"(then also rank {', '.join(map(str, others))})"] if others else []
+        after += [f"(also rank {rank}: {_how(codes[rank])})" for rank in late]
+        lines = [*after, first.text]
+        below = [""] if "\n" in first.text and not after else []
+        return _error(first.rank, where, "\n".join([*below, *lines]))
+
+
+def _error(rank: int, where: str, details: str) -> RemoteError:
+    return RemoteError(rank=rank, where=where, details=details)
+
+
+def _how(code: int | None) -> str:
+    """Describe how a process ended that left no report."""
+    if code == -signal.SIGKILL or code is None:
+        name = "it was killed by SIGKILL" if code is not None else "it was killed, or left at once"
+        return f"{name}, which often means out of memory: try smaller batches or fewer processes"
+    if code >= 0:
+        return f"it exited with code {code}"
+    try:
+        return f"it was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"it was killed by signal {-code}"
+
+
+def _is_dead(pid: str) -> bool:
+    """Return whether a process has ended, a zombie included."""
+    if sys.platform != "linux":
+        return False
+    try:
+        status: Any = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return status in ("Z", "X")

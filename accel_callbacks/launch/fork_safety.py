@@ -1,4 +1,4 @@
-"""What forks may do here, and the kernel put back as it was."""
+"""Fork safely from a notebook: probe what forks can use, and restore the kernel afterwards."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Prospect", "left_as_it_was", "look_ahead"]
+__all__ = ["ForkSupport", "isolated_launcher", "probe_forks"]
 
-_STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _LAUNCHER_LOGS = (
     "torch.distributed.elastic",
     "torch.distributed.launcher",
     "torch.multiprocessing",
 )
-_FOR_DEVICES = 60.0  # seconds; a driver may be slow to wake up
-_FOR_THREADS = 1.0  # takes milliseconds, or for ever
+_DEVICE_TIMEOUT = 60.0  # seconds; a driver may be slow to initialize
+_THREAD_TIMEOUT = 1.0  # it takes milliseconds, or hangs
 
 
 @contextmanager
-def left_as_it_was() -> Iterator[None]:
-    """Around torch's launcher: its signal handlers, its log lines and its processes end with it.
+def isolated_launcher() -> Iterator[None]:
+    """Restore signal handlers and loggers after torch's launcher, and kill children it left.
 
     Raises:
-        KeyboardInterrupt: a Ctrl-C came, which torch's launcher turns into an error of its own.
+        KeyboardInterrupt: Ctrl-C was pressed, for which torch's launcher raises SignalException.
 
     Example:
         >>> import signal
-        >>> from accel_callbacks.launch.fork_safety import left_as_it_was
+        >>> from accel_callbacks.launch.fork_safety import isolated_launcher
         >>> before = signal.getsignal(signal.SIGTERM)
-        >>> with left_as_it_was():
+        >>> with isolated_launcher():
         ...     _ = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         >>> signal.getsignal(signal.SIGTERM) == before
         True
@@ -47,8 +47,8 @@ def left_as_it_was() -> Iterator[None]:
 
     received: int | None = None
     with ExitStack() as undo:
-        undo.enter_context(_own_handlers())
-        undo.enter_context(_no_child_left())
+        undo.enter_context(_restored_handlers())
+        undo.enter_context(_killed_children())
         undo.enter_context(_quiet_launcher())
         try:
             yield
@@ -57,26 +57,26 @@ def left_as_it_was() -> Iterator[None]:
     if received == signal.SIGINT:
         raise KeyboardInterrupt
     if received is not None:
-        os.kill(os.getpid(), received)  # for the handler that was there before
+        os.kill(os.getpid(), received)  # again, for the restored handler
         raise SystemExit(128 + received)
 
 
 @contextmanager
-def _own_handlers() -> Iterator[None]:
-    numbers = [getattr(signal, name) for name in _STOPS if hasattr(signal, name)]
+def _restored_handlers() -> Iterator[None]:
+    numbers = [getattr(signal, name) for name in _STOP_SIGNALS if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
-                if handler is not None:  # one that C code has set cannot be set again
+                if handler is not None:  # None: installed by C code, cannot be restored from here
                     signal.signal(number, handler)
 
 
 @contextmanager
-def _no_child_left() -> Iterator[None]:
-    """A second Ctrl-C breaks off the wait for processes that end slowly: then they are killed."""
+def _killed_children() -> Iterator[None]:
+    """Kill children that are left: a second Ctrl-C interrupts the wait for them to end."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -88,7 +88,7 @@ def _no_child_left() -> Iterator[None]:
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Torch's launcher logs what is raised anyway; Python 3.12 warns of each fork with threads."""
+    """Silence the logs of torch's launcher, which repeat the error raised, and fork warnings."""
     known = [
         one
         for name, one in logging.root.manager.loggerDict.items()
@@ -96,6 +96,7 @@ def _quiet_launcher() -> Iterator[None]:
     ]
     quiet = [] if "LOGLEVEL" in os.environ else known
     with warnings.catch_warnings():
+        # Python 3.12 warns about every fork of a process that has threads.
         warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
         for one in quiet:
             one.disabled = True
@@ -107,17 +108,17 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Prospect:
-    """What forked processes can do.
+class ForkSupport:
+    """The devices and threads that forked processes can use.
 
     Args:
-        devices: accelerators that they can use.
-        spoiled: accelerators are here, but not for them: this process has used one already.
-        threaded: they may compute with several threads.
+        devices: number of usable accelerators.
+        spoiled: accelerators exist, but forks cannot use them: this process has initialized one.
+        threaded: torch may use several threads.
 
     Example:
-        >>> from accel_callbacks.launch.fork_safety import Prospect
-        >>> Prospect(devices=2).spoiled
+        >>> from accel_callbacks.launch.fork_safety import ForkSupport
+        >>> ForkSupport(devices=2).spoiled
         False
     """
 
@@ -126,51 +127,51 @@ class Prospect:
     threaded: bool = False
 
 
-def look_ahead(*, devices: bool, threads: int) -> Prospect:
-    """Fork once and try.
+def probe_forks(*, devices: bool, threads: int) -> ForkSupport:
+    """Fork once and try what forks of this process can use.
 
-    This process must not ask for devices itself: that alone can spoil CUDA for its forks. And
-    whether OpenMP has run here before, in which case its threads hang in forks, cannot be asked.
+    This process must not query devices itself: that alone can make CUDA unusable in its forks. And
+    nothing tells whether OpenMP has run here before, in which case its threads hang in forks.
 
     Args:
-        devices: whether to look for accelerators.
-        threads: how many each process should compute with.
+        devices: probe accelerators.
+        threads: torch threads that each process should use.
 
     Raises:
-        RuntimeError: the fork died or hung while it looked for devices.
+        RuntimeError: the fork died or hung while it probed devices.
 
     Example:
-        >>> from accel_callbacks.launch.fork_safety import look_ahead
-        >>> look_ahead(devices=False, threads=1)
-        Prospect(devices=0, spoiled=False, threaded=False)
+        >>> from accel_callbacks.launch.fork_safety import probe_forks
+        >>> probe_forks(devices=False, threads=1)
+        ForkSupport(devices=0, spoiled=False, threaded=False)
     """
     if not devices and threads < 2:
-        return Prospect()
+        return ForkSupport()
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, of forks and threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # see _quiet_launcher
         child = os.fork()
     if child == 0:
-        _try(devices, threads, writing)
+        _probe(devices, threads, writing)
     os.close(writing)
     try:
-        found = _line(reading, _FOR_DEVICES)
+        found = _read_line(reading, _DEVICE_TIMEOUT)
         if found is None:
             raise RuntimeError(
-                "a fork of this process that looked for GPUs gave no answer: see whether their "
-                "driver works (nvidia-smi), then restart the kernel. debug_launcher goes without."
+                "a fork of this process that probed for GPUs died or hung: check their driver "
+                "(nvidia-smi), then restart the kernel. debug_launcher needs no GPU."
             )
         spoiled = found == "spoiled"
-        threaded = threads > 1 and _line(reading, _FOR_THREADS) == "threads"
+        threaded = threads > 1 and _read_line(reading, _THREAD_TIMEOUT) == "threads"
     finally:
-        os.kill(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)  # it may hang in OpenMP
         os.waitpid(child, 0)
         os.close(reading)
-    return Prospect(0 if spoiled else int(found), spoiled, threaded)
+    return ForkSupport(0 if spoiled else int(found), spoiled, threaded)
 
 
-def _try(devices: bool, threads: int, writing: int) -> None:
-    """In the fork: one line about devices, one about threads."""
+def _probe(devices: bool, threads: int, writing: int) -> None:
+    """In the fork: write one line about devices and one about threads, then exit."""
     try:
         os.write(writing, f"{_devices() if devices else 0}\n".encode())
         if threads > 1:
@@ -188,12 +189,13 @@ def _devices() -> int | str:
         if in_bad_fork is not None and in_bad_fork():
             return "spoiled"
     usable = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    # Torch does not notice all ways to wake up CUDA; then its driver counts more than can be used.
+    # Torch does not notice every initialization of CUDA; the driver then counts more devices than
+    # are usable.
     return "spoiled" if torch.cuda.device_count() > usable else usable
 
 
-def _line(reading: int, seconds: float) -> str | None:
-    """The next line, None where none comes in time or the fork has died."""
+def _read_line(reading: int, seconds: float) -> str | None:
+    """Return the next line; None on a timeout or if the fork has died."""
     text = b""
     while not text.endswith(b"\n"):
         ready, _, _ = select.select([reading], [], [], seconds)

@@ -1,4 +1,4 @@
-"""What this machine has, found without torch: GPUs, cores, memory, SLURM, TPU."""
+"""Detect the GPUs, cores, memory, SLURM job and TPU of this machine without importing torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["DRIVERS", "Machine", "has_driver", "look_around", "usable_cores"]
+__all__ = ["DRIVERS", "Machine", "detect_machine", "has_driver", "usable_cores"]
 
-#: For each kind of run, how the kernel's files of its driver begin; also on Jetson and WSL.
+#: For each distributed type, prefixes of the driver's device files, those of Jetson and WSL too.
 DRIVERS = {
     "MULTI_GPU": ("nvidia", "nvhost", "nvgpu", "nvmap", "dxg", "kfd"),
     "MULTI_XPU": ("dri", "dxg"),
@@ -31,15 +31,15 @@ _SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine, as far as a launch needs to know it.
+    """The hardware of one machine.
 
     Args:
-        gpus: names of the GPUs, hidden ones left out.
+        gpus: names of the visible GPUs.
         gpu_kind: ``"cuda"``, ``"rocm"``, ``"mps"`` or empty.
         cores: cores that this process may use.
         memory: bytes of main memory; 0 if unknown.
-        slurm_nodes: machines of the SLURM job that this is in; 0 outside of one.
-        tpu: a TPU is here.
+        slurm_nodes: machines of the surrounding SLURM job; 0 outside of one.
+        tpu: the machine has a TPU.
         torch_xla: the package that TPUs need is installed.
 
     Example:
@@ -57,7 +57,7 @@ class Machine:
     torch_xla: bool = False
 
     def lines(self) -> list[str]:
-        """What was found, to be shown."""
+        """Return lines that describe the machine."""
         names = ", ".join(dict.fromkeys(self.gpus))
         memory = f", {self.memory / 2**30:.1f} GiB of memory" if self.memory else ""
         found = [f"GPUs: {len(self.gpus)} ({names})" if self.gpus else "GPUs: none"]
@@ -69,17 +69,17 @@ class Machine:
         return found
 
 
-def look_around(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
-    """Look at this machine; what cannot be found out counts as not there.
+def detect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
+    """Detect the hardware of this machine; anything that cannot be determined counts as absent.
 
     Args:
         environment: usually ``os.environ``.
-        root: where the kernel's files are.
+        root: parent folder of ``/dev``, ``/proc`` and ``/sys``.
 
     Example:
         >>> import os
-        >>> from accel_callbacks.launch.machine import look_around
-        >>> look_around(os.environ).cores >= 1
+        >>> from accel_callbacks.launch.machine import detect_machine
+        >>> detect_machine(os.environ).cores >= 1
         True
     """
     kind, names = _gpus(environment, root)
@@ -96,7 +96,7 @@ def look_around(environment: Mapping[str, str], root: Path = Path("/")) -> Machi
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, which can be fewer than the machine has.
+    """Return the number of cores that this process may use, which may be a subset of all.
 
     Example:
         >>> from accel_callbacks.launch.machine import usable_cores
@@ -109,7 +109,7 @@ def usable_cores() -> int:
 
 
 def has_driver(kind: str, root: Path = Path("/")) -> bool:
-    """Whether a driver for this kind of run is here, without asking it; True if that is unknown.
+    """Return whether the driver of a distributed type has device files; True if unknown.
 
     Example:
         >>> from pathlib import Path
@@ -139,7 +139,7 @@ def _is_apple() -> bool:
 
 
 def _nvidia_smi(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Names as the driver's tool gives them; it can hang where the driver does."""
+    """Query names with nvidia-smi, with a timeout: it hangs if the driver does."""
     tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if tool is None:
         return ()
@@ -163,7 +163,7 @@ def _nvidia_files(root: Path) -> tuple[str, ...]:
 
 
 def _amd_files(root: Path) -> tuple[str, ...]:
-    """Nodes of the kernel's compute driver that have SIMD units are GPUs, the others CPUs."""
+    """List the nodes of the kernel's compute driver that have SIMD units; the others are CPUs."""
     names = []
     for folder in _listed(root / "sys/class/kfd/kfd/topology/nodes"):
         facts = dict(line.split(maxsplit=1) for line in _pairs(folder / "properties"))
@@ -196,7 +196,7 @@ def _clean(text: str) -> str:
 
 
 def _visible(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Those that a process here would see: an unknown index hides the rest, as CUDA has it."""
+    """Return the GPUs that a process sees; as in CUDA, an invalid index hides those after it."""
     text = environment.get("CUDA_VISIBLE_DEVICES", environment.get("HIP_VISIBLE_DEVICES"))
     if text is None or not names:
         return names
@@ -226,8 +226,8 @@ def _slurm_nodes(environment: Mapping[str, str]) -> int:
 
 
 def _has_tpu(environment: Mapping[str, str], root: Path, xla: bool) -> bool:
-    told = any(
+    announced = any(
         name in environment for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "XRT_TPU_CONFIG")
     )
     chips = [path for path in _listed(root / "dev") if path.name.startswith("accel")]
-    return told or (xla and any(path.name[5:].isdecimal() for path in chips))
+    return announced or (xla and any(path.name[5:].isdecimal() for path in chips))

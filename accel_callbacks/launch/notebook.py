@@ -1,4 +1,4 @@
-"""``notebook_launcher`` and ``debug_launcher``: several processes from a cell of a notebook."""
+"""Launch a function on several processes from a notebook or a test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_callbacks.distributed.topology import destroy_topology, is_initialize
 from accel_callbacks.errors import nearest
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.fork import ForkPlan, run_forked
-from accel_callbacks.launch.fork_safety import Prospect, look_ahead
+from accel_callbacks.launch.fork_safety import ForkSupport, probe_forks
 from accel_callbacks.launch.machine import usable_cores
 
 __all__ = ["debug_launcher", "notebook_launcher"]
@@ -40,40 +40,40 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> list[Any]:
-    """Run a function on several processes from a notebook, and return what each of them returned.
+    """Run a function on several processes from a notebook; return the result of each.
 
-    The processes are copies of this one (forks), so functions, classes and data of the notebook are
-    there. Make the Accelerator inside of the function. One process alone is no copy: the function
-    is called right here.
+    The processes are forks of this one, so they have the functions, classes and data of the
+    notebook. Create the Accelerator inside of the function. A single process is not forked: the
+    function is called in this process.
 
     Args:
-        function: what to run on each process.
+        function: called on each process.
         args: its arguments.
-        num_processes: on this machine; one for each GPU where ``None``, one without a GPU.
-        mixed_precision: of each Accelerator that is not told another: ``"no"``, ``"fp16"``,
-            ``"bf16"`` or ``"fp8"``; ``ACCEL_MIXED_PRECISION``, else ``"no"``, where ``None``.
-        use_port: at which the processes meet; a free one on one machine, 29500 on several, where
-            ``None``; 0 is a free one too.
+        num_processes: processes on this machine; by default one per GPU, or one without a GPU.
+        mixed_precision: default of each Accelerator: ``"no"``, ``"fp16"``, ``"bf16"`` or
+            ``"fp8"``; None for ``ACCEL_MIXED_PRECISION``, or else ``"no"``.
+        use_port: port of the rendezvous; by default a free one on one machine, 29500 on several; 0
+            for a free one too.
         master_addr: address of the first machine.
-        node_rank: 0 on the first machine, 1 on the next. The cell is run on each.
-        num_nodes: machines that take part.
-        rdzv_backend: how machines find each other: ``"static"`` or ``"c10d"``.
-        rdzv_endpoint: ``host:port`` to meet at; ``master_addr`` and ``use_port`` where empty.
+        node_rank: 0 on the first machine, 1 on the next. Run the cell on each of them.
+        num_nodes: number of machines.
+        rdzv_backend: ``"static"`` or ``"c10d"``.
+        rdzv_endpoint: ``host:port`` of the rendezvous; by default ``master_addr`` and ``use_port``.
         rdzv_conf: more options of the rendezvous.
         rdzv_id: the same on all machines of a run.
-        max_restarts: how often all processes are started again after a failure.
-        monitor_interval: seconds between two looks at the processes.
-        log_line_prefix_template: what each line of a process begins with, such as
+        max_restarts: how often all processes are restarted after a failure.
+        monitor_interval: seconds between two polls of the processes.
+        log_line_prefix_template: prefix of each line that a process writes, such as
             ``"[${rank}] "``.
 
     Returns:
-        What the function returned on each process of this machine, by rank. Tensors are on the CPU.
+        The results of the processes on this machine, by rank. Tensors are on the CPU.
 
     Raises:
         RemoteError: a process failed; its traceback is in the text, and all processes have ended.
-        RuntimeError: CUDA was already used here, or an Accelerator made; or the processes did not
-            find each other.
-        ValueError: an option that makes no sense.
+        RuntimeError: CUDA was already used in this process, or an Accelerator created; or the
+            processes did not find each other.
+        ValueError: an option has an invalid value.
 
     Example:
         >>> from accel_callbacks import Accelerator, notebook_launcher
@@ -83,7 +83,7 @@ def notebook_launcher(
         >>> notebook_launcher(train, args=(10,), num_processes=2)
         [0, 10]
     """
-    _call_checked("notebook_launcher", function, args)
+    _check_call("notebook_launcher", function, args)
     _check_numbers(1, num_processes=num_processes, num_nodes=num_nodes)
     _check_numbers(0, node_rank=node_rank, max_restarts=max_restarts)
     plan = ForkPlan(
@@ -92,23 +92,23 @@ def notebook_launcher(
         machines=num_nodes,
         conf=dict(rdzv_conf or {}),
         run_id=str(rdzv_id),
-        environment=_handed_on(mixed_precision),
+        environment=_accelerator_variables(mixed_precision),
         max_restarts=max_restarts,
         monitor_interval=monitor_interval,
         prefix=log_line_prefix_template or None,
     )
     _check_plan(plan)
-    plan = _meeting(plan, rdzv_backend, rdzv_endpoint, master_addr, use_port, node_rank)
+    plan = _with_rendezvous(plan, rdzv_backend, rdzv_endpoint, master_addr, use_port, node_rank)
     plain = num_nodes == 1 and not max_restarts and plan.prefix is None
     if num_processes == 1 and plain:
         return [_call_here(plan, function, args)]
-    prospect = look_ahead(devices=not _on_cpu(), threads=_threads_for(num_processes or 1))
-    here = num_processes or max(1, _devices(prospect))
+    support = probe_forks(devices=not _on_cpu(), threads=_threads_for(num_processes or 1))
+    here = num_processes or max(1, _device_count(support))
     if here == 1 and plain:
         return [_call_here(plan, function, args)]
-    _nothing_begun("notebook_launcher")
-    _check_devices(here, prospect)
-    threads, on_cpu = _threads_for(here, prospect), not prospect.devices
+    _check_uninitialized("notebook_launcher")
+    _check_devices(here, support)
+    threads, on_cpu = _threads_for(here, support), not support.devices
     plan = replace(plan, processes=here, threads=threads, on_cpu=on_cpu)
     return run_forked(plan, function, args)
 
@@ -116,21 +116,21 @@ def notebook_launcher(
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> list[Any]:
-    """Run a function on several processes on the CPU, and return what each of them returned.
+    """Run a function on several CPU processes; return the result of each.
 
-    For tests, and for trying out on a laptop what will run on GPUs: they are left alone.
+    For tests, and for trying on a laptop what will run on GPUs; GPUs are not used.
 
     Args:
-        function: what to run on each process; it makes its own Accelerator.
+        function: called on each process; it creates its own Accelerator.
         args: its arguments.
-        num_processes: how many.
+        num_processes: number of processes.
 
     Returns:
-        What the function returned on each process, by rank.
+        The results of the processes, by rank.
 
     Raises:
         RemoteError: a process failed; its traceback is in the text, and all processes have ended.
-        RuntimeError: an Accelerator was already made in this process.
+        RuntimeError: an Accelerator was already created in this process.
 
     Example:
         >>> from accel_callbacks import Accelerator, debug_launcher
@@ -139,22 +139,22 @@ def debug_launcher(
         >>> debug_launcher(world)
         [2, 2]
     """
-    _call_checked("debug_launcher", function, args)
+    _check_call("debug_launcher", function, args)
     _check_numbers(1, num_processes=num_processes)
-    _nothing_begun("debug_launcher")
-    prospect = look_ahead(devices=False, threads=_threads_for(num_processes))
+    _check_uninitialized("debug_launcher")
+    support = probe_forks(devices=False, threads=_threads_for(num_processes))
     plan = ForkPlan(
         where="debug_launcher",
         processes=num_processes,
         environment={"ACCEL_CPU": "1", "ACCEL_MIXED_PRECISION": "no"},
-        threads=_threads_for(num_processes, prospect),
+        threads=_threads_for(num_processes, support),
         on_cpu=True,
     )
     return run_forked(plan, function, args)
 
 
-def _call_checked(where: str, function: Any, args: Any) -> None:
-    """Refuse what cannot be called, and arguments that are no tuple."""
+def _check_call(where: str, function: Any, args: Any) -> None:
+    """Raise TypeError for a function that is not callable, or arguments that are no sequence."""
     if not hasattr(os, "fork"):
         raise RuntimeError(
             f"{where} needs a system that can fork processes, which this one cannot: save the code "
@@ -169,8 +169,8 @@ def _call_checked(where: str, function: Any, args: Any) -> None:
         raise TypeError(f"args={args!r} must be a tuple: write args=({args!r},) for one argument.")
 
 
-def _nothing_begun(where: str) -> None:
-    """Refuse where this process has joined, or settled on, what its forks must do anew."""
+def _check_uninitialized(where: str) -> None:
+    """Raise RuntimeError if forks would inherit an initialized topology or process group."""
     if is_initialized():
         raise RuntimeError(
             f"{where}: an Accelerator or PartialState was already made in this process, and its "
@@ -184,11 +184,11 @@ def _nothing_begun(where: str) -> None:
         )
 
 
-def _threads_for(processes: int, prospect: Prospect | None = None) -> int:
-    """Threads of each process: OMP_NUM_THREADS, else its share of the cores, if they would work."""
+def _threads_for(processes: int, support: ForkSupport | None = None) -> int:
+    """Return OMP_NUM_THREADS or a process's share of the cores; 1 if forks cannot use threads."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     wanted = int(given) if given.isdigit() else usable_cores() // processes
-    if prospect is not None and not prospect.threaded:
+    if support is not None and not support.threaded:
         return 1
     return max(1, wanted)
 
@@ -204,18 +204,18 @@ def _check_numbers(least: int, **values: int | None) -> None:
 
 
 def _check_plan(plan: ForkPlan) -> None:
-    """Values that torch's launcher would stumble over later, and without naming the option."""
+    """Validate values early, as torch's launcher would fail later and not name the option."""
     interval, prefix = plan.monitor_interval, plan.prefix
     if not isinstance(interval, int | float) or not interval > 0:
         raise ValueError(f"monitor_interval={interval!r} must be seconds above 0, such as 0.1.")
     if not isinstance(prefix, str | None):
-        raise TypeError(f"log_line_prefix_template={prefix!r} must be a text, or None.")
+        raise TypeError(f"log_line_prefix_template={prefix!r} must be a string, or None.")
     if "/" in plan.run_id:
         raise ValueError(f"rdzv_id={plan.run_id!r} must have no '/'.")
 
 
-def _handed_on(precision: str | None) -> dict[str, str]:
-    """The options of the Accelerator, as variables."""
+def _accelerator_variables(precision: str | None) -> dict[str, str]:
+    """Return the variables that set defaults of the Accelerator."""
     if precision is None:
         return {}
     name = str(getattr(precision, "value", precision)).lower()
@@ -227,10 +227,10 @@ def _handed_on(precision: str | None) -> dict[str, str]:
     return {"ACCEL_MIXED_PRECISION": name}
 
 
-def _meeting(
+def _with_rendezvous(
     plan: ForkPlan, backend: str, endpoint: str, host: str, port: int | str | None, rank: int
 ) -> ForkPlan:
-    """Where the processes meet; nothing to say for one machine that is given nothing."""
+    """Add the rendezvous to the plan; one machine without options keeps the plan's free port."""
     if not rank < plan.machines:
         raise ValueError(
             f"node_rank={rank} must be from 0 to {plan.machines - 1}, as num_nodes={plan.machines}."
@@ -248,13 +248,13 @@ def _meeting(
 
 
 def _call_here(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """One process is this one; what it has begun, it ends, so that the next launch is free."""
-    begun = is_initialized()
+    """Call the function in this process, and undo its initialization for the next launch."""
+    was_initialized = is_initialized()
     with changed_environment(plan.environment):
         try:
             return function(*args)
         finally:
-            if not begun:
+            if not was_initialized:
                 destroy_topology()
 
 
@@ -262,23 +262,23 @@ def _on_cpu() -> bool:
     return resolve_config({}, os.environ).cpu
 
 
-def _devices(prospect: Prospect) -> int:
-    """Where this process has used them, it can count them itself."""
-    return torch.accelerator.device_count() if prospect.spoiled else prospect.devices
+def _device_count(support: ForkSupport) -> int:
+    """Return the number of accelerators; this process may count them if it has used one."""
+    return torch.accelerator.device_count() if support.spoiled else support.devices
 
 
-def _check_devices(processes: int, prospect: Prospect) -> None:
-    if prospect.spoiled:
+def _check_devices(processes: int, support: ForkSupport) -> None:
+    if support.spoiled:
         built = torch.accelerator.current_accelerator()
         kind = built.type.upper() if built is not None else "an accelerator"
         raise RuntimeError(
             f"notebook_launcher: {kind} was already used in this process, so that its forks cannot "
-            "use it. Restart the kernel, and keep out of other cells what touches it: tensors or "
-            "models `.to(...)` it, `torch.cuda.is_available()`, an Accelerator, and imports that "
-            "do so. For the CPU alone, use debug_launcher."
+            "use it. Restart the kernel, and do not use it in other cells: no tensors or models "
+            "`.to(...)` it, no `torch.cuda.is_available()`, no Accelerator, and no imports that do "
+            "so. For the CPU alone, use debug_launcher."
         )
-    if prospect.devices and processes > prospect.devices:
+    if support.devices and processes > support.devices:
         raise ValueError(
-            f"num_processes={processes}, but this machine shows {prospect.devices} devices. Use at "
+            f"num_processes={processes}, but this machine shows {support.devices} devices. Use at "
             "most as many, or debug_launcher for processes on the CPU."
         )

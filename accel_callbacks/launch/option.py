@@ -1,4 +1,4 @@
-"""One setting: its type, its help, and how a value from a file, a flag or a variable is checked."""
+"""Declare settings, and validate their values from files, flags and environment variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 2**63 - 1
 
 
 class SettingsError(ValueError):
-    """A mistake in a setting; its text is one line that says what to do.
+    """Raised for a setting that is invalid or does not fit others; one line with a remedy.
 
     Example:
         >>> from accel_callbacks.launch.option import SettingsError
@@ -27,7 +27,7 @@ class SettingsError(ValueError):
 
 
 def shown(value: Any) -> str:
-    """A value for an error message: short and on one line, however hostile it is.
+    """Format a value for an error message: short and on one line, whatever it contains.
 
     Example:
         >>> from accel_callbacks.launch.option import shown
@@ -51,22 +51,22 @@ class Option:
         kind: ``"bool"``, ``"int"``, ``"float"``, ``"str"``, ``"list"`` or ``"block"``.
         default: value where nothing else is given.
         help: one line.
-        group: name of the class that declares it.
+        group: name of the class that declares the option.
         least: smallest number.
         most: largest number.
-        choices: what a text may be.
-        renamed: older words for a choice, and what they mean.
-        flags: further flags of the command line.
-        shorthands: flags that stand for one value each; a switch has one that turns it off.
-        flag: its own flag; empty for none.
-        valued: a boolean whose flag takes ``true`` or ``false``.
-        unset: values in a file that mean "not given".
-        variable: environment variable that sets it.
-        child: whether the processes get the variable.
-        torchrun: torchrun has it too, under the same name.
-        lenient: text for numbers and booleans is accepted in a file.
+        choices: allowed strings.
+        renamed: older names of choices, and the current ones.
+        flags: aliases of the flag.
+        shorthands: flags that stand for one value each, such as the one that turns a switch off.
+        flag: the flag; empty for none.
+        valued: the flag of a boolean takes ``true`` or ``false``.
+        unset: values in a file that mean "not set".
+        variable: environment variable that sets the option.
+        child: the launched processes get the variable.
+        torchrun: torchrun has an option of the same name.
+        lenient: a file may give numbers and booleans as strings.
         block: for an option of a block, the name of the block.
-        model: for a block, its class.
+        model: for a block, the class of its options.
 
     Example:
         >>> from accel_callbacks.launch.settings import find
@@ -97,24 +97,24 @@ class Option:
 
     @property
     def path(self) -> str:
-        """Its name with that of its block, such as ``fsdp_config.fsdp_version``."""
+        """Name with the block, such as ``fsdp_config.fsdp_version``."""
         return f"{self.block}.{self.name}" if self.block else self.name
 
     @property
     def dest(self) -> str:
-        """Its name in the parsed command line; empty without a flag."""
+        """Attribute in the parsed command line; empty without a flag."""
         return self.flag.removeprefix("--")
 
     def is_unset(self, value: Any) -> bool:
-        """Whether a value of a file says that nothing is given."""
+        """Return whether a value of a file means "not set"."""
         return value is None or (not isinstance(value, bool) and value in self.unset)
 
     def read(self, value: Any) -> Any:
-        """Check a value of a file; ``ValueError`` says what it must be."""
+        """Validate a value of a file; raise ValueError with the requirement."""
         if self.is_unset(value):
             return self.default
         if value is False and "no" in (self.default, *map(str.lower, self.choices)):
-            value = "no"  # a bare `no` is false to YAML
+            value = "no"  # YAML reads a bare `no` as false
         if self.lenient and self.kind == "str" and isinstance(value, (bool, int, float)):
             value = str(value).lower() if abs(value) <= _LARGEST else value
         if self.choices:
@@ -124,7 +124,7 @@ class Option:
         return _READERS[self.kind](self, value)
 
     def parse(self, text: str) -> Any:
-        """Read the text of a flag or a variable."""
+        """Parse the text of a flag or an environment variable."""
         if self.choices:
             return self._choice(text)
         if self.kind == "list":
@@ -137,7 +137,7 @@ class Option:
             try:
                 number = int(text) if self.kind == "int" else float(text)
             except ValueError:
-                raise ValueError(self._wanted(text)) from None
+                raise ValueError(self._requirement(text)) from None
             return _READERS[self.kind](self, number)
         return _READERS[self.kind](self, text)
 
@@ -149,14 +149,14 @@ class Option:
             raise ValueError(f"must be one of {', '.join(self.choices)}, not {shown(value)}.{hint}")
         return known[value.lower()]
 
-    def _wanted(self, value: Any) -> str:
+    def _requirement(self, value: Any) -> str:
         name = "an integer" if self.kind == "int" else "a number"
         low = "" if self.least is None else f" of at least {_plain(self.least)}"
         high = "" if self.most is None else f" and at most {_plain(self.most)}"
         return f"must be {name}{low}{high}, not {shown(value)}"
 
     def argument(self) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """Flags and keywords for ``add_argument``; what is not given is None there."""
+        """Return flags and keywords for ``add_argument``; the default is None, for "not given"."""
         flags = (self.flag, *self.flags)
         keywords: dict[str, Any] = {"dest": self.dest, "default": None, "help": self.help}
         if self.kind == "bool" and not self.valued:
@@ -188,18 +188,18 @@ def _read_bool(one: Option, value: Any) -> bool:
 
 
 def _read_number(one: Option, value: Any) -> Any:
-    right = isinstance(value, int) or (isinstance(value, float) and one.kind == "float")
-    if not right or isinstance(value, bool):
-        raise ValueError(one._wanted(value))
+    valid = isinstance(value, int) or (isinstance(value, float) and one.kind == "float")
+    if not valid or isinstance(value, bool):
+        raise ValueError(one._requirement(value))
     low = -_LARGEST if one.least is None else one.least
     high = _LARGEST if one.most is None else one.most
     if not (low <= value <= high and (isinstance(value, int) or math.isfinite(value))):
-        raise ValueError(one._wanted(value))
+        raise ValueError(one._requirement(value))
     return float(value) if one.kind == "float" else value
 
 
 def _read_str(one: Option, value: Any) -> str:
-    # `gpu_ids: 0` and `rdzv_id: 7` are numbers to YAML.
+    # YAML reads `gpu_ids: 0` and `rdzv_id: 7` as numbers.
     number = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
     text = str(value) if number else value
     if not isinstance(text, str):
@@ -211,7 +211,7 @@ def _read_str(one: Option, value: Any) -> str:
 
 def _read_list(one: Option, value: Any) -> tuple[str, ...]:
     values = value.strip("()[] ").split(",") if isinstance(value, str) else value
-    if isinstance(values, list):  # `[false, false]` is how Accelerate writes three switches
+    if isinstance(values, list):  # Accelerate writes lists of switches, as in `[false, false]`
         values = [str(item).lower() if isinstance(item, bool) else item for item in values]
     if not isinstance(values, list):
         raise ValueError(f"must be a list of texts, not {shown(value)}")
@@ -228,7 +228,7 @@ _READERS: Mapping[str, Callable[[Option, Any], Any]] = {
 
 
 def option(default: Any, help: str, **facts: Any) -> Any:
-    """A field of a class of settings; ``facts`` are arguments of :class:`Option`.
+    """Declare a setting as a dataclass field; ``facts`` are arguments of :class:`Option`.
 
     Example:
         >>> from dataclasses import dataclass
@@ -243,7 +243,7 @@ def option(default: Any, help: str, **facts: Any) -> Any:
 
 
 def described(model: type[Any], help: str) -> dict[str, Any]:
-    """What a field says of the block that it holds.
+    """Return the field metadata of a block.
 
     Example:
         >>> from accel_callbacks.launch.parallelism_settings import DynamoConfig
@@ -255,7 +255,7 @@ def described(model: type[Any], help: str) -> dict[str, Any]:
 
 
 def options_of(owner: type[Any]) -> tuple[Option, ...]:
-    """The options that a class of settings declares, in its order.
+    """Return the options that a class of settings declares, in order.
 
     Example:
         >>> from accel_callbacks.launch.parallelism_settings import DynamoConfig

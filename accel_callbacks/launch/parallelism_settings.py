@@ -1,4 +1,4 @@
-"""Nested blocks: dynamo, fp8, FSDP, DeepSpeed, Megatron, mpirun."""
+"""Blocks of settings: torch.compile and fp8, and those of Accelerate that are read and refused."""
 
 from __future__ import annotations
 
@@ -19,53 +19,6 @@ __all__ = [
 
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _DEVICES = ("none", "cpu", "nvme")
-
-
-@dataclass(frozen=True)
-class MegatronConfig:
-    """Megatron-LM.
-
-    Example:
-        >>> from accel_callbacks.launch.parallelism_settings import MegatronConfig
-        >>> MegatronConfig().megatron_lm_tp_degree
-        1
-    """
-
-    BLOCK: ClassVar[str] = "megatron_lm_config"
-
-    megatron_lm_tp_degree: int = option(1, "tensor parallel", least=1)
-    megatron_lm_pp_degree: int = option(1, "pipeline parallel", least=1)
-    megatron_lm_num_micro_batches: int | None = option(None, "of a batch", least=1)
-    megatron_lm_sequence_parallelism: bool = option(False, "shard sequences", valued=True)
-    megatron_lm_recompute_activations: bool = option(False, "selectively", valued=True)
-    megatron_lm_use_distributed_optimizer: bool = option(False, "shard its states", valued=True)
-    megatron_lm_gradient_clipping: float = option(1.0, "largest norm; 0 for none", least=0)
-    megatron_lm_recompute_granularity: str | None = option(
-        None, "what is computed twice", choices=("full", "selective")
-    )
-    megatron_lm_recompute_method: str | None = option(
-        None, "which layers are computed twice", choices=("uniform", "block")
-    )
-    megatron_lm_recompute_num_layers: int | None = option(None, "layers of a unit", least=1)
-    megatron_lm_attention_backend: str | None = option(None, "such as flash")
-    megatron_lm_expert_model_parallel_size: int | None = option(None, "experts", least=1)
-    megatron_lm_expert_tensor_parallel_size: int | None = option(None, "in experts", least=1)
-    megatron_lm_context_parallel_size: int | None = option(None, "context parallel", least=1)
-    megatron_lm_attention_dropout: float | None = option(None, "in attention", least=0, most=1)
-    megatron_lm_hidden_dropout: float | None = option(None, "in layers", least=0, most=1)
-    megatron_lm_attention_softmax_in_fp32: bool = option(False, "in fp32", valued=True)
-    megatron_lm_calculate_per_token_loss: bool = option(False, "mean over tokens", valued=True)
-    megatron_lm_use_rotary_position_embeddings: bool = option(False, "rotary", valued=True)
-    megatron_lm_use_custom_fsdp: bool = option(False, "its own FSDP", valued=True)
-    megatron_lm_no_load_optim: bool = option(False, "leave states out at load", valued=True)
-    megatron_lm_no_save_optim: bool = option(False, "leave states out at save", valued=True)
-    megatron_lm_eod_mask_loss: bool = option(False, "no loss after the end", valued=True)
-    megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool = option(False, "overlap", valued=True)
-    megatron_lm_optimizer_cpu_offload: bool = option(False, "states on the host", valued=True)
-    megatron_lm_use_precision_aware_optimizer: bool = option(False, "own types", valued=True)
-    megatron_lm_decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage", least=1
-    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +51,7 @@ class DynamoConfig:
     )
     dynamo_use_regional_compilation: bool = option(
         False,
-        "compile the repeated blocks of a model, each by itself",
+        "compile the repeated blocks of a model separately",
         variable="ACCEL_DYNAMO_USE_REGIONAL_COMPILATION",
         child=True,
     )
@@ -148,6 +101,10 @@ class Fp8Config:
     optimization_level: str = option(
         "O2", "level (MSAMP)", choices=("O1", "O2"), flags=("--fp8_opt_level",)
     )
+
+
+# Below: options of engines that are not implemented. Files of Accelerate with them are read and
+# validated, and a launch refuses them, or warns that they have no effect: see `unsupported`.
 
 
 @dataclass(frozen=True)
@@ -260,6 +217,53 @@ class DeepSpeedConfig:
         choices=("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh"),
     )
     deepspeed_moe_layer_cls_names: str | None = option(None, "classes of expert layers")
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Megatron-LM.
+
+    Example:
+        >>> from accel_callbacks.launch.parallelism_settings import MegatronConfig
+        >>> MegatronConfig().megatron_lm_tp_degree
+        1
+    """
+
+    BLOCK: ClassVar[str] = "megatron_lm_config"
+
+    megatron_lm_tp_degree: int = option(1, "tensor parallel", least=1)
+    megatron_lm_pp_degree: int = option(1, "pipeline parallel", least=1)
+    megatron_lm_num_micro_batches: int | None = option(None, "of a batch", least=1)
+    megatron_lm_sequence_parallelism: bool = option(False, "shard sequences", valued=True)
+    megatron_lm_recompute_activations: bool = option(False, "selectively", valued=True)
+    megatron_lm_use_distributed_optimizer: bool = option(False, "shard its states", valued=True)
+    megatron_lm_gradient_clipping: float = option(1.0, "largest norm; 0 for none", least=0)
+    megatron_lm_recompute_granularity: str | None = option(
+        None, "what is computed twice", choices=("full", "selective")
+    )
+    megatron_lm_recompute_method: str | None = option(
+        None, "which layers are computed twice", choices=("uniform", "block")
+    )
+    megatron_lm_recompute_num_layers: int | None = option(None, "layers of a unit", least=1)
+    megatron_lm_attention_backend: str | None = option(None, "such as flash")
+    megatron_lm_expert_model_parallel_size: int | None = option(None, "experts", least=1)
+    megatron_lm_expert_tensor_parallel_size: int | None = option(None, "in experts", least=1)
+    megatron_lm_context_parallel_size: int | None = option(None, "context parallel", least=1)
+    megatron_lm_attention_dropout: float | None = option(None, "in attention", least=0, most=1)
+    megatron_lm_hidden_dropout: float | None = option(None, "in layers", least=0, most=1)
+    megatron_lm_attention_softmax_in_fp32: bool = option(False, "in fp32", valued=True)
+    megatron_lm_calculate_per_token_loss: bool = option(False, "mean over tokens", valued=True)
+    megatron_lm_use_rotary_position_embeddings: bool = option(False, "rotary", valued=True)
+    megatron_lm_use_custom_fsdp: bool = option(False, "its own FSDP", valued=True)
+    megatron_lm_no_load_optim: bool = option(False, "leave states out at load", valued=True)
+    megatron_lm_no_save_optim: bool = option(False, "leave states out at save", valued=True)
+    megatron_lm_eod_mask_loss: bool = option(False, "no loss after the end", valued=True)
+    megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool = option(False, "overlap", valued=True)
+    megatron_lm_optimizer_cpu_offload: bool = option(False, "states on the host", valued=True)
+    megatron_lm_use_precision_aware_optimizer: bool = option(False, "own types", valued=True)
+    megatron_lm_decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last stage", least=1
+    )
 
 
 @dataclass(frozen=True)

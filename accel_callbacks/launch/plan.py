@@ -1,4 +1,4 @@
-"""What ``accel launch`` is about to do, worked out before anything starts: no torch, no writes."""
+"""Plan what ``accel launch`` runs, before anything starts: without torch, and without writes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.launch import worker
+from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.rendezvous import (
-    Here,
-    Meeting,
+    Host,
+    Rendezvous,
     fill_from_slurm,
-    meet,
-    placed_by_hand,
+    has_explicit_place,
+    plan_rendezvous,
 )
 from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import LaunchSettings, all_options
 from accel_callbacks.launch.slurm import SlurmPlace, slurm_place
 
-_VISIBLE = {
+_VISIBLE_DEVICES = {
     "MULTI_XPU": "ZE_AFFINITY_MASK",
     "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
     "MULTI_MLU": "MLU_VISIBLE_DEVICES",
@@ -29,26 +29,27 @@ _VISIBLE = {
     "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
     "MULTI_HPU": "HABANA_VISIBLE_MODULES",
 }
-_MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "local_addr")
-# What only torch's launcher can do; without it, and with one process, nothing has to watch.
-_WATCHED = ("log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
+# Already among the options of the rendezvous.
+_RENDEZVOUS_OPTIONS = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "local_addr")
+# Options that only torch's launcher implements; without them a single process runs directly.
+_AGENT_OPTIONS = ("log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the processes run: a ``script``, a ``module`` or a ``program`` that is not Python."""
+    """The program of each process: a ``script``, ``module`` or ``program`` (other than Python)."""
 
     kind: str
     name: str
     arguments: tuple[str, ...]
 
     def command(self) -> list[str]:
-        """What runs it by itself."""
+        """Return the command that runs the program directly."""
         python = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"]}
         return [*python.get(self.kind, []), self.name, *self.arguments]
 
     def reporting_command(self) -> list[str]:
-        """What runs it such that an error is shown with its rank."""
+        """Return the command that runs the program and reports errors with their rank."""
         if self.kind == "program":
             return self.command()
         return [sys.executable, "-u", worker.__file__, self.kind, self.name, *self.arguments]
@@ -56,61 +57,56 @@ class Program:
 
 @dataclass(frozen=True)
 class DirectPlan:
-    """One command in place of the launcher: a single process, a task of `srun`, `srun` itself."""
+    """A command in place of the launcher: one process, a task of `srun`, or `srun` itself."""
 
     command: tuple[str, ...]
     env: Mapping[str, str]
     note: str = ""
-    elsewhere: bool = False  # it starts this command on other machines, and no process here
+    elsewhere: bool = False  # `srun`, which runs this command again on each machine
 
     def as_shell(self) -> str:
-        """Write the plan as lines that do the same when pasted in a shell."""
+        """Return equivalent shell commands."""
         notes = [f"# {self.note}"] if self.note else []
         return "\n".join([*_exports(self.env), shlex.join(self.command), *notes])
 
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """Processes that torch's launcher starts and watches."""
+    """Processes that torch's launcher starts and monitors."""
 
     torchrun: tuple[str, ...]
     program: Program
     env: Mapping[str, str]
-    meeting: Meeting
+    rendezvous: Rendezvous
     log_dir: str | None = None
     quiet: bool = False
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def as_shell(self) -> str:
-        """The same by torchrun, and what each process finds in its environment on top."""
+        """Return the equivalent torchrun command, and the variables that it adds for each rank."""
         program = self.program
         kind = {"module": ["--module"], "program": ["--no-python"]}.get(program.kind, [])
         words = [*self.torchrun, *kind, program.name, *escaped(program.arguments)]
         return "\n".join([*_exports(self.env), shlex.join(["torchrun", *words]), *self._ranks()])
 
     def _ranks(self) -> Iterator[str]:
-        here = self.meeting
-        if here.first_rank is None:
-            yield f"# {here.local} processes here; their ranks are settled when the machines meet"
+        rendezvous = self.rendezvous
+        if rendezvous.first_rank is None:
+            yield f"# {rendezvous.local} processes here; the rendezvous assigns their ranks"
             return
-        world = here.most * here.local
-        for local in range(here.local):
-            port = {} if here.port is None else {"MASTER_PORT": here.port}
-            facts: dict[str, object] = {
-                "RANK": here.first_rank + local,
-                "WORLD_SIZE": world,
-                "LOCAL_RANK": local,
-                "LOCAL_WORLD_SIZE": here.local,
-                "MASTER_ADDR": here.address,
-                **port,
-            }
-            shown = " ".join(f"{name}={value}" for name, value in facts.items())
-            yield f"# rank {here.first_rank + local}: {shown}"
+        world = rendezvous.most * rendezvous.local
+        for local in range(rendezvous.local):
+            rank = rendezvous.first_rank + local
+            variables = _rank_variables(
+                *(rank, world, local, rendezvous.local, rendezvous.address, rendezvous.port)
+            )
+            shown = " ".join(f"{name}={value}" for name, value in variables.items())
+            yield f"# rank {rank}: {shown}"
 
 
 @dataclass(frozen=True)
 class TpuPlan:
-    """Processes that torch_xla starts, each of which calls a function of the script."""
+    """Processes that torch_xla starts; each calls a function of the script."""
 
     program: Program
     function: str
@@ -118,7 +114,7 @@ class TpuPlan:
     env: Mapping[str, str]
 
     def as_shell(self) -> str:
-        """What is called, in words: no command does the same."""
+        """Describe the call in a comment, as there is no equivalent command."""
         call = f"{self.program.name}: {self.function}()"
         where = "in one process" if self.one else "on each core of the TPU"
         return "\n".join([*_exports(self.env), f"# torch_xla calls {call} {where}"])
@@ -128,7 +124,7 @@ Plan = DirectPlan | AgentPlan | TpuPlan
 
 
 def escaped(arguments: Sequence[str]) -> list[str]:
-    """Arguments of the script such that torchrun's ``$`` macros hand them on unchanged."""
+    """Escape ``$`` in arguments of the script, where torchrun would expand macros."""
     return [word.replace("$", "$$") for word in arguments]
 
 
@@ -139,59 +135,66 @@ def _exports(env: Mapping[str, str]) -> list[str]:
 def build_plan(
     resolved: Resolved,
     program: Program,
-    here: Here,
+    host: Host,
     extras: Mapping[str, Any],
     words: Sequence[str] = (),
     quiet: bool = False,
 ) -> Plan:
-    """Turn the settings into a plan; `CommandError` when they do not fit.
+    """Turn the settings into a plan.
 
     Args:
         resolved: the settings.
-        program: what the processes run.
-        here: what this machine offers.
+        program: the program to run.
+        host: this machine.
         extras: options that only torchrun has.
-        words: the words after ``accel launch``, for `srun` to say them again.
-        quiet: no report after a failure.
+        words: the arguments after ``accel launch``, which `srun` repeats on each machine.
+        quiet: print no report after a failure.
+
+    Raises:
+        SettingsError: the settings do not fit together, or do not fit the SLURM job.
     """
-    place = slurm_place(here.environment)
-    by_hand = placed_by_hand(resolved) or bool(extras.get("standalone"))
-    if place is not None and not by_hand and place.needs_srun:
-        return _by_srun(place, here, words)
-    if place is not None and not by_hand and place.task_is_process:
-        return _as_task(resolved, place, program, here, extras)
+    place = slurm_place(host.environment)
+    explicit = has_explicit_place(resolved) or bool(extras.get("standalone"))
+    if place is not None and not explicit and place.needs_srun:
+        return _srun_plan(place, host, words)
+    if place is not None and not explicit and place.task_is_process:
+        return _task_plan(resolved, place, program, host, extras)
     settings = resolved.settings if extras.get("standalone") else fill_from_slurm(resolved, place)
     if settings.distributed_type == "XLA":
-        return _on_tpu(resolved, program)
+        return _tpu_plan(resolved, program)
     knows_rank = resolved.given("machine_rank") or settings != resolved.settings
-    meeting = meet(settings, extras, here, knows_rank)
-    env = _child_environment(resolved, here, here.cores // meeting.local)
-    alone = meeting.most * meeting.local == 1 and meeting.first_rank is not None
-    if alone and not _must_be_watched(settings, extras):
-        return DirectPlan(tuple(program.command()), env | _ranks(0, 1, 0, 1, meeting, here))
-    again = settings.max_restarts > 0 or meeting.least != meeting.most
-    if again and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in here.environment:
-        # A restarted gloo worker otherwise reads the addresses of the attempt before it.
+    rendezvous = plan_rendezvous(settings, extras, host, knows_rank)
+    env = _child_environment(resolved, host, host.cores // rendezvous.local)
+    alone = rendezvous.most * rendezvous.local == 1 and rendezvous.first_rank is not None
+    if alone and not _needs_agent(settings, extras):
+        port = rendezvous.port or host.free_port()
+        variables = _rank_variables(0, 1, 0, 1, rendezvous.address, port)
+        return DirectPlan(tuple(program.command()), env | variables)
+    repeats = settings.max_restarts > 0 or rendezvous.least != rendezvous.most
+    if repeats and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in host.environment:
+        # With a shared store a restarted gloo worker reads addresses of the previous attempt.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    torchrun = _torchrun_words(resolved, meeting, extras)
-    return AgentPlan(torchrun, program, env, meeting, settings.log_dir, quiet, extras)
+    torchrun = _torchrun_words(resolved, rendezvous, extras)
+    return AgentPlan(torchrun, program, env, rendezvous, settings.log_dir, quiet, extras)
 
 
-def _must_be_watched(settings: LaunchSettings, extras: Mapping[str, Any]) -> bool:
-    asked = any(getattr(settings, name) is not None for name in _WATCHED)
+def _needs_agent(settings: LaunchSettings, extras: Mapping[str, Any]) -> bool:
+    asked = any(getattr(settings, name) is not None for name in _AGENT_OPTIONS)
     return bool(extras) or asked or settings.max_restarts > 0
 
 
 def _torchrun_words(
-    resolved: Resolved, meeting: Meeting, extras: Mapping[str, Any]
+    resolved: Resolved, rendezvous: Rendezvous, extras: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The plan as torchrun spells it, all but the program."""
+    """Return the options of torchrun, without the program."""
     nodes = (
-        str(meeting.most) if meeting.least == meeting.most else f"{meeting.least}:{meeting.most}"
+        str(rendezvous.most)
+        if rendezvous.least == rendezvous.most
+        else f"{rendezvous.least}:{rendezvous.most}"
     )
-    words = ["--nnodes", nodes, "--nproc-per-node", str(meeting.local), *meeting.words]
+    words = ["--nnodes", nodes, "--nproc-per-node", str(rendezvous.local), *rendezvous.words]
     for one in all_options():
-        if one.torchrun and resolved.given(one.path) and one.name not in _MEETING:
+        if one.torchrun and resolved.given(one.path) and one.name not in _RENDEZVOUS_OPTIONS:
             words += [f"--{one.name.replace('_', '-')}", str(resolved.value(one.path))]
     for name, value in extras.items():
         if name != "standalone":
@@ -200,12 +203,12 @@ def _torchrun_words(
     return tuple(words)
 
 
-def _by_srun(place: SlurmPlace, here: Here, words: Sequence[str]) -> DirectPlan:
-    """In a batch script: one launcher on each machine, or one a GPU where a task owns its GPU."""
-    command, told = ["srun", "--kill-on-bad-exit=1"], here.environment
-    # SLURM from 23.11 on names the cores of a task there too, as in `cpu=8,gres/gpu=1`.
-    if "SLURM_GPUS_PER_TASK" in told or "gpu" in told.get("SLURM_TRES_PER_TASK", ""):
-        cores = told.get("SLURM_CPUS_PER_TASK")  # which srun from 22.05 on does not take over
+def _srun_plan(place: SlurmPlace, host: Host, words: Sequence[str]) -> DirectPlan:
+    """Run this command again by `srun`: once per machine, or per task if each task owns a GPU."""
+    command, variables = ["srun", "--kill-on-bad-exit=1"], host.environment
+    # Since SLURM 23.11 SLURM_TRES_PER_TASK also has the cores of a task: `cpu=8,gres/gpu=1`.
+    if "SLURM_GPUS_PER_TASK" in variables or "gpu" in variables.get("SLURM_TRES_PER_TASK", ""):
+        cores = variables.get("SLURM_CPUS_PER_TASK")  # since 22.05 srun ignores the variable
         command += [f"--cpus-per-task={cores}"] if cores else []
     else:
         machines = str(len(place.hosts))
@@ -216,48 +219,48 @@ def _by_srun(place: SlurmPlace, here: Here, words: Sequence[str]) -> DirectPlan:
     return DirectPlan(tuple(command), {}, note + (", ..." if len(place.hosts) > 4 else ""), True)
 
 
-def _as_task(
+def _task_plan(
     resolved: Resolved,
     place: SlurmPlace,
     program: Program,
-    here: Here,
+    host: Host,
     extras: Mapping[str, Any],
 ) -> DirectPlan:
-    """One task of `srun` a process: this one is to become the process itself."""
+    """Plan the process of this task: `srun` has started one task per process."""
     asked, settings = resolved.settings.num_processes, resolved.settings
     if asked not in (None, place.tasks):
-        raise CommandError(
+        raise SettingsError(
             f"num_processes: {asked} ({resolved.origins['num_processes']}), but srun has started "
             f"{place.tasks} tasks on {len(place.hosts)} machines, one a process: leave it out, or "
             "start one task a machine with srun --ntasks-per-node=1"
         )
-    if _must_be_watched(settings, extras):
-        raise CommandError(
+    if _needs_agent(settings, extras):
+        raise SettingsError(
             "srun has started one task a process, so there is no launcher that could restart, log "
             "or bind them: leave these options out, or start one task a machine with srun "
             "--ntasks-per-node=1"
         )
-    meeting = Meeting(1, 1, 1, (), address=place.hosts[0], port=place.port)
-    if settings.main_process_port:
-        meeting = Meeting(1, 1, 1, (), address=place.hosts[0], port=settings.main_process_port)
-    ranks = _ranks(place.rank, place.tasks, place.local_rank, place.tasks_here, meeting, here)
-    env = _child_environment(resolved, here, _cores_of_a_task(place, here))
-    return DirectPlan(tuple(program.reporting_command()), env | ranks)
+    port = settings.main_process_port or place.port
+    variables = _rank_variables(
+        *(place.rank, place.tasks, place.local_rank, place.tasks_here, place.hosts[0], port)
+    )
+    env = _child_environment(resolved, host, _cores_of_a_task(place, host))
+    return DirectPlan(tuple(program.reporting_command()), env | variables)
 
 
-def _cores_of_a_task(place: SlurmPlace, here: Here) -> int:
-    """Cores of one task, which srun may have bound to its share of the machine or not."""
-    told = here.environment.get("SLURM_CPUS_PER_TASK", "")
-    if told.isdecimal():
-        return int(told)
-    on_node = here.environment.get("SLURM_CPUS_ON_NODE", "")
-    bound = on_node.isdecimal() and here.cores < int(on_node)
-    return here.cores if bound else here.cores // place.tasks_here
+def _cores_of_a_task(place: SlurmPlace, host: Host) -> int:
+    """Return the cores of one task, whether or not srun has bound it to them."""
+    given = host.environment.get("SLURM_CPUS_PER_TASK", "")
+    if given.isdecimal():
+        return int(given)
+    on_node = host.environment.get("SLURM_CPUS_ON_NODE", "")
+    bound = on_node.isdecimal() and host.cores < int(on_node)
+    return host.cores if bound else host.cores // place.tasks_here
 
 
-def _on_tpu(resolved: Resolved, program: Program) -> TpuPlan:
+def _tpu_plan(resolved: Resolved, program: Program) -> TpuPlan:
     if program.kind == "program":
-        raise CommandError("--no_python does not go with a TPU: torch_xla calls a Python function")
+        raise SettingsError("--no_python does not go with a TPU: torch_xla calls a Python function")
     settings, env = resolved.settings, resolved.variables()
     if settings.downcast_bf16:
         env["XLA_DOWNCAST_BF16"] = "1"
@@ -265,31 +268,31 @@ def _on_tpu(resolved: Resolved, program: Program) -> TpuPlan:
     return TpuPlan(program, settings.main_training_function, one, env)
 
 
-def _ranks(
-    rank: int, world: int, local: int, local_world: int, meeting: Meeting, here: Here
+def _rank_variables(
+    rank: int, world: int, local: int, local_world: int, address: str, port: int | None
 ) -> dict[str, str]:
-    """The variables of one process that no agent has started."""
-    facts: dict[str, object] = {
+    """Return the variables that torch's launcher sets for a process."""
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": world,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": local_world,
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": meeting.port or here.free_port(),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
     }
-    return {name: str(value) for name, value in facts.items()}
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
-def _child_environment(resolved: Resolved, here: Here, cores: int) -> dict[str, str]:
-    """Variables for the children: only what was asked for, and safe defaults that are not set."""
+def _child_environment(resolved: Resolved, host: Host, cores: int) -> dict[str, str]:
+    """Return variables for the processes: settings that were given, and a default thread count."""
     settings = resolved.settings
     env = {}
     if settings.num_cpu_threads_per_process is not None:
         env["OMP_NUM_THREADS"] = str(settings.num_cpu_threads_per_process)
-    elif "OMP_NUM_THREADS" not in here.environment:
+    elif "OMP_NUM_THREADS" not in host.environment:
         env["OMP_NUM_THREADS"] = str(max(1, cores))
     if settings.gpu_ids is not None and not settings.use_cpu:
-        env[_VISIBLE.get(settings.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = (
+        env[_VISIBLE_DEVICES.get(settings.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = (
             settings.gpu_ids.replace(" ", "")
         )
     return {**env, **resolved.variables()}

@@ -1,4 +1,4 @@
-"""What ``accel launch`` says when a process failed: which rank, how, and where its traceback is."""
+"""Report a failed launch: the rank that failed first, its traceback, and where its output is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 _MOST_LINES = 60
-# The peers of a dead rank fail too, by exception or abort; these do not happen to a mere peer.
+# The peers of a dead rank fail too, by an exception or abort, but not by these signals.
 _ROOT_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-# What the collectives and this library say on the other ranks.
+# In the errors of collectives and of this library on the peers of a failed rank.
 _CONSEQUENCES = (
     "RemoteError",
     "Connection closed by peer",
@@ -39,27 +39,27 @@ class Failure(Protocol):
 
     @property
     def timestamp(self) -> int:
-        """When it was seen to fail, in seconds since the epoch."""
+        """Time at which the failure was detected, in seconds since the epoch."""
 
     @property
     def message(self) -> object:
-        """Error record of the process, or torch's sentence for the lack of one."""
+        """Error record of the process, or torch's text for a missing one."""
 
 
 def exit_code(code: int) -> int:
-    """Turn a child's code into ours, as a shell does: signal n becomes 128 + n."""
+    """Convert the exit code of a child as a shell does: signal n becomes 128 + n."""
     return code if code >= 0 else 128 - code
 
 
 def root_cause(failures: Mapping[int, Failure]) -> int:
-    """Rank that failed first, as far as the launcher can tell.
+    """Return the rank that most likely failed first.
 
-    The peers of a failed rank fail within a moment too, and their clocks say little about who was
-    first: among failures of the same two seconds, what they are decides before when they were.
+    The peers of a failed rank fail within a moment, and clocks of several machines differ: of
+    failures within two seconds, their kind decides first, and only then their time.
     """
     seen = list(failures)
-    whole = {rank: failures[rank] for rank in seen if not _stopped(failures[rank])} or failures
-    first = min(_seconds(failure) for failure in whole.values())
+    candidates = {rank: failures[rank] for rank in seen if not _stopped(failures[rank])} or failures
+    first = min(_seconds(failure) for failure in candidates.values())
 
     def order(rank: int) -> tuple[bool, bool, float, int]:
         failure = failures[rank]
@@ -67,11 +67,11 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
         killed = -failure.exitcode in _ROOT_SIGNALS and not late
         return late or _follows(failure), not killed, _seconds(failure), seen.index(rank)
 
-    return min(whole, key=order)
+    return min(candidates, key=order)
 
 
 def _seconds(failure: Failure) -> float:
-    """When it happened: as our processes write it, or to the second."""
+    """Return the time of the failure: as recorded by our worker, or torch's, in whole seconds."""
     extra = failure.message.get("extraInfo") if isinstance(failure.message, Mapping) else None
     try:
         return float(extra["seconds"]) if isinstance(extra, Mapping) else float(failure.timestamp)
@@ -80,18 +80,18 @@ def _seconds(failure: Failure) -> float:
 
 
 def _follows(failure: Failure) -> bool:
-    """Tell whether the error says that another rank has failed."""
+    """Return whether the error is a consequence of the failure of another rank."""
     text = "\n".join(_message(failure))
     return any(words in text for words in _CONSEQUENCES)
 
 
 def _stopped(failure: Failure) -> bool:
-    """Tell whether the process ended as those do that the launcher stops."""
+    """Return whether the process ended by the signal with which the launcher stops processes."""
     return failure.exitcode == -signal.SIGTERM
 
 
 def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | None) -> str:
-    """Describe the failed ranks: the traceback of the first one, and the others in a line."""
+    """Describe the failed ranks: the traceback of the first, and a line about the others."""
     rank = root_cause(failures)
     failure = failures[rank]
     others = [peer for peer in sorted(failures) if peer != rank]
@@ -102,17 +102,17 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
         f"(local rank {failure.local_rank}, pid {failure.pid})"
     ]
     log = _log_file(log_dir, failure.local_rank)
-    # With one traceback on the screen there is no need to find it among others.
-    whole = _traceback(failure) if failed or log is not None else []
-    lines += [f"  {text}" for text in whole or _message(failure)]
+    # A single traceback on the screen is easy to find; among several, or in a log, it is not.
+    shown = _traceback(failure) if failed or log is not None else []
+    lines += [f"  {text}" for text in shown or _message(failure)]
     named = {"also failed": failed, "then stopped by the launcher": stopped}
     lines += [f"  {title}: {', '.join(ranks)}" for title, ranks in named.items() if ranks]
-    lines.append(f"  {_where(rank, failure, log, bool(whole))}")
+    lines.append(f"  {_where(rank, failure, log, bool(shown))}")
     return "\n".join(lines)
 
 
 def _how(code: int) -> str:
-    """Say how a process ended."""
+    """Describe how a process ended."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -122,7 +122,7 @@ def _how(code: int) -> str:
 
 
 def _message(failure: Failure) -> list[str]:
-    """Return the error text that the rank left behind, or a hint for a kill."""
+    """Return the recorded error of the rank, or a hint for SIGKILL."""
     if -failure.exitcode == signal.SIGKILL:
         return ["SIGKILL often means out of memory: see the kernel log, or use smaller batches"]
     if isinstance(failure.message, Mapping):
@@ -131,7 +131,7 @@ def _message(failure: Failure) -> list[str]:
 
 
 def _traceback(failure: Failure) -> list[str]:
-    """The traceback that the rank left behind; of a very long one, its end."""
+    """Return the recorded traceback of the rank; the end of a very long one."""
     extra = failure.message.get("extraInfo") if isinstance(failure.message, Mapping) else None
     text = str(extra.get("py_callstack", "")) if isinstance(extra, Mapping) else ""
     lines = text.splitlines()
@@ -139,7 +139,7 @@ def _traceback(failure: Failure) -> list[str]:
 
 
 def _where(rank: int, failure: Failure, log: Path | None, shown: bool) -> str:
-    """Say where the rank's own output is to be read."""
+    """Describe where to read the output of the rank."""
     if log is not None:
         return f"its output: {log}"
     what = "traceback" if _message(failure) and failure.exitcode > 0 else "output"
@@ -148,7 +148,7 @@ def _where(rank: int, failure: Failure, log: Path | None, shown: bool) -> str:
 
 
 def _log_file(log_dir: str | None, local_rank: int) -> Path | None:
-    """Newest non-empty stderr log of the local rank, if the streams went to files."""
+    """Return the newest non-empty stderr log of the local rank, if its streams went to files."""
     if log_dir is None:
         return None
     logs = Path(log_dir).glob(f"*/attempt_*/{local_rank}/stderr.log")

@@ -1,4 +1,4 @@
-"""Command line > file > environment > default."""
+"""Resolve settings: command line over config file over environment variables over defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from accel_callbacks.launch.option import Option, SettingsError
 from accel_callbacks.launch.settings import LaunchSettings, all_options
 from accel_callbacks.launch.unsupported import IDLE, UNBUILT
 
-__all__ = ["Resolved", "refuse_absent_gpus", "refuse_unbuilt", "resolve_settings", "settle"]
+__all__ = [
+    "Resolved",
+    "refuse_absent_gpus",
+    "refuse_unbuilt",
+    "resolve_conflicts",
+    "resolve_settings",
+]
 
 _SAME = (("nproc_per_node", "num_processes"), ("nnodes", "num_machines"))
 _ON_DEVICES = (
@@ -21,85 +27,17 @@ _ON_DEVICES = (
 )
 
 
-def _strength(origin: str) -> int:
-    """How near a place is: environment, file, command line."""
-    if origin == "command line":
-        return 3
-    return 1 if origin.startswith("environment variable") else 2
-
-
-def settle(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Drop what a nearer place overrules, in place, and add what follows from the rest.
-
-    Raises:
-        SettingsError: one place contradicts itself.
-
-    Example:
-        >>> from accel_callbacks.launch.resolve import settle
-        >>> values = {"distributed_type": "NO", "num_processes": 2}
-        >>> origins = {"distributed_type": "a.yaml (a.yaml)", "num_processes": "command line"}
-        >>> settle(values, origins)
-        >>> values
-        {'num_processes': 2}
-    """
-    for first, second in _SAME:
-        if first in values and second in values:
-            _keep_nearer(first, second, values, origins)
-    kind = values.get("distributed_type")
-    if kind == "NO" and _several(values):
-        rival = "num_processes" if "num_processes" in values else "nproc_per_node"
-        _keep_nearer("distributed_type", rival, values, origins)
-    if kind in _ON_DEVICES and values.get("use_cpu"):
-        _keep_nearer("distributed_type", "use_cpu", values, origins)
-    if values.get("rdzv_backend") == "static" and ":" in (values.get("nnodes") or ""):
-        # Accelerate's files always say static, which cannot shrink or grow.
-        _keep_nearer("nnodes", "rdzv_backend", values, origins)
-    if values.get("distributed_type") == "MULTI_CPU":
-        _all_on_cpu(values, origins)
-
-
-def _several(values: dict[str, Any]) -> bool:
-    return max(values.get("num_processes") or 1, values.get("nproc_per_node") or 1) > 1
-
-
-def _keep_nearer(first: str, second: str, values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Drop the farther of two; a processes' variable that loses is told to them as off."""
-    one, other = _strength(origins[first]), _strength(origins[second])
-    if one == other:
-        raise SettingsError(
-            f"{first}: {values[first]} contradicts {second}: {values[second]} "
-            f"({origins[first]}): give one of them"
-        )
-    loser, winner = (second, first) if one > other else (first, second)
-    del values[loser]
-    if loser == "use_cpu":
-        values[loser], origins[loser] = False, f"{winner} ({origins[winner]})"
-    else:
-        del origins[loser]
-
-
-def _all_on_cpu(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Processes on the CPU leave GPUs alone, which Accelerate's files say as well."""
-    denied = values.get("use_cpu") is False
-    if denied and _strength(origins["use_cpu"]) > _strength(origins["distributed_type"]):
-        del values["distributed_type"], origins["distributed_type"]
-        return
-    if not values.get("use_cpu"):
-        values["use_cpu"] = True
-        origins["use_cpu"] = f"distributed_type ({origins['distributed_type']})"
-
-
 @dataclass(frozen=True)
 class Resolved:
-    """Settings that know where they came from.
+    """Settings with the origin of each.
 
     Args:
         settings: what a launch is made of.
         origins: for each setting by its path, such as ``"fsdp_config.fsdp_version"``:
             ``"command line"``, ``"accel.yaml (its path)"``, ``"environment variable X"``,
-            ``"default"``, or what it follows from.
+            ``"default"``, or the setting that implies it.
         file: the config file, if there is one.
-        gone: keys of the file that no version reads any more, and why.
+        gone: obsolete keys of the file, and why.
 
     Example:
         >>> from accel_callbacks.launch.resolve import resolve_settings
@@ -116,7 +54,7 @@ class Resolved:
     gone: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, path: str) -> Any:
-        """The value of a setting; of one in a block that is not given, its default."""
+        """Return the value of a setting; its default if its block is not given."""
         block, _, name = path.rpartition(".")
         owner = getattr(self.settings, block) if block else self.settings
         if owner is None:
@@ -124,11 +62,11 @@ class Resolved:
         return getattr(owner, name)
 
     def given(self, path: str) -> bool:
-        """Whether it was given anywhere."""
+        """Return whether a setting was given anywhere."""
         return self.origins.get(path, "default") != "default"
 
     def idle(self) -> dict[str, str]:
-        """The given settings that have no effect here, and why."""
+        """Return the given settings that have no effect in this launch, and why."""
         found = dict(self.gone)
         for one in all_options():
             rule = IDLE.get(one.path) or IDLE.get(one.block)
@@ -138,7 +76,7 @@ class Resolved:
         return found
 
     def variables(self) -> dict[str, str]:
-        """What the Accelerator of the processes is told: ``ACCEL_*`` variables of what is given."""
+        """Return given settings of the Accelerator as ``ACCEL_*`` variables for the processes."""
         options = (one for one in all_options() if one.child and self.given(one.path))
         return {one.variable: _text(self.value(one.path)) for one in options}
 
@@ -153,17 +91,16 @@ def resolve_settings(
     script: str | None,
     environment: Mapping[str, str],
 ) -> Resolved:
-    """Merge the command line, the config file, the environment and the defaults, in this order.
+    """Merge the command line, the config file, environment variables and defaults.
 
     Args:
-        cli: what was parsed, under the flags' names; None counts as not given, and what is no
-            setting is passed over.
+        cli: parsed command line; None counts as not given, and other options are ignored.
         config_file: path of the file; None searches for one.
         script: where the search starts; None for the working directory.
         environment: usually ``os.environ``.
 
     Raises:
-        SettingsError: one line that says which setting of which source is wrong, and how.
+        SettingsError: a setting is invalid, or contradicts another; one line with its origin.
 
     Example:
         >>> from accel_callbacks.launch.resolve import resolve_settings
@@ -176,14 +113,14 @@ def resolve_settings(
     values, origins = _from_environment(environment)
     gone: dict[str, str] = {}
     if path is not None:
-        told = f"{path.name} ({path})"
+        origin = f"{path.name} ({path})"
         read, gone = values_of(read_config(path), str(path))
         values |= read
-        origins |= dict.fromkeys(read, told)
+        origins |= dict.fromkeys(read, origin)
     typed = _from_command_line(cli)
     values |= typed
     origins |= dict.fromkeys(typed, "command line")
-    settle(values, origins)
+    resolve_conflicts(values, origins)
     everything = {one.path: origins.get(one.path, "default") for one in all_options()}
     return Resolved(_built(values), everything, path, gone)
 
@@ -217,7 +154,7 @@ def _from_command_line(cli: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(values: Mapping[str, Any]) -> LaunchSettings:
-    """The typed settings; a block of which nothing is given is None."""
+    """Build the settings; a block without given options is None."""
     top = {path: value for path, value in values.items() if "." not in path}
     for one in all_options():
         inner = _inner(one, values) if one.model is not None else {}
@@ -231,11 +168,81 @@ def _inner(block: Option, values: Mapping[str, Any]) -> dict[str, Any]:
     return {path[len(start) :]: v for path, v in values.items() if path.startswith(start)}
 
 
-def refuse_unbuilt(resolved: Resolved) -> None:
-    """Stop before anything starts if something is asked for that this version does not do.
+def resolve_conflicts(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Drop, in place, settings that contradict one of higher precedence, and add implied ones.
 
     Raises:
-        SettingsError: one line: the setting, its value and origin, why, and what to give.
+        SettingsError: two settings of the same origin contradict each other.
+
+    Example:
+        >>> from accel_callbacks.launch.resolve import resolve_conflicts
+        >>> values = {"distributed_type": "NO", "num_processes": 2}
+        >>> origins = {"distributed_type": "a.yaml (a.yaml)", "num_processes": "command line"}
+        >>> resolve_conflicts(values, origins)
+        >>> values
+        {'num_processes': 2}
+    """
+    for first, second in _SAME:
+        if first in values and second in values:
+            _keep_stronger(first, second, values, origins)
+    kind = values.get("distributed_type")
+    if kind == "NO" and _several(values):
+        rival = "num_processes" if "num_processes" in values else "nproc_per_node"
+        _keep_stronger("distributed_type", rival, values, origins)
+    if kind in _ON_DEVICES and values.get("use_cpu"):
+        _keep_stronger("distributed_type", "use_cpu", values, origins)
+    if values.get("rdzv_backend") == "static" and ":" in (values.get("nnodes") or ""):
+        # Accelerate always writes static, which does not allow a range of machines.
+        _keep_stronger("nnodes", "rdzv_backend", values, origins)
+    if values.get("distributed_type") == "MULTI_CPU":
+        _all_on_cpu(values, origins)
+
+
+def _several(values: dict[str, Any]) -> bool:
+    return max(values.get("num_processes") or 1, values.get("nproc_per_node") or 1) > 1
+
+
+def _keep_stronger(
+    first: str, second: str, values: dict[str, Any], origins: dict[str, str]
+) -> None:
+    """Drop the setting of lower precedence; turn ``use_cpu`` off, as processes may inherit it."""
+    one, other = _precedence(origins[first]), _precedence(origins[second])
+    if one == other:
+        raise SettingsError(
+            f"{first}: {values[first]} contradicts {second}: {values[second]} "
+            f"({origins[first]}): give one of them"
+        )
+    loser, winner = (second, first) if one > other else (first, second)
+    del values[loser]
+    if loser == "use_cpu":
+        values[loser], origins[loser] = False, f"{winner} ({origins[winner]})"
+    else:
+        del origins[loser]
+
+
+def _all_on_cpu(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Turn ``use_cpu`` on for MULTI_CPU; drop the latter if it is off with higher precedence."""
+    denied = values.get("use_cpu") is False
+    if denied and _precedence(origins["use_cpu"]) > _precedence(origins["distributed_type"]):
+        del values["distributed_type"], origins["distributed_type"]
+        return
+    if not values.get("use_cpu"):
+        values["use_cpu"] = True
+        origins["use_cpu"] = f"distributed_type ({origins['distributed_type']})"
+
+
+def _precedence(origin: str) -> int:
+    """Rank an origin: environment variable 1, config file 2, command line 3."""
+    if origin == "command line":
+        return 3
+    return 1 if origin.startswith("environment variable") else 2
+
+
+def refuse_unbuilt(resolved: Resolved) -> None:
+    """Refuse features that this version does not implement.
+
+    Raises:
+        SettingsError: one is requested; one line with the setting, its origin and an alternative.
 
     Example:
         >>> from accel_callbacks.launch.resolve import refuse_unbuilt, resolve_settings
@@ -253,10 +260,10 @@ def refuse_unbuilt(resolved: Resolved) -> None:
 
 
 def refuse_absent_gpus(resolved: Resolved, root: Path = Path("/")) -> None:
-    """Stop a launch on GPUs where there are none, which would quietly train on the CPU.
+    """Refuse a launch on devices that are absent: it would silently train on the CPU.
 
     Raises:
-        SettingsError: one line: where the setting comes from, and what to give.
+        SettingsError: there is no such device; one line with the origin and an alternative.
 
     Example:
         >>> from accel_callbacks.launch.resolve import refuse_absent_gpus, resolve_settings

@@ -1,4 +1,4 @@
-"""Every setting of a launch, declared once: flags, file keys, questions and docs come from here."""
+"""Declare every setting of a launch once: the source of flags, file keys, questions and docs."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _SHORT_KINDS = {
 }
 
 
-# The groups are never made, so they get no methods, which would take time to build.
+# The groups are never instantiated; generating their methods would only cost import time.
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Processes:
-    """How many processes there are, and where they run."""
+    """Number of processes, and where they run."""
 
     compute_environment: str = option(
         "LOCAL_MACHINE", "only LOCAL_MACHINE", choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
@@ -68,7 +68,7 @@ class Processes:
         None, "processes on each machine, in place of num_processes", least=1, most=100_000
     )
     use_cpu: bool = option(
-        False, "leave GPUs alone", flags=("--cpu",), variable="ACCEL_CPU", child=True
+        False, "do not use GPUs", flags=("--cpu",), variable="ACCEL_CPU", child=True
     )
     gpu_ids: str | None = option(
         None, "which GPUs of this machine, such as 0,2; default: all", unset=("all",)
@@ -84,7 +84,7 @@ class Processes:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Machines:
-    """Several machines, and how their processes meet."""
+    """Several machines, and the rendezvous of their processes."""
 
     num_machines: int = option(1, "machines that take part", least=1, most=1_000_000)
     nnodes: str | None = option(None, "the same, or least:most for a run that can shrink and grow")
@@ -103,11 +103,11 @@ class Machines:
     )
     rdzv_backend: str | None = option(
         None,
-        "how processes meet; default: static, or c10d where nnodes is a range",
+        "backend of the rendezvous; default: static, or c10d where nnodes is a range",
         torchrun=True,
     )
     rdzv_endpoint: str | None = option(
-        None, "HOST:PORT where processes meet; default: from the first machine", torchrun=True
+        None, "HOST:PORT of the rendezvous; default: from the first machine", torchrun=True
     )
     rdzv_id: str | None = option(None, "name of the run among others", torchrun=True)
     rdzv_conf: str | None = option(None, "further key=value,... of the backend", torchrun=True)
@@ -135,7 +135,7 @@ class Training:
     )
     debug: bool = option(
         False,
-        "compare what the processes hold before each collective, and show who differs",
+        "compare the operands on all ranks before each collective, and show which differ",
         variable="ACCEL_DEBUG",
         child=True,
     )
@@ -143,13 +143,17 @@ class Training:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Running:
-    """How processes are started, watched and logged."""
+    """Starting, monitoring and logging of processes."""
 
     max_restarts: int = option(
-        0, "start all again after a failure, up to N times", least=0, most=10**6, torchrun=True
+        0,
+        "restart all processes after a failure, up to N times",
+        least=0,
+        most=10**6,
+        torchrun=True,
     )
     monitor_interval: float = option(
-        0.1, "seconds between two looks at the processes", least=0, most=10**6, torchrun=True
+        0.1, "seconds between two polls of the processes", least=0, most=10**6, torchrun=True
     )
     role: str | None = option(None, "name of the processes in messages", torchrun=True)
     log_dir: str | None = option(None, "folder of the files of tee and redirects", torchrun=True)
@@ -224,9 +228,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class LaunchSettings(Blocks, Tpu, Running, Training, Machines, Processes):
-    """Every option that a launch takes; the base classes are its groups.
+    """All settings of a launch; the base classes are its groups.
 
-    A block is None where nothing of it is given.
+    A block is None if none of its options is given.
 
     Example:
         >>> from accel_callbacks.launch.settings import LaunchSettings
@@ -237,7 +241,7 @@ class LaunchSettings(Blocks, Tpu, Running, Training, Machines, Processes):
 
 @cache
 def all_options() -> tuple[Option, ...]:
-    """The table: each option, those of blocks after their block.
+    """Return all options; those of a block follow it.
 
     Example:
         >>> from accel_callbacks.launch.settings import all_options
@@ -252,10 +256,10 @@ def all_options() -> tuple[Option, ...]:
 
 
 def find(path: str) -> Option:
-    """The option of this name, such as ``"num_processes"`` or ``"fsdp_config.fsdp_version"``.
+    """Return the option of a path, ``"num_processes"`` or ``"fsdp_config.fsdp_version"``.
 
     Raises:
-        SettingsError: there is none; the text names the nearest.
+        SettingsError: there is no such option; the text names the nearest one.
 
     Example:
         >>> from accel_callbacks.launch.settings import find

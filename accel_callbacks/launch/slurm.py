@@ -1,4 +1,4 @@
-"""Where SLURM has put this process: read from its variables, without asking its daemons."""
+"""Read the place of this process in a SLURM job from the variables that SLURM sets."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from accel_callbacks.launch.option import SettingsError
 __all__ = ["SlurmPlace", "expand_hosts", "expand_tasks", "slurm_place"]
 
 _FIRST_PORT, _PORTS = 20_001, 12_000  # below the ports that the kernel hands out
-_SPECIAL_STEPS = 0xFFFFFFF0  # the shells of sbatch and salloc are steps with such numbers
+_SPECIAL_STEPS = 0xFFFFFFF0  # from here on: step ids of the shells of sbatch and salloc
 _MOST_HOSTS = 100_000
 
 
 @dataclass(frozen=True)
 class SlurmPlace:
-    """This process in its job.
+    """Machines of a SLURM job or step, and this process among its tasks.
 
     Args:
         hosts: machines of the step, or of the job outside of a step.
-        in_step: `srun` started this process, as one of its tasks.
-        tasks: processes that `srun` started.
-        tasks_here: those on this machine.
+        in_step: `srun` started this process as one of its tasks.
+        tasks: number of tasks of the step.
+        tasks_here: number of tasks on this machine.
         machine_rank: index of this machine.
         rank: index of this task.
-        local_rank: its index on this machine.
-        port: the same on all machines, another for each step.
+        local_rank: index of this task on this machine.
+        port: for the rendezvous; the same on all machines, different for each step.
 
     Example:
         >>> from accel_callbacks.launch.slurm import SlurmPlace
@@ -47,20 +47,20 @@ class SlurmPlace:
 
     @property
     def task_is_process(self) -> bool:
-        """More tasks than machines: each is one process of the run, nobody has to start any."""
+        """True if each task is a process of the run: there are more tasks than machines."""
         return self.in_step and self.tasks > len(self.hosts)
 
     @property
     def needs_srun(self) -> bool:
-        """In a batch script, which runs on the first machine only."""
+        """True in the batch script of several machines, which runs on the first only."""
         return not self.in_step and len(self.hosts) > 1
 
 
 def slurm_place(environment: Mapping[str, str]) -> SlurmPlace | None:
-    """Read the variables of SLURM; None outside of a job.
+    """Return the place of this process; None outside of a SLURM job.
 
     Raises:
-        SettingsError: a variable is missing or is not what SLURM writes.
+        SettingsError: a variable is missing or malformed.
 
     Example:
         >>> from accel_callbacks.launch.slurm import slurm_place
@@ -88,7 +88,7 @@ def slurm_place(environment: Mapping[str, str]) -> SlurmPlace | None:
     counts = expand_tasks(layout) if layout else (1,) * len(hosts)
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
     rank = _number(environment, "SLURM_PROCID", 0)
-    if rank >= tasks:  # a heterogeneous job counts its tasks through, but lists them apart
+    if rank >= tasks:  # a heterogeneous job: ranks count all components, the variables only one
         raise SettingsError(
             f"SLURM_PROCID={rank} is not among the {tasks} tasks of the step; pass --num_machines, "
             "--machine_rank and --main_process_ip to go without SLURM"
@@ -106,7 +106,7 @@ def slurm_place(environment: Mapping[str, str]) -> SlurmPlace | None:
 
 
 def _in_a_shell(environment: Mapping[str, str]) -> bool:
-    """In the shell of `srun --pty`, whose other tasks nobody waits for."""
+    """Return whether this is the shell of `srun --pty`, whose other tasks do not launch."""
     return "SLURM_PTY_PORT" in environment and sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -134,10 +134,10 @@ def _hosts(environment: Mapping[str, str], *names: str) -> tuple[str, ...]:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """The machines of a list as SLURM writes it.
+    """Expand a SLURM host list.
 
     Raises:
-        SettingsError: the brackets do not fit.
+        SettingsError: the list is malformed.
 
     Example:
         >>> from accel_callbacks.launch.slurm import expand_hosts
@@ -160,7 +160,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> list[str]:
-    """``01-03,7`` as texts that keep their zeros."""
+    """Expand ranges such as ``01-03,7``, keeping leading zeros."""
     found: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
@@ -174,10 +174,10 @@ def _numbers(text: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> tuple[int, ...]:
-    """The tasks of each machine, from a text such as ``2(x3),1``.
+    """Expand the number of tasks per machine from a text such as ``2(x3),1``.
 
     Raises:
-        SettingsError: it is no such text.
+        SettingsError: the text is malformed.
 
     Example:
         >>> from accel_callbacks.launch.slurm import expand_tasks

@@ -1,4 +1,4 @@
-"""Processes on the cores of a TPU: torch_xla starts them, each calls a function of the script."""
+"""Launch on a TPU: torch_xla starts a process per core, which calls a function of the script."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["call_main", "launch_on_tpu"]
 
 
 def launch_on_tpu(script: str, arguments: Sequence[str], function: str, one: bool) -> None:
-    """Call the script's training function once on each core of the TPU of this machine.
+    """Call the training function of a script on each core of this machine's TPU.
 
     Args:
-        script: path of the script, or name of the module.
-        arguments: what the script finds in ``sys.argv``.
-        function: name of its training function, which takes no argument or an index.
-        one: one process only, in this one.
+        script: path of the script, or name of a module.
+        arguments: ``sys.argv`` of the script, after its name.
+        function: name of the training function, which takes no argument or the process index.
+        one: use a single process, this one.
 
     Raises:
         SettingsError: torch_xla is not installed.
@@ -50,9 +50,9 @@ def launch_on_tpu(script: str, arguments: Sequence[str], function: str, one: boo
 
 
 def call_main(index: int, script: str, arguments: Sequence[str], function: str) -> None:
-    """In a process that torch_xla has started: load the script, and call its function.
+    """Load the script and call its function, in a process that torch_xla has started.
 
-    Its ``__main__`` block does not run.
+    The script's ``__main__`` block does not run.
 
     Raises:
         SettingsError: the script has no such function.
@@ -77,7 +77,7 @@ def call_main(index: int, script: str, arguments: Sequence[str], function: str) 
 
 
 def _load(script: str) -> ModuleType:
-    """Import the script under a name whose ``__main__`` block does not run, as spawned ones do."""
+    """Import the script as ``__mp_main__``, as spawned processes do."""
     import os
     from importlib import import_module
     from importlib.machinery import SourceFileLoader

@@ -1,4 +1,4 @@
-"""What a config file may ask for and this version does not do, and what has no effect here."""
+"""Settings that are accepted but not implemented, and those that have no effect in a launch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _Test = Callable[[Any], bool]
 
 @dataclass(frozen=True, eq=False)
 class Unbuilt:
-    """One thing that is read and not done: a feature that comes removes its line.
+    """A feature that is not implemented; remove its entry when it is.
 
     Args:
-        path: the setting that asks for it.
-        asked: whether these settings do.
-        reason: why it is not done.
-        instead: what to give.
+        path: the setting that requests the feature.
+        asked: predicate: do these settings request it?
+        reason: why it is refused.
+        instead: alternative settings.
 
     Example:
         >>> from accel_callbacks.launch.unsupported import UNBUILT
@@ -115,10 +115,10 @@ _FP8_ELSEWHERE = (
 )
 _POD = ("tpu_name", "tpu_zone", "tpu_use_sudo", "tpu_vm", "tpu_env", "commands", "command_file")
 
-#: Setting or block: when it has no effect, and why.
+#: For a setting or block: the predicate under which it has no effect, and the reason.
 IDLE: Mapping[str, tuple[_Test, str]] = {
-    "compute_environment": (_always, "this machine, and those it meets, are all there is"),
-    "same_network": (_always, "machines meet at main_process_ip in either case"),
+    "compute_environment": (_always, "a launch runs on this machine and those it connects to"),
+    "same_network": (_always, "machines connect to main_process_ip in either case"),
     "enable_cpu_affinity": (_always, "numa_binding binds processes to cores"),
     "machine_rank": (lambda s: s.num_machines == 1 and s.nnodes is None, "there is one machine"),
     "main_training_function": (_without("XLA"), "only on a TPU"),

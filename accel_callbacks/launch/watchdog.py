@@ -1,8 +1,8 @@
-"""No process outlives its launcher, not even one that is killed with SIGKILL.
+"""End all processes of a launch with their launcher, even if that is killed by SIGKILL.
 
-A small process of its own waits for the launcher to end. If the launcher did not say good-bye, it
-ends what carries the mark of the launch in its environment: processes, and what they started.
-It costs the processes themselves nothing, and works for programs that are not Python.
+A watchdog process waits for the launcher to end. Unless the launcher exited in order, the watchdog
+ends every process that has the mark of the launch in its environment, which children inherit. The
+processes themselves pay nothing for it, and need not be Python.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from contextlib import contextmanager, suppress
 __all__ = ["MARK", "end_marked", "guarded"]
 
 MARK = "ACCEL_LAUNCH_ID"
-_GRACE = 30.0  # as torch's launcher gives on SIGTERM
+_GRACE = 30.0  # seconds from SIGTERM to SIGKILL, as in torch's launcher
 
 
 @contextmanager
 def guarded() -> Iterator[dict[str, str]]:
-    """Watch over this process inside of the block; yields the variables that children must get.
+    """Run a watchdog during the block; yield the variables that children must get.
 
-    Only on Linux, where a process can read the environment of others. Elsewhere it yields nothing.
+    Linux only, where a process can read the environment of others; elsewhere there are none.
 
     Example:
         >>> from accel_callbacks.launch.watchdog import guarded
@@ -39,44 +39,44 @@ def guarded() -> Iterator[dict[str, str]]:
 
     mark = os.urandom(8).hex()
     command = [sys.executable, "-I", "-S", __file__, mark]
-    # Its own session: Ctrl-C in the terminal is for the launcher, which then ends it.
+    # In its own session, so that Ctrl-C in the terminal reaches only the launcher.
     with Popen(
         command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
-    ) as keeper:
+    ) as watchdog:
         try:
             yield {MARK: mark}
         finally:
-            if keeper.stdin is not None:
-                with suppress(OSError):  # somebody ended it
-                    keeper.stdin.write(b".")
-                    keeper.stdin.close()
+            if watchdog.stdin is not None:
+                with suppress(OSError):  # the watchdog was killed
+                    watchdog.stdin.write(b".")
+                    watchdog.stdin.close()
 
 
 def end_marked(mark: str, grace: float = _GRACE) -> None:
-    """End all processes of a launch: with SIGTERM, and with SIGKILL what is left after a while.
+    """End all processes of a launch with SIGTERM, and with SIGKILL after a grace period.
 
     Example:
         >>> from accel_callbacks.launch.watchdog import end_marked
         >>> end_marked("of no launch")
     """
     text = f"{MARK}={mark}".encode()
-    told: set[int] = set()
+    signalled: set[int] = set()
     deadline = time.monotonic() + grace
     while alive := _marked(text):
         late = time.monotonic() > deadline
-        for pid in alive if late else alive - told:
+        for pid in alive if late else alive - signalled:
             _send(pid, signal.SIGKILL if late else signal.SIGTERM)
-        told |= alive
+        signalled |= alive
         time.sleep(0.1)
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(OSError):  # gone already, or a program that became another user's
+    with suppress(OSError):  # already ended, or a setuid program
         os.kill(pid, number)
 
 
 def _marked(text: bytes) -> set[int]:
-    """Processes other than this one that carry the mark and have not ended."""
+    """Return the running processes with the mark in their environment, except this one."""
     found = set()
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == os.getpid():
@@ -86,7 +86,7 @@ def _marked(text: bytes) -> set[int]:
                 if text in variables.read().split(b"\0"):
                     found.add(int(name))
         except OSError:
-            continue  # ended meanwhile, or another user's
+            continue  # it has ended, or belongs to another user
     return found
 
 

@@ -1,7 +1,7 @@
-"""What a process of a launch runs first: the script, as Python itself would run it.
+"""Run the script of a launch as Python would, and report its error with the rank.
 
-It is started by its path, so that nothing of this package is imported before the script. What it
-adds: an error of the script is shown with its rank, and is left for the launcher to read.
+Python runs this file by its path, so that nothing of this package is imported before the script.
+An error of the script is printed under its rank, and written for the launcher to read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # importing typing would take as long as all of this
+TYPE_CHECKING = False  # importing typing would take as long as everything here
 if TYPE_CHECKING:
     from types import ModuleType, TracebackType
     from typing import Any
@@ -27,7 +27,7 @@ def main() -> None:
     """
     kind, name = sys.argv[1:3]
     del sys.argv[:2]
-    _crash_with_a_stack()
+    _enable_faulthandler()
     try:
         if kind == "script":
             _run_script(name)
@@ -35,19 +35,19 @@ def main() -> None:
             _set_first_path(os.getcwd())
             _run_module(name, alter_argv=True)
     except Exception as error:
-        _tell(error)
+        _report(error)
     else:
         return
-    sys.exit(1)  # out here: no frame of the script is kept for the exit hooks
+    sys.exit(1)  # outside of the except block, so that no frame of the script stays alive
 
 
 def _set_first_path(place: str) -> None:
-    """Take the place of this file's folder, which Python has put there."""
+    """Replace this file's folder, which Python put first in the path."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
         sys.path[0] = place
 
 
-def _crash_with_a_stack() -> None:
+def _enable_faulthandler() -> None:
     import faulthandler
 
     try:
@@ -57,7 +57,7 @@ def _crash_with_a_stack() -> None:
 
 
 def _new_main() -> ModuleType:
-    """A ``__main__`` of its own, as pickle and multiprocessing expect to find it."""
+    """Make a new ``__main__``, where pickle and multiprocessing look up the script's names."""
     sys.modules["__main__"] = type(sys)("__main__")
     return sys.modules["__main__"]
 
@@ -74,7 +74,7 @@ def _run_script(path: str) -> None:
 
     class Script(SourceFileLoader):
         def get_code(self, fullname: str) -> Any:
-            """Compile without a cached file: a script has none."""
+            """Compile without a bytecode cache, as Python does for a script."""
             return self.source_to_code(self.get_data(self.path), self.path)
 
     _set_first_path(os.path.dirname(os.path.realpath(path)))
@@ -92,13 +92,13 @@ def _run_module(name: str, alter_argv: bool) -> None:
     run(name, alter_argv)
 
 
-def _tell(error: Exception) -> None:
-    """Show an error under its rank, and leave it for the launcher."""
+def _report(error: Exception) -> None:
+    """Print an error under its rank, and write it for the launcher."""
     import traceback
 
-    own = _without_us(error.__traceback__)
+    own = _script_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, own))
-    _leave(traceback.format_exception_only(type(error), error)[-1].strip(), text)
+    _write_record(traceback.format_exception_only(type(error), error)[-1].strip(), text)
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     local = os.environ.get("LOCAL_RANK", rank)
     title = f"rank {rank} of {world} failed (local rank {local}, pid {os.getpid()}):\n"
@@ -106,7 +106,8 @@ def _tell(error: Exception) -> None:
         return
     try:
         if sys.excepthook is sys.__excepthook__:
-            sys.stderr.write(title + text)  # at once: other ranks write to the same screen
+            # In one call, as other ranks write to the same screen.
+            sys.stderr.write(title + text)
         else:
             sys.stderr.write(title)
             sys.excepthook(type(error), error, own)
@@ -115,8 +116,8 @@ def _tell(error: Exception) -> None:
         sys.__excepthook__(type(error), error, own)
 
 
-def _without_us(found: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first line of the script on."""
+def _script_frames(found: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame of the script on."""
     ours = {__file__, "<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>"}
     while found is not None:
         name = found.tb_frame.f_code.co_filename
@@ -126,8 +127,8 @@ def _without_us(found: TracebackType | None) -> TracebackType | None:
     return None
 
 
-def _leave(message: str, text: str) -> None:
-    """Write the record that torch's launcher reads, unless the script has done so."""
+def _write_record(message: str, text: str) -> None:
+    """Write the error file that torch's launcher reads, unless the script has written one."""
     import json
     import time
 
@@ -140,7 +141,7 @@ def _leave(message: str, text: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": extra}}, out)
         os.replace(f"{path}.part", path)
     except OSError:
-        return  # no space for it: the traceback is still shown
+        return  # such as a full disk: the traceback is still printed
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Moving scripts and notebooks from Hugging Face Accelerate to this package.
+"""Migrate scripts and notebooks from Hugging Face Accelerate to this package.
 
-What is known of both is data (`names`, `missing`, `rules`); the text is changed only where a name
-stands, so that its formatting stays.
+The knowledge about both packages is data (`names`, `rules`). Only names are edited in the text, so
+that its formatting stays.
 
 Example:
     >>> from accel_callbacks.migrate import migrate_script

@@ -1,4 +1,4 @@
-"""Rewriting imports and what uses them."""
+"""Find imports of accelerate and the uses of its modules, and rewrite both."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FROM = re.compile(r"from\s+([\w.]+)\s+import\b")
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a bound module.
+    """One use of a local name that is bound to a module of accelerate.
 
     Attributes:
-        node: what may be replaced: the attribute that is a name of accelerate.
-        root: the name that it starts with.
-        path: what it means, below accelerate; empty for the module itself.
-        home: the package that has the name here, None if none has or it cannot be replaced.
+        node: the expression to replace, an attribute that is a name of accelerate.
+        root: the local name at its start.
+        path: its path below accelerate; empty for the module itself.
+        home: the package that has the name here; None if none has or it cannot be replaced.
     """
 
     node: ast.expr
@@ -39,16 +39,16 @@ class Use:
 
 @dataclass
 class Binding:
-    """One local name for accelerate or a module of it.
+    """A local name that is bound to accelerate or a module of it.
 
     Attributes:
-        local: the name.
-        renamed: whether the script itself chose it (``import accelerate as a``).
-        uses: where it is used.
-        shared: whether something else in the script has this name too.
-        has_utils: whether a plain import of accelerate.utils is there too.
-        mode: "rename": write our package instead; "alias": our package under this name; "beside":
-            both, as some names are not here; "leave": change nothing.
+        local: the local name.
+        renamed: the script chose it (``import accelerate as a``).
+        uses: its uses.
+        shared: the script binds the name to something else too.
+        has_utils: the script also has a plain import of accelerate.utils.
+        mode: "rename": replace by our package; "alias": import our package under this name;
+            "beside": import both, as some names are missing here; "leave": change nothing.
     """
 
     local: str
@@ -60,11 +60,11 @@ class Binding:
 
     @property
     def home(self) -> str:
-        """The package that has all names that are used."""
+        """Package that has all of the used names."""
         return UTILS if any(use.home == UTILS for use in self.uses) else TOP
 
     def decide(self, free: bool) -> None:
-        """Choose a mode; `free`: nothing else is called as our package is."""
+        """Choose the mode; `free`: the script has no other use for the name of our package."""
         named = [use for use in self.uses if use.path]
         whole = len(named) < len(self.uses)
         if all(use.home for use in named):
@@ -75,26 +75,26 @@ class Binding:
 
 
 def imports_of(source: Source) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[ast.alias]]]:
-    """Yield the import statements that ask for accelerate, with those aliases that do."""
+    """Yield the imports of accelerate, with the aliases that import from it."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             found = [alias for alias in node.names if below(alias.name) is not None]
             if found:
                 yield node, found
         elif isinstance(node, ast.ImportFrom):
-            own = node.level > 0  # a module of the script's package
-            if not own and below(node.module or "") is not None:
+            relative = node.level > 0  # to the script's own package
+            if not relative and below(node.module or "") is not None:
                 yield node, node.names
 
 
 def below(dotted: str) -> tuple[str, ...] | None:
-    """Return a module's path below accelerate, None if it is not of accelerate."""
+    """Return the path of a module below accelerate; None if it belongs to another package."""
     first, *rest = dotted.split(".")
     return tuple(rest) if first == OLD else None
 
 
 def bindings_of(source: Source) -> dict[str, Binding]:
-    """Find all names that stand for a module of accelerate, with their uses, and decide."""
+    """Find the names bound to modules of accelerate and their uses, and choose the modes."""
     paths: dict[str, set[tuple[str, ...]]] = {}
     renamed: dict[str, bool] = {}
     ours: set[ast.alias] = set()
@@ -126,7 +126,7 @@ def bindings_of(source: Source) -> dict[str, Binding]:
 def _module_bound(
     statement: ast.Import | ast.ImportFrom, alias: ast.alias
 ) -> tuple[str, tuple[str, ...], bool] | None:
-    """Return the name that an alias binds to a module, its path, and whether it was chosen."""
+    """Return the name that an alias binds to a module, its path, and whether it was renamed."""
     if isinstance(statement, ast.Import):
         path = below(alias.name) or ()
         return (OLD, (), False) if alias.asname is None else (alias.asname, path, True)
@@ -135,7 +135,7 @@ def _module_bound(
 
 
 def _use(source: Source, root: ast.Name, path: tuple[str, ...]) -> Use:
-    """Follow the attributes after a name to the name of accelerate that is meant."""
+    """Follow attributes from a local name to the name of accelerate."""
     node: ast.expr = root
     editable = True
     while is_module(path):
@@ -145,20 +145,20 @@ def _use(source: Source, root: ast.Name, path: tuple[str, ...]) -> Use:
         node, path = parent, (*path, parent.attr)
         editable = editable and isinstance(parent.ctx, ast.Load)
     if any(isinstance(one, ast.JoinedStr) for one in source.ancestors(node)):
-        # older versions of Python do not always know where things stand in an f-string
-        editable = editable and source.stands(node)
+        # Older versions of Python report wrong positions in some f-strings.
+        editable = editable and source.has_true_position(node)
     return Use(node, root, path, home_of(path) if editable else None)
 
 
 def _bound_otherwise(source: Source, ours: set[ast.alias]) -> set[str]:
-    """Collect the names that anything but an import of accelerate binds, in any scope."""
+    """Collect the names that are bound by anything but an import of accelerate, in any scope."""
     names: set[str] = set()
     for node in source.nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             names.add(node.id)
         elif isinstance(node, ast.alias) and node not in ours:
             local = node.asname or node.name.partition(".")[0]
-            # our own package is no stranger: a script may have been moved half way
+            # Not our own package: the script may be partly migrated.
             names |= {local} - ({TOP} if node.name.partition(".")[0] == TOP else set())
         elif isinstance(node, ast.arg):
             names.add(node.arg)
@@ -170,7 +170,7 @@ def _bound_otherwise(source: Source, ours: set[ast.alias]) -> set[str]:
 
 
 def _add_texts(source: Source, found: dict[str, Binding]) -> None:
-    """Count annotations in quotes as uses that cannot be replaced."""
+    """Add annotations in quotes, as uses that cannot be replaced."""
     if OLD not in found:
         return
     for node in source.nodes:
@@ -189,7 +189,7 @@ def import_edits(
     bindings: Mapping[str, Binding],
     added: set[str],
 ) -> Iterator[Edit]:
-    """Yield what changes in one statement; `added` holds what was added at top level so far."""
+    """Yield the edits of one import; `added`: imports added at the top level so far."""
     if isinstance(statement, ast.Import):
         edits = _plain(source, statement, aliases, bindings)
     else:
@@ -209,7 +209,7 @@ def _plain(
     aliases: list[ast.alias],
     bindings: Mapping[str, Binding],
 ) -> Iterator[Edit]:
-    """Change ``import accelerate`` and ``import accelerate.utils as u``."""
+    """Yield the edits of ``import accelerate`` or ``import accelerate.utils as u``."""
     added = []
     for alias in aliases:
         binding = bindings[alias.asname or OLD]
@@ -227,7 +227,7 @@ def _plain(
 def _from(
     source: Source, statement: ast.ImportFrom, bindings: Mapping[str, Binding]
 ) -> Iterator[Edit]:
-    """Change ``from accelerate.utils import a, b``; what is not here stays in one of its own."""
+    """Yield the edits of ``from accelerate.utils import a, b``; missing names stay, separately."""
     path = below(statement.module or "") or ()
     places = {alias: _place(alias, path, bindings) for alias in statement.names}
     needs_utils = path[:1] == ("utils",) or any(home == UTILS for home, _ in places.values())
@@ -237,7 +237,7 @@ def _from(
     for alias, (home, text) in places.items():
         if home == "beside":
             extra.append(f"import {bindings[alias.asname or alias.name].home}")
-        # what is at the top is in utils too
+        # The names of the top package are in utils too.
         place = {"": "", "beside": "", "module": TOP}.get(home, base)
         groups.setdefault(place, []).append((alias, text))
     moved = {place: group for place, group in groups.items() if place}
@@ -252,27 +252,27 @@ def _from(
             extra.append(start + ", ".join(text for _, text in group))
     kept = [alias for alias, _ in moved[primary]]
     head = _FROM.match(source.text, source.span(statement)[0])
-    if head is None:  # such as dots with spaces around them
+    if head is None:  # such as spaces around dots
         names = ", ".join(text for _, text in moved[primary])
         yield Edit(*source.span(statement), f"from {primary} import {names}")
     else:
         yield Edit(*head.span(1), primary)
         for alias, text in moved[primary]:
-            if text != _as_written(alias):
+            if text != _alias_text(alias):
                 yield Edit(*source.span(alias), text)
         yield from _without(source, statement, kept)
     yield from _add(source, statement, extra)
 
 
-def _as_written(alias: ast.alias) -> str:
-    """Return an alias as text."""
+def _alias_text(alias: ast.alias) -> str:
+    """Return the source of an alias."""
     return f"{alias.name} as {alias.asname}" if alias.asname else alias.name
 
 
 def _place(
     alias: ast.alias, path: tuple[str, ...], bindings: Mapping[str, Binding]
 ) -> tuple[str, str]:
-    """Say from where an alias is to be imported ("" to leave it), and how it is written."""
+    """Return the place to import an alias from ("" to leave it), and its text."""
     local = alias.asname or alias.name
     full = (*path, alias.name)
     if alias.name == "*":
@@ -280,13 +280,13 @@ def _place(
     if is_module(full):
         mode = bindings[local].mode
         if mode in ("beside", "leave"):
-            return mode if mode == "beside" else "", _as_written(alias)
+            return mode if mode == "beside" else "", _alias_text(alias)
         return "module", "utils" if local == "utils" else f"utils as {local}"
-    return home_of(full) or "", _as_written(alias)
+    return home_of(full) or "", _alias_text(alias)
 
 
 def _without(source: Source, statement: ast.ImportFrom, kept: list[ast.alias]) -> Iterator[Edit]:
-    """Take the names that do not move out of a list, with their commas."""
+    """Yield edits that remove the names that do not move, with their commas."""
     spans = [source.span(alias) for alias in statement.names]
     text, end = source.text, source.span(statement)[1]
     last_kept = max(n for n, alias in enumerate(statement.names) if alias in kept)
@@ -311,7 +311,7 @@ def _without(source: Source, statement: ast.ImportFrom, kept: list[ast.alias]) -
 
 
 def _add(source: Source, statement: ast.stmt, lines: list[str]) -> Iterator[Edit]:
-    """Put statements after another one, on lines of their own where it has one."""
+    """Yield an edit that adds statements after another, on new lines unless it shares its line."""
     if not lines:
         return
     start, end = source.span(statement)
@@ -327,7 +327,7 @@ def _add(source: Source, statement: ast.stmt, lines: list[str]) -> Iterator[Edit
 
 
 def use_edits(source: Source, binding: Binding) -> Iterator[Edit]:
-    """Yield what changes where a module of accelerate is used."""
+    """Yield the edits of the uses of a module of accelerate."""
     if binding.mode == "leave":
         return
     for use in binding.uses:
@@ -341,7 +341,7 @@ def use_edits(source: Source, binding: Binding) -> Iterator[Edit]:
 
 
 def use_findings(binding: Binding) -> Iterator[Finding]:
-    """Yield the uses that stay as they are, and why."""
+    """Yield the uses that remain unchanged, with the reason."""
     for use in binding.uses:
         if not use.path or (use.home and binding.mode != "leave"):
             continue
@@ -350,7 +350,7 @@ def use_findings(binding: Binding) -> Iterator[Finding]:
 
 
 def _why(use: Use, binding: Binding) -> str:
-    """Say why a use was left."""
+    """Return the reason why a use was not replaced."""
     if use.home:
         return f"{binding.local!r} names something else in this file too: change it by hand"
     if use.path[-1] == "*":

@@ -1,4 +1,4 @@
-"""Where the names of Accelerate are here, and what to say of those that are not."""
+"""Table of Accelerate's names: the package that has each here, or advice for a missing one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OLD = "accelerate"
 TOP = "accel_callbacks"
 UTILS = "accel_callbacks.utils"
 
-# All public names of these modules are looked up by their last part.
+# Public names of these modules are looked up by their last component.
 _UTILS_MODULES = (
     *("dataclasses", "environment", "imports", "launch", "memory", "modeling", "offload"),
     *("operations", "other", "random", "tqdm", "versions", "constants", "deepspeed", "fsdp_utils"),
@@ -25,7 +25,7 @@ MODULES = {
     *("parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils"),
     *(f"utils.{name}" for name in _UTILS_MODULES),
 }
-# `accelerate.utils.tqdm` is the function; the module of that name hides behind it.
+# `accelerate.utils.tqdm` is the function, which hides the module of that name.
 _NAMES_FIRST = {"utils.tqdm"}
 _NOT_LIKE_OURS = {"__version__"}
 _BEYOND = ("commands", "test_utils")
@@ -34,7 +34,7 @@ _NO_FSDP = "FSDP is not there yet: keep this script with Accelerate"
 _NO_ENGINE = "this engine is not there yet: keep this script with Accelerate"
 _BIG = "loading of big models stays with Accelerate: this import can stand beside ours"
 ADVICE: Mapping[str, str] = {
-    "__version__": "the version of Accelerate says nothing here: remove the check",
+    "__version__": "the version of Accelerate is irrelevant here: remove the check",
     "*fsdp*": _NO_FSDP,
     "*FSDP*": _NO_FSDP,
     "FullyShardedDataParallelPlugin": _NO_FSDP,
@@ -70,12 +70,12 @@ ADVICE: Mapping[str, str] = {
     "convert_model": "models are not changed for fp8 by hand here",
     "patch_environment": "unittest.mock.patch.dict(os.environ, ...)",
     "clear_environment": "unittest.mock.patch.dict(os.environ, clear=True)",
-    "*": "left as it is: write it without this name, or keep Accelerate for it",
+    "*": "unchanged: write it without this name, or keep Accelerate for it",
 }
 
 
 def home_of(path: Sequence[str]) -> str | None:
-    """Return the package that has a name (given as its path below accelerate), or None.
+    """Return the package that has a name, given by its path below accelerate; None if none has.
 
     Example:
         >>> from accel_callbacks.migrate.names import home_of
@@ -97,11 +97,11 @@ def home_of(path: Sequence[str]) -> str | None:
 
 
 def is_module(path: Sequence[str]) -> bool:
-    """Say whether a path below accelerate is a module; the root is one."""
+    """Return whether a path below accelerate is a module, as the empty path is."""
     dotted = ".".join(path)
     return not dotted or (dotted in MODULES and dotted not in _NAMES_FIRST)
 
 
 def advice_for(name: str) -> str:
-    """Say what to do about a name that is not here."""
+    """Return advice for a name that is missing here."""
     return next(text for pattern, text in ADVICE.items() if fnmatchcase(name, pattern))

@@ -1,4 +1,4 @@
-"""A notebook's cells; files read and replaced."""
+"""Migrate the cells of a notebook; read and replace files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_BYTES = 64 << 20
 
 @dataclass
 class _Cell:
-    """One code cell: where it is in the joined text, and what of it is Python."""
+    """A code cell: its text, its Python with the rest masked, its start in the joined text."""
 
     number: int
     text: str
@@ -47,15 +47,15 @@ class _Cell:
 
 
 def migrate_notebook(text: str) -> Migration:
-    """Move the code cells of a Jupyter notebook; outputs and everything else stay.
+    """Migrate the code cells of a Jupyter notebook; outputs and everything else stay.
 
-    Lines for the shell and for IPython stay as they are, but for the command ``accelerate``.
+    Shell and IPython lines stay too, except for the command ``accelerate``.
 
     Args:
-        text: the JSON of the file (nbformat 4).
+        text: JSON of the file (nbformat 4).
 
     Raises:
-        UnreadableError: the text is no such notebook.
+        UnreadableError: the text is not a notebook of nbformat 4.
 
     Example:
         >>> import json
@@ -86,39 +86,39 @@ def migrate_notebook(text: str) -> Migration:
 
 
 def _read(text: str) -> dict[str, Any]:
-    """Read the JSON of a notebook."""
+    """Parse the JSON of a notebook."""
     try:
         book = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"is no notebook: {error or 'nested too deeply'}") from error
+        raise UnreadableError(f"is not a notebook: {error or 'nested too deeply'}") from error
     if not isinstance(book, dict) or not isinstance(book.get("cells"), list):
-        raise UnreadableError("is no notebook of nbformat 4: it has no list of cells")
+        raise UnreadableError("is not a notebook of nbformat 4: it has no list of cells")
     return book
 
 
 def _source_of(cell: dict[str, Any], number: int) -> str:
-    """Return the text of a cell, which is a text or a list of lines."""
+    """Return the text of a cell, which is stored as a string or as a list of lines."""
     source = cell.get("source", "")
     lines = source if isinstance(source, list) else [source]
     if not all(isinstance(line, str) for line in lines):
-        raise UnreadableError(f"is no notebook: cell {number} has no text")
+        raise UnreadableError(f"is not a notebook: cell {number} has no text")
     return "".join(lines)
 
 
 def _put(cell: dict[str, Any], text: str) -> None:
-    """Set the text of a cell in the form that it had."""
+    """Set the text of a cell in the form in which it was stored."""
     as_list = isinstance(cell.get("source"), list)
     cell["source"] = re.findall(r".*?\n|.+$", text, re.S) if as_list else text
 
 
 def _cell(number: int, text: str) -> _Cell:
-    """Hide what is not Python behind text of the same length."""
+    """Make a cell, masking what is not Python by text of the same length."""
     lines, hidden = text.split("\n"), False
     if lines[0].startswith("%%") and not lines[0].startswith(_PYTHON_MAGICS):
         return _Cell(number, text, "\n".join("#" * len(line) for line in lines))
     masked = []
     for line in lines:
-        if hidden:  # goes on from the line before
+        if hidden:  # continued from the previous line
             masked.append("#" * len(line))
         else:
             hidden = _MAGIC.search(line) is not None
@@ -127,7 +127,7 @@ def _cell(number: int, text: str) -> _Cell:
     whole = "\n".join(masked)
     try:
         parsed(text)
-        return _Cell(number, text, text)  # a % at the start of a line of plain Python
+        return _Cell(number, text, text)  # plain Python, such as a line that starts with %
     except UnreadableError:
         pass
     try:
@@ -138,13 +138,13 @@ def _cell(number: int, text: str) -> _Cell:
 
 
 def _hidden(line: str) -> str:
-    """Write a line as a statement that does nothing, of the same length and indentation."""
+    """Replace a line by a statement without effect, of the same length and indentation."""
     indent = len(line) - len(line.lstrip())
     return line[:indent] + "0" + "#" * (len(line) - indent - 1) if line.strip() else line
 
 
 def _unread(cells: list[_Cell]) -> Iterator[Finding]:
-    """Tell of cells that name accelerate and could not be looked into."""
+    """Yield findings for masked lines that name accelerate."""
     for cell in cells:
         lines = zip(cell.text.split("\n"), cell.masked.split("\n"), strict=True)
         for number, (text, masked) in enumerate(lines, 1):
@@ -160,7 +160,7 @@ def _unread(cells: list[_Cell]) -> Iterator[Finding]:
 
 
 def _command_edits(cell: _Cell) -> Iterator[Edit]:
-    """Yield what changes in lines for the shell."""
+    """Yield the edits of shell lines."""
     position = 0
     shell = cell.text.startswith(("%%bash", "%%sh", "%%script", "%%!"))
     for text, masked in zip(cell.text.split("\n"), cell.masked.split("\n"), strict=True):
@@ -171,7 +171,7 @@ def _command_edits(cell: _Cell) -> Iterator[Edit]:
 
 
 def _placed(finding: Finding, cells: list[_Cell]) -> Finding:
-    """Count the line of a finding within its cell."""
+    """Convert the line of a finding in the joined text to the cell and its line."""
     first = 1
     for cell in cells:
         height = cell.masked.count("\n") + 1
@@ -182,7 +182,7 @@ def _placed(finding: Finding, cells: list[_Cell]) -> Finding:
 
 
 def _written(book: dict[str, Any], before: str) -> str:
-    """Write the JSON as the file was written, as far as that can be found out."""
+    """Serialize the notebook in the JSON style of the original, as far as it is recognized."""
     original = json.loads(before)
     if original == book:
         return before
@@ -196,13 +196,13 @@ def _written(book: dict[str, Any], before: str) -> str:
 
 @dataclass(frozen=True)
 class MovedFile:
-    """A file, as it was read and as it is to be.
+    """A file with its migration.
 
     Attributes:
-        path: where it is.
-        data: its bytes as they were read.
+        path: path of the file.
+        data: its original bytes.
         encoding: of its text.
-        migration: what is to change.
+        migration: the changes.
     """
 
     path: str
@@ -211,10 +211,10 @@ class MovedFile:
     migration: Migration
 
     def write(self) -> None:
-        """Replace the file (that a link leads to) in one step; its permissions stay.
+        """Replace the file (the target of a link) atomically, keeping its permissions.
 
         Raises:
-            OSError: the file, or its folder, cannot be written.
+            OSError: the file or its folder cannot be written.
             ValueError: the file has changed since it was read.
         """
         target = os.path.realpath(self.path)
@@ -235,7 +235,7 @@ class MovedFile:
                 os.chown(temporary, status.st_uid, status.st_gid)
             with open(target, "rb") as now:
                 if now.read() != self.data:
-                    raise ValueError("was changed by somebody else meanwhile: run this again")
+                    raise ValueError("has changed since it was read: run this again")
             os.replace(temporary, target)
         except BaseException:
             with suppress(OSError):
@@ -244,11 +244,11 @@ class MovedFile:
 
 
 def read_and_move(path: str) -> MovedFile:
-    """Read a script or a notebook and move it; nothing is written.
+    """Read and migrate a script or a notebook; nothing is written.
 
     Raises:
         OSError: the file cannot be read.
-        UnreadableError: it is neither a script nor a notebook.
+        UnreadableError: the file is neither a script nor a notebook.
     """
     if not os.path.isfile(path):
         raise FileNotFoundError(2, "there is no such file", path)
@@ -267,7 +267,7 @@ def read_and_move(path: str) -> MovedFile:
 
 
 def _encoding(data: bytes) -> str:
-    """Find out the encoding of a script by its mark or its first lines."""
+    """Detect the encoding of a script by its byte order mark or first lines."""
     try:
         return tokenize.detect_encoding(BytesIO(data).readline)[0]
     except SyntaxError as error:

@@ -1,6 +1,6 @@
-"""What behaves differently here, as data: one line a call, an argument or an attribute.
+"""Table of the differences from Accelerate, by method, function, argument and attribute.
 
-The page docs/how-to/move-from-accelerate.md says the same at length.
+The page docs/how-to/move-from-accelerate.md explains them at length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METHODS: Rules = {
     ),
     "gather_for_metrics": (
         "note",
-        "what has no entry for each sample (a mean) is gathered as it is",
+        "values without an entry per sample (a mean) are gathered unchanged",
     ),
     "save_state": (
         "differs",
@@ -57,7 +57,7 @@ METHODS: Rules = {
     ),
     "save_model": ("note", "max_shard_size is 5 GB by default, not 10"),
     "free_memory": ("note", "also forgets registered objects"),
-    "get_tracker": ("note", "off the main process what you get does nothing, with unwrap too"),
+    "get_tracker": ("note", "off the main process the tracker does nothing, with unwrap too"),
 }
 
 _MADE: tuple[Kind, str] = ("left", "takes other arguments here: accelerator.prepare makes it")
@@ -71,7 +71,7 @@ FUNCTIONS: Rules = {
     "skip_first_batches": METHODS["skip_first_batches"],
     "AcceleratorState": (
         "differs",
-        "knows what the launcher said; the options of an Accelerator are in accelerator.state",
+        "has what the launcher set; the options of an Accelerator are in accelerator.state",
     ),
     "GradientState": ("differs", "belongs to its Accelerator: accelerator.gradient_state"),
     "AcceleratedOptimizer": _MADE,
@@ -132,7 +132,7 @@ ARGUMENTS: Mapping[tuple[str, str, object], tuple[Kind, str]] = {
 }
 
 _NO_METHOD = "not there: an AttributeError"
-# What an Accelerator of Accelerate has, and ours has not.
+# Attributes that only Accelerate's Accelerator has.
 ATTRIBUTES: Mapping[str, str] = {
     "context_parallel_rank": _NO_METHOD,
     "data_parallel_rank": _NO_METHOD,
@@ -152,7 +152,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "verify_device_map": _NO_METHOD,
 }
 
-# The same for its AcceleratorState.
+# Attributes that only its AcceleratorState has.
 STATE_ATTRIBUTES: Mapping[str, str] = {
     "deepspeed_plugin": _NO_METHOD,
     "deepspeed_plugins": _NO_METHOD,

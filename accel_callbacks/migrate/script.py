@@ -1,4 +1,4 @@
-"""One script: edits and findings."""
+"""Migrate a script: rewrite its imports, and find code that behaves differently."""
 
 from __future__ import annotations
 
@@ -46,18 +46,79 @@ _COMMAND = re.compile(r"\baccelerate (launch|config|env|test|estimate-memory|mer
 _MODULE = re.compile(r"accelerate(\.\w+)*")
 
 
+def migrate_script(text: str) -> Migration:
+    """Migrate a Python script from accelerate to accel_callbacks, without running it.
+
+    Imports and uses of accelerate are rewritten if this package has the name; others stay and are
+    listed as findings. The result parses, and migrating it again changes nothing.
+
+    Args:
+        text: source of the script.
+
+    Raises:
+        UnreadableError: the text is not valid Python of this version.
+
+    Example:
+        >>> from accel_callbacks.migrate import migrate_script
+        >>> script = "import accelerate\\naccelerate.utils.set_seed(1)\\n"
+        >>> print(migrate_script(script).after, end="")
+        import accel_callbacks
+        accel_callbacks.set_seed(1)
+    """
+    edits, findings = analyse(text)
+    after = apply_edits(text, edits)
+    try:
+        parsed(after)
+    except UnreadableError as error:
+        raise UnreadableError(f"cannot be rewritten without breaking it ({error})") from error
+    return Migration(text, after, findings)
+
+
+def analyse(text: str) -> tuple[list[Edit], Sequence[Finding]]:
+    """Return the edits and findings of a script."""
+    source = Source(text)
+    bindings = bindings_of(source)
+    edits: list[Edit] = []
+    findings: set[Finding] = set()
+    added: set[str] = set()
+    for statement, aliases in imports_of(source):
+        edits += import_edits(source, statement, aliases, bindings, added)
+        if isinstance(statement, ast.ImportFrom):
+            findings |= set(_missing_names(statement))
+    for binding in bindings.values():
+        edits += use_edits(source, binding)
+        findings |= set(use_findings(binding))
+    edits += positional_edits(source)
+    findings |= set(behaviour_findings(source))
+    return edits, sorted(findings)
+
+
+def _missing_names(statement: ast.ImportFrom) -> list[Finding]:
+    """List the imported names that are missing here."""
+    path = below(statement.module or "") or ()
+    found = []
+    for alias in statement.names:
+        if alias.name == "*":
+            advice = "import what you use by name, then migrate again"
+            found.append(Finding(statement.lineno, f"from {OLD} import *", advice, "left"))
+        elif not is_module((*path, alias.name)) and home_of((*path, alias.name)) is None:
+            line = alias.lineno
+            found.append(Finding(line, alias.name, advice_for(alias.name), "left"))
+    return found
+
+
 @dataclass
 class _Script:
-    """What the names of a script stand for, as far as that can be seen."""
+    """Names in a script that refer to accelerate and its objects, as far as can be inferred."""
 
-    names: dict[str, str] = field(default_factory=dict)  # local name: name of accelerate
+    names: dict[str, str] = field(default_factory=dict)  # local name: name in accelerate
     modules: set[str] = field(default_factory=set)
     accelerators: set[str] = field(default_factory=lambda: set(_USUAL))
     schedulers: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
 
     def function(self, node: ast.expr) -> str:
-        """Return the name of accelerate's that an expression is, or nothing."""
+        """Return the name in accelerate that an expression refers to, or an empty string."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, "")
         root = node
@@ -67,11 +128,11 @@ class _Script:
         return node.attr if known and isinstance(node, ast.Attribute) else ""
 
     def is_accelerator(self, node: ast.expr) -> bool:
-        """Say whether an expression is an Accelerator, by its name or by what was assigned."""
+        """Return whether an expression is an Accelerator, by its name or its assignment."""
         return _last(node) in self.accelerators
 
     def is_state(self, node: ast.expr) -> bool:
-        """Say whether an expression is the AcceleratorState of an Accelerator, or a new one."""
+        """Return whether an expression is an AcceleratorState."""
         if isinstance(node, ast.Call):
             return self.function(node.func) == "AcceleratorState"
         known = isinstance(node, ast.Attribute) and self.is_accelerator(node.value)
@@ -79,8 +140,8 @@ class _Script:
 
 
 def behaviour_findings(source: Source) -> Iterator[Finding]:
-    """Yield where a script of accelerate will behave differently."""
-    script = look_through(source.nodes)
+    """Yield code that behaves differently with this package."""
+    script = _collect_names(source.nodes)
     for node in source.nodes:
         if isinstance(node, ast.Call):
             yield from _of_call(node, script)
@@ -98,16 +159,16 @@ def behaviour_findings(source: Source) -> Iterator[Finding]:
             yield from _of_text(node, node.value, source)
 
 
-def look_through(nodes: Sequence[ast.AST]) -> _Script:
-    """Collect imports first, then what is made of them."""
+def _collect_names(nodes: Sequence[ast.AST]) -> _Script:
+    """Collect imports, then objects created from them, then what was prepared."""
     script = _Script()
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if _of_interest(alias.name):
+                if _is_relevant(alias.name):
                     script.modules.add(alias.asname or alias.name.partition(".")[0])
         elif (
-            isinstance(node, ast.ImportFrom) and not node.level and _of_interest(node.module or "")
+            isinstance(node, ast.ImportFrom) and not node.level and _is_relevant(node.module or "")
         ):
             for alias in node.names:
                 script.names[alias.asname or alias.name] = alias.name
@@ -128,27 +189,27 @@ def look_through(nodes: Sequence[ast.AST]) -> _Script:
     return script
 
 
-def _of_interest(module: str) -> bool:
-    """Say whether a module is of accelerate, or ours (in a script that has been moved)."""
+def _is_relevant(module: str) -> bool:
+    """Return whether a module is of accelerate, or ours (in a migrated script)."""
     return below(module) is not None or module.partition(".")[0] == TOP
 
 
 def _makes_scheduler(name: str) -> bool:
-    """Say whether a call of this name makes a scheduler of the learning rate."""
+    """Return whether a call of this name creates a learning rate scheduler."""
     return name.endswith(("LR", "Scheduler", "ReduceLROnPlateau", "WarmRestarts")) or (
         name.startswith("get_") and "schedule" in name
     )
 
 
 def _last(node: ast.AST) -> str:
-    """Return the last part of a dotted name."""
+    """Return the last component of a dotted name."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _of_call(node: ast.Call, script: _Script) -> Iterator[Finding]:
-    """Look at one call."""
+    """Yield the findings of a call."""
     name = script.function(node.func)
     rules, shown = FUNCTIONS, name
     if isinstance(node.func, ast.Attribute) and script.is_accelerator(node.func.value):
@@ -184,13 +245,13 @@ def named_arguments(node: ast.Call) -> list[tuple[str, ast.expr]]:
 
 
 def _values(node: ast.expr) -> list[object]:
-    """Return what the rules may say of an argument: any value, a constant, those of a list."""
+    """Return the values to match with rules: ANY, a constant, or the constants of a list."""
     items = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
     return [ANY, *(item.value for item in items if isinstance(item, ast.Constant))]
 
 
 def _of_product(node: ast.BinOp, script: _Script) -> Iterator[Finding]:
-    """Look for something times the number of processes, where there is a scheduler."""
+    """Yield a finding for a length multiplied by num_processes, if there is a scheduler."""
     sides = (node.left, node.right)
     counts = [side for side in sides if _last(side) == "num_processes"]
     known = any(isinstance(s, ast.Attribute) and script.is_accelerator(s.value) for s in counts)
@@ -199,7 +260,7 @@ def _of_product(node: ast.BinOp, script: _Script) -> Iterator[Finding]:
 
 
 def _of_text(node: ast.Constant, text: str, source: Source) -> Iterator[Finding]:
-    """Look at texts that name the package, its command or its variables."""
+    """Yield a finding for a string that names the package, its command or its variables."""
     if isinstance(source.parents.get(node), ast.Expr):
         return  # a docstring
     line = node.lineno
@@ -214,8 +275,8 @@ def _of_text(node: ast.Constant, text: str, source: Source) -> Iterator[Finding]
 
 
 def positional_edits(source: Source) -> Iterator[Edit]:
-    """Yield a name for each positional argument of Accelerator, however that was imported."""
-    script = look_through(source.nodes)
+    """Yield edits that name the positional arguments of Accelerator, however it was imported."""
+    script = _collect_names(source.nodes)
     for node in source.nodes:
         if not (isinstance(node, ast.Call) and script.function(node.func) == "Accelerator"):
             continue
@@ -225,66 +286,5 @@ def positional_edits(source: Source) -> Iterator[Edit]:
         for name, argument in named_arguments(node):
             start = source.span(argument)[0]
             while (before := source.text[floor:start].rstrip()).endswith("("):
-                start = floor + len(before) - 1  # the parser leaves out the parentheses around it
+                start = floor + len(before) - 1  # positions exclude parentheses around the value
             yield Edit(start, start, f"{name}=")
-
-
-def migrate_script(text: str) -> Migration:
-    """Move a Python script from accelerate to accel_callbacks, without running it.
-
-    Imports and uses of the modules of accelerate are rewritten where a name is here too; all else
-    is left as it is and told. The result parses, and moving it again changes nothing.
-
-    Args:
-        text: the whole script.
-
-    Raises:
-        UnreadableError: the text is no Python of this version.
-
-    Example:
-        >>> from accel_callbacks.migrate import migrate_script
-        >>> script = "import accelerate\\naccelerate.utils.set_seed(1)\\n"
-        >>> print(migrate_script(script).after, end="")
-        import accel_callbacks
-        accel_callbacks.set_seed(1)
-    """
-    edits, findings = analyse(text)
-    after = apply_edits(text, edits)
-    try:
-        parsed(after)
-    except UnreadableError as error:
-        raise UnreadableError(f"cannot be rewritten without breaking it ({error})") from error
-    return Migration(text, after, findings)
-
-
-def analyse(text: str) -> tuple[list[Edit], Sequence[Finding]]:
-    """Return the edits that move a text, and what is to be told."""
-    source = Source(text)
-    bindings = bindings_of(source)
-    edits: list[Edit] = []
-    findings: set[Finding] = set()
-    added: set[str] = set()
-    for statement, aliases in imports_of(source):
-        edits += import_edits(source, statement, aliases, bindings, added)
-        if isinstance(statement, ast.ImportFrom):
-            findings |= set(_left(statement))
-    for binding in bindings.values():
-        edits += use_edits(source, binding)
-        findings |= set(use_findings(binding))
-    edits += positional_edits(source)
-    findings |= set(behaviour_findings(source))
-    return edits, sorted(findings)
-
-
-def _left(statement: ast.ImportFrom) -> list[Finding]:
-    """List the names of a statement that are not here."""
-    path = below(statement.module or "") or ()
-    found = []
-    for alias in statement.names:
-        if alias.name == "*":
-            advice = "import what you use by name, then migrate again"
-            found.append(Finding(statement.lineno, f"from {OLD} import *", advice, "left"))
-        elif not is_module((*path, alias.name)) and home_of((*path, alias.name)) is None:
-            line = alias.lineno
-            found.append(Finding(line, alias.name, advice_for(alias.name), "left"))
-    return found

@@ -1,4 +1,4 @@
-"""A Python text with its tree; edits by position."""
+"""Parse the source of a script, and edit it by position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 class UnreadableError(ValueError):
-    """A text that is no Python, or a file that is no notebook; nothing can be done with it.
+    """Raised for a script that is not valid Python, or a file that is not a notebook.
 
     Example:
         >>> from accel_callbacks.migrate import UnreadableError, migrate_script
@@ -30,14 +30,14 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """A place to look at.
+    """Code that needs attention.
 
     Attributes:
-        line: where it is, from 1; in a notebook counted within the cell.
-        name: what is there, such as a name or a call.
-        text: what is different, and what to do.
-        kind: "left": does not run here and was left as it is; "differs": runs, and behaves in
-            another way; "note": worth knowing.
+        line: line number, from 1; in a notebook within the cell.
+        name: the code, such as a name or a call.
+        text: the difference, and what to do.
+        kind: "left": does not run here and was not changed; "differs": runs, and behaves
+            differently; "note": worth knowing.
         cell: number of the notebook's cell, from 1; 0 in a script.
 
     Example:
@@ -55,18 +55,18 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Where it is, for people."""
+        """Cell and line, as text."""
         return f"cell {self.cell} line {self.line}" if self.cell else f"line {self.line}"
 
 
 @dataclass(frozen=True)
 class Migration:
-    """One file before and after.
+    """A file before and after migration.
 
     Attributes:
-        before: the text as it was.
-        after: the text as it is to be; the same where there is nothing to change.
-        findings: what to look at, in the order of the file.
+        before: the original text.
+        after: the migrated text, which may be the same.
+        findings: code that needs attention, in the order of the file.
 
     Example:
         >>> from accel_callbacks.migrate import migrate_script
@@ -80,17 +80,17 @@ class Migration:
 
     @property
     def changed(self) -> bool:
-        """Whether anything is to be written."""
+        """True if the text has changed."""
         return self.before != self.after
 
     @property
     def left(self) -> list[Finding]:
-        """What will not run here."""
+        """Findings that do not run here."""
         return [finding for finding in self.findings if finding.kind == "left"]
 
 
 class Edit(NamedTuple):
-    """Text that takes the place of what stands from `start` to `end`."""
+    """Replacement of the characters from `start` to `end`."""
 
     start: int
     end: int
@@ -98,7 +98,11 @@ class Edit(NamedTuple):
 
 
 class Source:
-    """A text that has been parsed; raises UnreadableError for what is no Python."""
+    """Parsed source of a script.
+
+    Raises:
+        UnreadableError: the text is not valid Python.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -108,47 +112,51 @@ class Source:
         self.newline = next(iter(_LINE_END.findall(text)), "\n")
         self.nodes: list[ast.AST] = [self.tree]
         self.parents: dict[ast.AST, ast.AST] = {}
-        for node in self.nodes:  # it grows meanwhile
+        for node in self.nodes:  # the list grows during the loop
             children = list(ast.iter_child_nodes(node))
             self.parents.update(dict.fromkeys(children, node))
             self.nodes += children
 
     def _offset(self, line: int, column: int) -> int:
-        """Turn a line and a column, which the parser counts in bytes, into an index."""
+        """Convert a line and a column, which the parser counts in bytes, to an index."""
         start = self._starts[line - 1]
         stop = self._starts[line] if line < len(self._starts) else len(self.text)
         return start + len(self.text[start:stop].encode()[:column].decode(errors="ignore"))
 
     def span(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> tuple[int, int]:
-        """Return where a node begins and ends."""
+        """Return the begin and end index of a node."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = self._offset(node.lineno, node.col_offset)
         return start, self._offset(node.end_lineno, node.end_col_offset)
 
-    def stands(self, node: ast.expr) -> bool:
-        """Say whether a dotted name really is where the parser says that it is."""
+    def has_true_position(self, node: ast.expr) -> bool:
+        """Return whether a dotted name is at the position that the parser reports."""
         return self.text[slice(*self.span(node))] == ast.unparse(node)
 
     def line_of(self, offset: int) -> tuple[int, int]:
-        """Return begin and end of the line around an index, without its line end."""
+        """Return the begin and end of the line around an index, without the line ending."""
         start = max(begin for begin in self._starts if begin <= offset)
         match = _LINE_END.search(self.text, offset)
         return start, match.start() if match else len(self.text)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the nodes around a node, the nearest first."""
+        """Yield the ancestors of a node, the nearest first."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
 
 
 def parsed(text: str) -> ast.Module:
-    """Parse a script (or the joined cells of a notebook, which may await at top level)."""
+    """Parse a script, or the joined cells of a notebook, which may await at the top level.
+
+    Raises:
+        UnreadableError: the text is not valid Python.
+    """
     flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as invalid escapes of the user's own texts
+            warnings.simplefilter("ignore")  # such as invalid escapes in the script
             tree = compile(text, "<script>", "exec", flags=flags, dont_inherit=True)
     except SyntaxError as error:
         raise UnreadableError(f"line {error.lineno}: {error.msg}") from error
@@ -159,7 +167,7 @@ def parsed(text: str) -> ast.Module:
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """Return the text with all edits made; at one place, in the order given."""
+    """Apply edits to a text; insertions at the same index stay in the given order."""
     pieces, done = [], 0
     for edit in sorted(edits, key=lambda edit: edit[:2]):
         if edit.start < done:

@@ -1,1 +1,1 @@
-"""What ``accel test`` runs on each process: ``python -m accel_callbacks.selftest``."""
+"""Checks of an installation, which ``accel test`` launches on each process."""

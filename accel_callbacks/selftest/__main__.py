@@ -1,4 +1,4 @@
-"""The script that ``accel test`` launches: runs the checks and leaves a report beside the table."""
+"""Script of ``accel test``: run the checks, print a table and write a JSON report."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["main"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the checks on this process; 0 also if some fail, because the report says so.
+    """Run the checks on this process; return 0 even if some fail, which the report contains.
 
     Args:
-        words: of the command line; those of this process where ``None``.
+        words: command line; by default that of this process.
 
     Example:
         >>> from accel_callbacks.selftest.__main__ import main
@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args = _parse(words)
     rank, world, local_rank, local_world = process_rank()
     chosen = [CHECKS[name] for name in args.checks.split(",")] if args.checks else CHECKS.values()
-    # a folder of one machine is no use to several
+    # A temporary folder of one machine is of no use to several.
     folder = args.folder or (args.scratch if world == local_world else None)
     report = _Report(args.report if local_rank == 0 else None, loud=rank == 0 and not args.quiet)
     for outcome in run_checks(chosen, Lab(args.patience, folder), report.begin):
@@ -53,11 +53,11 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Report:
-    """The lines of the table as they come, and the same as JSON for the launching process.
+    """Table on the screen, line by line, and JSON for the launching process.
 
     Args:
-        path: the JSON file, None for none.
-        loud: whether this process prints.
+        path: the JSON file, if this process writes one.
+        loud: this process prints the table.
     """
 
     def __init__(self, path: str | None, loud: bool) -> None:
@@ -65,11 +65,11 @@ class _Report:
         self._outcomes: list[Outcome] = []
 
     def begin(self, check: Check) -> None:
-        """Leave word of what is about to be tried: it may end the process."""
+        """Write which check starts: it may end the process."""
         self._write({"name": check.name, "advice": check.advice})
 
     def end(self, outcome: Outcome) -> None:
-        """Print a line."""
+        """Print the line of a check."""
         self._outcomes.append(outcome)
         if self._loud:
             print(_line(outcome), flush=True)
@@ -82,7 +82,7 @@ class _Report:
 
     def _write(self, under_way: dict[str, str] | None) -> None:
         if self._path is None or not os.path.isdir(os.path.dirname(self._path)):
-            return  # srun carries the same path to machines that have no such folder
+            return  # under srun other machines get the same path, without its folder
         text = json.dumps({"checks": [asdict(o) for o in self._outcomes], "under_way": under_way})
         temporary = f"{self._path}.part"
         with open(temporary, "w", encoding="utf-8") as file:
@@ -91,14 +91,14 @@ class _Report:
 
 
 def _line(outcome: Outcome) -> str:
-    """One line, and a second one where there is something to do."""
+    """Return the line of a check, and a second one with advice if it failed."""
     time = f"{outcome.seconds:.1f} s"
     text = f"{outcome.status:<8} {outcome.name:<13} {time:>7}  {outcome.details}"
     return f"{text}\n         what to do: {outcome.advice}" if outcome.advice else text
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> str:
-    """The last line."""
+    """Return the last line."""
     failed = [one.name for one in outcomes if one.failed]
     if failed:
         return f"{len(failed)} of {len(outcomes)} checks do not hold: {', '.join(failed)}"

@@ -1,4 +1,4 @@
-"""A check: what it is called, what it shows, what to do where it fails."""
+"""A check, its tools, and the exceptions by which it fails or is skipped."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ __all__ = ["Check", "Expectations", "Failed", "Lab", "Skipped"]
 
 
 class Failed(Exception):
-    """What a check found wrong; raised after its last collective."""
+    """Raised by a check that fails, after its last collective."""
 
 
 class Skipped(Exception):
-    """Why a check has nothing to look at here."""
+    """Raised by a check that does not apply here; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Lab:
-    """What checks work with.
+    """Options of the checks.
 
     Args:
-        patience: seconds that a collective waits for the other processes.
-        folder: path or URL for checkpoints, which all processes see; None where there is none.
+        patience: timeout of collectives in seconds.
+        folder: path or URL for checkpoints that all ranks can access; None if there is none.
     """
 
     patience: float = 60.0
     folder: str | None = None
 
     def accelerator(self, **options: Any) -> Accelerator:
-        """Make an Accelerator in fp32 with no accumulation, unless ``options`` say otherwise."""
+        """Create an Accelerator, by default in fp32 and without accumulation."""
         defaults = {"mixed_precision": "no", "gradient_accumulation_steps": 1}
         timeout = timedelta(seconds=self.patience)
         return Accelerator(**{**defaults, "timeout": timeout, **options})
 
     @property
     def config(self) -> AcceleratorConfig:
-        """What was configured, whether or not this machine can do it."""
+        """Configuration as given, whether or not this machine supports it."""
         return resolve_config({}, os.environ)
 
     def configured(self) -> Accelerator:
-        """Make an Accelerator with what was configured."""
+        """Create an Accelerator with the given configuration."""
         return Accelerator(timeout=timedelta(seconds=self.patience))
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table.
+    """A check, which is one line of the table.
 
     Args:
         name: one or two words.
-        run: does it; returns what was seen, raises :class:`Failed` or :class:`Skipped`.
-        advice: what to do where it fails.
+        run: performs the check; returns details, or raises :class:`Failed` or :class:`Skipped`.
+        advice: what to do if it fails.
     """
 
     name: str
@@ -70,48 +70,48 @@ class Check:
 
 @dataclass
 class Expectations:
-    """Collects what is wrong, so that all processes come to the end of a check together."""
+    """Collect problems, so that all ranks reach the end of a check instead of leaving early."""
 
     problems: list[str] = field(default_factory=list)
 
     def that(self, holds: bool, problem: str) -> None:
-        """Note a problem."""
+        """Add a problem if a condition does not hold."""
         if not holds:
             self.problems.append(problem)
 
     def equal(self, name: str, got: Any, wanted: Any) -> None:
-        """Compare values, bit by bit."""
-        alike = got == wanted
+        """Add a problem if values differ in any bit."""
+        equal = got == wanted
         if isinstance(got, torch.Tensor):
             wanted = torch.as_tensor(wanted, dtype=got.dtype, device=got.device)
-            alike = got.shape == wanted.shape and torch.equal(got, wanted)
-        self.that(bool(alike), f"{name} gave {_short(got)} in place of {_short(wanted)}")
+            equal = got.shape == wanted.shape and torch.equal(got, wanted)
+        self.that(bool(equal), f"{name} gave {_short(got)} in place of {_short(wanted)}")
 
     def close(self, name: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-        """Compare values up to rounding."""
+        """Add a problem if values differ by more than rounding."""
         difference = float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
         self.that(difference <= tolerance, f"{name} differ by {difference:.2g} of their size")
 
     def done(self) -> None:
-        """Fail if something was wrong."""
+        """Raise Failed if there are problems."""
         if self.problems:
             raise Failed("; ".join(self.problems[:3]))
 
 
 def _short(value: Any) -> str:
-    """A value in a few words."""
+    """Format a value briefly."""
     plain = value.flatten()[:4].tolist() if isinstance(value, torch.Tensor) else value
     text = repr(plain)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """Measure the time since construction."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """How many."""
+        """Elapsed seconds."""
         return time.perf_counter() - self._begin

@@ -1,4 +1,4 @@
-"""Processes, data, arithmetic, checkpoints."""
+"""The checks of an installation: processes, collectives, data, arithmetic, checkpoints."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = [
     "CHECKS",
     "accumulation_equals_one_batch",
     "collectives_carry_values",
+    "differing_ranks",
     "every_sample_once",
     "flat_weights",
     "gradients_average",
     "precision_holds",
     "repeats",
     "resume_is_exact",
-    "same_on_all",
     "samples",
     "small_model",
     "topology_is_whole",
@@ -53,7 +53,7 @@ _BATCHES = 5
 
 
 def small_model(seed: int = 3, dropout: float = 0.0) -> nn.Module:
-    """A few layers, with the same numbers wherever the seed is the same."""
+    """Return a small model whose initial weights depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return nn.Sequential(
@@ -62,7 +62,7 @@ def small_model(seed: int = 3, dropout: float = 0.0) -> nn.Module:
 
 
 def samples(count: int) -> TensorDataset:
-    """Inputs and targets, the same on all processes."""
+    """Return inputs and targets, the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count, 8, generator=generator)
     return TensorDataset(inputs, inputs[:, :4] * 2 - 1)
@@ -71,7 +71,7 @@ def samples(count: int) -> TensorDataset:
 def train_plainly(
     windows: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
 ) -> torch.Tensor:
-    """Train in plain torch, in one process, a step for each window; returns the weights."""
+    """Train in plain torch on one process, a step per window; return the weights."""
     model = small_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in windows:
@@ -83,17 +83,17 @@ def train_plainly(
 
 
 def flat_weights(model: nn.Module) -> torch.Tensor:
-    """All parameters in one row."""
+    """Return all parameters, flattened."""
     return torch.cat([one.detach().float().flatten() for one in model.parameters()])
 
 
-def same_on_all(rows: torch.Tensor) -> Iterator[int]:
-    """The ranks whose row is not that of rank 0."""
+def differing_ranks(rows: torch.Tensor) -> Iterator[int]:
+    """Yield the ranks whose row differs from that of rank 0."""
     return (rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0]))
 
 
 def topology_is_whole(lab: Lab) -> str:
-    """Each rank is there once, on a device of its own, with the same software and settings."""
+    """Check that each rank exists once, on its own device, with the same software and settings."""
     here, config = lab.accelerator().topology, lab.config
     everyone = collectives.all_objects(_facts(here, config))
     expect = Expectations()
@@ -116,7 +116,7 @@ def topology_is_whole(lab: Lab) -> str:
 
 
 def _facts(here: Topology, config: AcceleratorConfig) -> dict[str, Any]:
-    """What the processes compare."""
+    """Return what the ranks compare."""
     return {
         "rank": here.rank,
         "host": f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}",
@@ -141,7 +141,7 @@ def _device(device: torch.device) -> str:
 
 
 def collectives_carry_values(lab: Lab) -> str:
-    """Every kind of collective gives exactly the values that it must, small and large."""
+    """Check the exact results of every kind of collective, small and large."""
     accel = lab.accelerator()
     rank, world = accel.process_index, accel.num_processes
     expect = Expectations()
@@ -168,7 +168,7 @@ def collectives_carry_values(lab: Lab) -> str:
 
 
 def every_sample_once(lab: Lab) -> str:
-    """Two shuffled epochs over a number of samples that does not divide."""
+    """Check two shuffled epochs over a number of samples that the ranks do not divide."""
     accel = lab.accelerator()
     count = 2 * _BATCH * accel.num_processes + 3
     loader = accel.prepare(DataLoader(_Numbers(count), _BATCH, shuffle=True))
@@ -187,7 +187,7 @@ def every_sample_once(lab: Lab) -> str:
 
 
 def workers_deliver(lab: Lab) -> str:
-    """Batches of some size that worker processes make arrive whole."""
+    """Check that large batches from worker processes arrive intact."""
     accel = lab.accelerator()
     count = 3 * accel.num_processes
     loader = accel.prepare(DataLoader(_Wide(count), 1, num_workers=1))
@@ -202,7 +202,7 @@ def workers_deliver(lab: Lab) -> str:
 
 
 class _Numbers(Dataset[int]):
-    """The numbers below a count."""
+    """Dataset of the numbers below a count."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -215,7 +215,7 @@ class _Numbers(Dataset[int]):
 
 
 class _Wide(Dataset[torch.Tensor]):
-    """Half a megabyte a sample, full of its own number."""
+    """Dataset of half a megabyte per sample, filled with the sample's index."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -228,20 +228,20 @@ class _Wide(Dataset[torch.Tensor]):
 
 
 def repeats(lab: Lab) -> str:
-    """The same seed gives the same numbers, twice here and once on each process."""
+    """Check that the same seed gives the same weights, twice on this rank and on all ranks."""
     accel = lab.accelerator()
     rows = [_three_steps(accel.device), _three_steps(accel.device)]
     numbers = accel.gather(rows[0][None])
     expect = Expectations()
     expect.that(torch.equal(rows[0], rows[1]), "the same seed gave other weights the second time")
-    differ = list(same_on_all(numbers))
+    differ = list(differing_ranks(numbers))
     expect.that(not differ, f"ranks {differ} do not compute what rank 0 does")
     expect.done()
     return "same seed, same weights, bit by bit"
 
 
 def _three_steps(device: torch.device) -> torch.Tensor:
-    """Train with dropout from a seed."""
+    """Train with dropout from a fixed seed; return the weights."""
     model = small_model(dropout=0.5)
     set_seed(5)
     model.to(device)
@@ -254,7 +254,7 @@ def _three_steps(device: torch.device) -> torch.Tensor:
 
 
 def precision_holds(lab: Lab) -> str:
-    """Layers compute in the type that was configured, near enough to fp32, and it trains."""
+    """Check the dtype of layers, their distance to fp32, and that training lowers the loss."""
     accel = lab.configured()
     name = accel.config.mixed_precision
     generator = torch.Generator().manual_seed(2)
@@ -274,7 +274,7 @@ def precision_holds(lab: Lab) -> str:
 
 
 def _train(accel: Accelerator) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
-    """Twelve passes over one batch."""
+    """Take twelve steps on one batch; return the weights before and after, and the losses."""
     inner = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).to(accel.device)
     model, optimizer = accel.prepare(inner, torch.optim.Adam(inner.parameters(), lr=0.02))
     before = flat_weights(inner).clone()
@@ -293,7 +293,7 @@ def _train(accel: Accelerator) -> tuple[torch.Tensor, torch.Tensor, list[float]]
 
 
 def gradients_average(lab: Lab) -> str:
-    """Training on shares gives the weights of one process with all of the batch."""
+    """Check that training on shares gives the weights of one process with the whole batch."""
     accel = lab.accelerator()
     world = accel.num_processes
     count = 4 * _BATCH * world
@@ -303,14 +303,14 @@ def gradients_average(lab: Lab) -> str:
     expect.close(
         "weights and those of one process", mine, train_plainly(whole, accel.device), _ROUNDING
     )
-    differ = list(same_on_all(rows))
+    differ = list(differing_ranks(rows))
     expect.that(not differ, f"ranks {differ} have other weights than rank 0")
     expect.done()
     return "4 steps, as one process with the whole batch"
 
 
 def accumulation_equals_one_batch(lab: Lab) -> str:
-    """Micro-batches give the weights of their window as one batch, a short last window too."""
+    """Check that micro-batches give the weights of whole windows, with a short last window."""
     window = max(2, lab.config.gradient_accumulation_steps)
     accel = lab.accelerator(gradient_accumulation_steps=window)
     step = _BATCH * accel.num_processes
@@ -326,7 +326,7 @@ def accumulation_equals_one_batch(lab: Lab) -> str:
 
 
 def _trained(accel: Accelerator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One epoch in a plain loop; returns the weights, and those of all processes."""
+    """Train for an epoch; return the weights, and those of all ranks."""
     inner = small_model()
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
     model, optimizer, loader = accel.prepare(inner, optimizer, DataLoader(samples(count), _BATCH))
@@ -340,7 +340,7 @@ def _trained(accel: Accelerator, count: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def resume_is_exact(lab: Lab) -> str:
-    """Interrupted and resumed training ends with the weights of one that went on, bit by bit."""
+    """Check that resumed training ends with exactly the weights of uninterrupted training."""
     accel = lab.accelerator()
     if lab.folder is None:
         raise Skipped("several machines: name a folder that all of them see with --folder")
@@ -356,7 +356,7 @@ def resume_is_exact(lab: Lab) -> str:
         again.load_state(folder)
         resumed, left_again = _train_and_save(again, parts)
         manifest = checkpoint_io.read_manifest(folder)
-        collectives.barrier()  # nobody reads any more
+        collectives.barrier()  # all ranks have read: the folder may be removed
     expect = Expectations()
     expect.equal("the batches after the resume", left_again, left)
     expect.that(torch.equal(straight, resumed), "weights after the resume differ")
@@ -366,7 +366,7 @@ def resume_is_exact(lab: Lab) -> str:
 
 
 def _prepare(accel: Accelerator, seed: int) -> Any:
-    """Model, optimizer and a shuffled loader."""
+    """Prepare a model, an optimizer and a shuffled loader."""
     model = small_model(seed, dropout=0.5)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     data = samples(_BATCH * _BATCHES * accel.num_processes)
@@ -376,7 +376,7 @@ def _prepare(accel: Accelerator, seed: int) -> Any:
 def _train_and_save(
     accel: Accelerator, parts: Any, save_to: str | None = None
 ) -> tuple[torch.Tensor, list[float]]:
-    """Train to the end of the epoch; returns the weights, and marks of batches since the save."""
+    """Train to the end of the epoch; return the weights, and the batch sums since the save."""
     model, optimizer, loader = parts
     seen = []
     for number, (inputs, targets) in enumerate(loader, 1):
@@ -392,7 +392,7 @@ def _train_and_save(
 
 @contextmanager
 def _own_folder(base: str) -> Iterator[str]:
-    """A folder of this check alone, the same on all processes, which is removed again."""
+    """Yield a new folder for this check, the same on all ranks, and remove it afterwards."""
     name = collectives.broadcast_object(f"accel-test-{new_save_id()}", 0)
     folder = f"{base.rstrip('/')}/{name}"
     try:
@@ -403,8 +403,8 @@ def _own_folder(base: str) -> Iterator[str]:
 
 
 def _remove(folder: str) -> None:
-    """Remove what is in it, and itself."""
-    with suppress(Exception):  # what was wrong with the folder has been told
+    """Remove the checkpoint and the folder."""
+    with suppress(Exception):  # problems with the folder have failed the check already
         store = open_store(folder)
         store.remove_many([MANIFEST, *(name for name in store.sizes() if name != MANIFEST)])
         store.remove_folder()
@@ -427,13 +427,13 @@ _ALL = (
     Check(
         "determinism",
         repeats,
-        "run again: if it varies, look for other work on the device, and at its health (ECC "
+        "run again: if it varies, check for other work on the device, and for its health (ECC "
         "errors); if only some ranks differ, they have other hardware or versions",
     ),
     Check(
         "data",
         every_sample_once,
-        "look whether packages that change torch's DataLoader are installed; report it with the "
+        "check for installed packages that patch torch's DataLoader; report it with the "
         "output of `accel env`",
     ),
     Check(
@@ -452,7 +452,7 @@ _ALL = (
         "gradients",
         gradients_average,
         "do not train like this: gradients of the processes are not averaged. Update torch and "
-        "the driver, then look at the collectives above",
+        "the driver, then check the collectives above",
     ),
     Check(
         "accumulation",
@@ -462,8 +462,8 @@ _ALL = (
     Check(
         "checkpoint",
         resume_is_exact,
-        "look for room and for rights to write in the folder; --folder names another, which all "
-        "processes must see (a local path or any fsspec URL)",
+        "check the free space and permissions of the folder; --folder names another, which all "
+        "processes must be able to access (a local path or any fsspec URL)",
     ),
 )
 

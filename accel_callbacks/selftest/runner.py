@@ -1,4 +1,4 @@
-"""Runs checks on all processes together, and gives each the same verdict everywhere."""
+"""Run checks on all ranks together, with the same outcome of each on every rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OK, _FAILED, _SKIPPED, _NOT_RUN = "ok", "FAILED", "skipped", "not run"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one check went, the same on all processes.
+    """Outcome of one check, the same on all ranks.
 
     Args:
         name: of the check.
         status: ``"ok"``, ``"FAILED"``, ``"skipped"`` or ``"not run"``.
-        seconds: how long it took on this process.
-        details: what was seen, or what is wrong and on which ranks.
-        advice: what to do; empty if it holds.
+        seconds: time that it took on this rank.
+        details: what was measured, or the problems and their ranks.
+        advice: what to do; empty if it passed.
     """
 
     name: str
@@ -37,22 +37,22 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it shows that something is wrong."""
+        """True if the check failed or could not run."""
         return self.status in (_FAILED, _NOT_RUN)
 
 
 def run_checks(
     checks: Iterable[Check], lab: Lab, begin: Callable[[Check], None] = lambda check: None
 ) -> Iterator[Outcome]:
-    """Run checks one after the other; all processes call this.
+    """Run checks one after the other; all ranks must call this.
 
-    An error on one process is one on all. After an error that broke the processes' connections
-    the rest is not run.
+    An error on one rank fails the check on all. After an error that aborted the process group the
+    remaining checks are not run.
 
     Args:
-        checks: in this order.
-        lab: what they work with.
-        begin: called before each.
+        checks: in the order to run them.
+        lab: options of the checks.
+        begin: called before each check.
 
     Example:
         >>> from accel_callbacks.selftest.check import Check, Lab
@@ -61,24 +61,26 @@ def run_checks(
         >>> [(one.status, one.details) for one in run_checks([check], Lab())]
         [('ok', '2')]
     """
-    broken = ""
+    aborted_in = ""
     for check in checks:
-        if broken:
-            yield Outcome(check.name, _NOT_RUN, 0.0, f"the processes parted in {broken}")
+        if aborted_in:
+            yield Outcome(
+                check.name, _NOT_RUN, 0.0, f"the process group was aborted in {aborted_in}"
+            )
             continue
         begin(check)
         watch = Stopwatch()
         status, details = _run(check, lab)
-        gc.collect()  # of models that gloo's threads must not free
+        gc.collect()  # free models here, rather than on one of gloo's threads
         yield Outcome(
             check.name, status, watch.seconds, details, check.advice if status == _FAILED else ""
         )
         if group_is_aborted():
-            broken = check.name
+            aborted_in = check.name
 
 
 def _run(check: Check, lab: Lab) -> tuple[str, str]:
-    """Run one check here, and hear how it went elsewhere."""
+    """Run one check; return its status and details, the same on all ranks."""
     status, text = _OK, ""
     try:
         with shared_failure(f"the check {check.name!r}"):
@@ -89,22 +91,22 @@ def _run(check: Check, lab: Lab) -> tuple[str, str]:
             except Skipped as reason:
                 status, text = _SKIPPED, str(reason)
         return _agree(status, text)
-    except Exception as error:  # whatever an installation has in store
-        return _FAILED, _of_error(error)
+    except Exception as error:  # a broken installation can raise anything
+        return _FAILED, _describe(error)
 
 
 def _agree(status: str, text: str) -> tuple[str, str]:
-    """Tell all processes of what one found."""
+    """All-gather the status of each rank: failed if one failed, or else skipped if one was."""
     everyone = collectives.all_objects((status, text))
     for kind in (_FAILED, _SKIPPED):
-        found = {rank: told for rank, (how, told) in enumerate(everyone) if how == kind}
+        found = {rank: details for rank, (how, details) in enumerate(everyone) if how == kind}
         if found:
             return kind, _by_rank(found) if kind == _FAILED else next(iter(found.values()))
     return _OK, everyone[0][1]
 
 
 def _by_rank(found: dict[int, str]) -> str:
-    """Problems with the ranks that have them, each only once."""
+    """Join the problems, each once, with the ranks that have it."""
     ranks: dict[str, list[str]] = {}
     for rank, problem in found.items():
         ranks.setdefault(problem, []).append(str(rank))
@@ -112,8 +114,8 @@ def _by_rank(found: dict[int, str]) -> str:
     return "; ".join(shown)
 
 
-def _of_error(error: Exception) -> str:
-    """The kind and the text of an error, and the rank where it began."""
+def _describe(error: Exception) -> str:
+    """Return the rank on which an error was raised, its type and its text."""
     here = collectives.rank()
     if isinstance(error, RemoteError):
         lines = [line for line in str(error).splitlines() if line and not line.startswith(" ")]

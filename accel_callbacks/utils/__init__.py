@@ -1,7 +1,7 @@
-"""Names that scripts import from ``accelerate.utils``, ``.state``, ``.data_loader`` and so on.
+"""Names that scripts import from ``accelerate.utils``, ``.state``, ``.data_loader`` and others.
 
-Nothing is defined here: each name is imported from its module when it is first used. All names of
-``accel_callbacks`` are here too, and the questions ``is_<package>_available``.
+Each name is imported lazily from the module that defines it. The package also has all names of
+``accel_callbacks``, and ``is_<package>_available`` for many packages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is installed, and what this machine can do."""
+"""Query installed packages, and devices and precisions that this machine supports."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _OTHER_NAMES = {
 
 
 def is_package_available(name: str) -> bool:
-    """Whether a package can be imported; it is not imported for that.
+    """Return whether a package can be imported, without importing it.
 
     Example:
         >>> from accel_callbacks.utils.imports import is_package_available
@@ -84,29 +84,29 @@ def is_package_available(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def available_check(question: str) -> Callable[[], bool]:
-    """The function ``is_<package>_available`` of this name.
+def available_check(name: str) -> Callable[[], bool]:
+    """Return the function ``is_<package>_available`` of this name.
 
     Raises:
-        AttributeError: no such question is known.
+        AttributeError: there is no such function.
     """
-    name = question.removeprefix("is_").removesuffix("_available")
-    package = name if name in _KNOWN else _OTHER_NAMES.get(name)
-    if package is None or question != f"is_{name}_available":
-        raise AttributeError(question)
+    short = name.removeprefix("is_").removesuffix("_available")
+    package = short if short in _KNOWN else _OTHER_NAMES.get(short)
+    if package is None or name != f"is_{short}_available":
+        raise AttributeError(name)
     return functools.partial(is_package_available, package)
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Compare the version of an installed package with another.
+    """Compare the version of an installed package with a required one.
 
     Args:
-        library_or_version: the package's name, or a parsed version.
+        library_or_version: name of the package, or a parsed version.
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
-        requirement_version: such as ``"2.6"``.
+        requirement_version: the other version, such as ``"2.6"``.
 
     Raises:
-        ValueError: an unknown operation.
+        ValueError: ``operation`` is unknown.
 
     Example:
         >>> from accel_callbacks.utils import compare_versions
@@ -124,7 +124,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the version of torch; ``is_torch_version(">=", "2.6")``.
+    """Compare the version of torch, as in ``is_torch_version(">=", "2.6")``.
 
     Example:
         >>> from accel_callbacks.utils import is_torch_version
@@ -135,7 +135,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Whether torch sees a CUDA (or ROCm) device.
+    """Return whether torch sees a CUDA (or ROCm) device.
 
     Example:
         >>> from accel_callbacks.utils import is_cuda_available
@@ -148,7 +148,7 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available() -> bool:
-    """Whether torch sees an Apple GPU.
+    """Return whether torch sees an Apple GPU.
 
     Example:
         >>> from accel_callbacks.utils import is_mps_available
@@ -161,7 +161,7 @@ def is_mps_available() -> bool:
 
 
 def is_xpu_available() -> bool:
-    """Whether torch sees an Intel GPU.
+    """Return whether torch sees an Intel GPU.
 
     Example:
         >>> from accel_callbacks.utils import is_xpu_available
@@ -174,7 +174,7 @@ def is_xpu_available() -> bool:
 
 
 def is_bf16_available() -> bool:
-    """Whether ``mixed_precision="bf16"`` works on this machine's accelerator, or else its CPU.
+    """Return whether ``mixed_precision="bf16"`` works on the accelerator, or else the CPU.
 
     Example:
         >>> from accel_callbacks.utils import is_bf16_available
@@ -185,7 +185,7 @@ def is_bf16_available() -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Whether ``mixed_precision="fp16"`` works on this machine's accelerator, or else its CPU.
+    """Return whether ``mixed_precision="fp16"`` works on the accelerator, or else the CPU.
 
     Example:
         >>> from accel_callbacks.utils import is_fp16_available
@@ -196,7 +196,7 @@ def is_fp16_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Whether ``mixed_precision="fp8"`` works on this machine's accelerator, or else its CPU.
+    """Return whether ``mixed_precision="fp8"`` works on the accelerator, or else the CPU.
 
     Example:
         >>> from accel_callbacks.utils import is_fp8_available

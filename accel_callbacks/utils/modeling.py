@@ -1,4 +1,4 @@
-"""What scripts ask of models without an Accelerator at hand."""
+"""Inspect and unwrap models without an Accelerator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PrecisionType", "extract_model_from_parallel", "is_compiled_module"]
 
 
 class PrecisionType(str, Enum):
-    """The precisions by name; accepted wherever their strings are.
+    """Precisions by name; accepted wherever their strings are.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -31,7 +31,7 @@ class PrecisionType(str, Enum):
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Whether a module is compiled, by ``torch.compile(module)`` or in place.
+    """Return whether a module is compiled, by ``torch.compile(module)`` or in place.
 
     Example:
         >>> import torch
@@ -47,12 +47,12 @@ def extract_model_from_parallel(
     keep_fp32_wrapper: bool = True,
     keep_torch_compile: bool = True,
 ) -> torch.nn.Module:
-    """The model inside of the wrappers of data parallelism and torch.compile.
+    """Unwrap a model from data parallelism, and optionally from torch.compile.
 
     Args:
-        model: wrapped or not.
-        keep_fp32_wrapper: leave the autocast around its forward in place.
-        keep_torch_compile: leave it compiled.
+        model: the model, wrapped or not.
+        keep_fp32_wrapper: keep the autocast around its forward.
+        keep_torch_compile: keep it compiled.
 
     Example:
         >>> import torch
@@ -64,7 +64,7 @@ def extract_model_from_parallel(
     inner: Any = original(model)
     if isinstance(inner, (DistributedDataParallel, DataParallel)):
         if inner is not model and keep_torch_compile:
-            return model  # what is compiled is the wrapper
+            return model  # the compiled module is the wrapper
         inner = inner.module
     model = original(inner)
     if not keep_torch_compile:

@@ -1,4 +1,4 @@
-"""Helpers over nested tensors."""
+"""Operations on tensors in nested structures."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorInformation:
-    """Shape and type of a tensor, without its values.
+    """Shape and dtype of a tensor, without its values.
 
     Args:
-        shape: of the tensor.
-        dtype: of the tensor.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
 
     Example:
         >>> import torch
@@ -63,7 +63,7 @@ class TensorInformation:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """True for a :class:`TensorInformation`.
+    """Return whether an object is a :class:`TensorInformation`.
 
     Example:
         >>> from accel_callbacks.utils.operations import is_tensor_information
@@ -74,7 +74,7 @@ def is_tensor_information(tensor_info: Any) -> bool:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The size of the first dimension of the first tensor that has one; None without any.
+    """Return the size of dimension 0 of the first tensor that has one; None without any.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor; None without any.
+    """Return the device of the first tensor; None without any.
 
     Example:
         >>> import torch
@@ -100,7 +100,7 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def get_shape(data: Any) -> Any:
-    """The same structure with the shape of each tensor, as a list.
+    """Replace each tensor by its shape, as a list.
 
     Example:
         >>> import torch
@@ -112,7 +112,7 @@ def get_shape(data: Any) -> Any:
 
 
 def get_data_structure(data: Any) -> Any:
-    """The same structure with a :class:`TensorInformation` in place of each tensor.
+    """Replace each tensor by its :class:`TensorInformation`.
 
     Example:
         >>> import torch
@@ -124,7 +124,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Empty tensors in place of each :class:`TensorInformation`; their values are undefined.
+    """Replace each :class:`TensorInformation` by an uninitialized tensor.
 
     Example:
         >>> import torch
@@ -140,7 +140,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """True for a tensor.
+    """Return whether an object is a tensor.
 
     Example:
         >>> from accel_callbacks.utils.operations import is_torch_tensor
@@ -151,7 +151,7 @@ def is_torch_tensor(tensor: Any) -> bool:
 
 
 def is_namedtuple(data: Any) -> bool:
-    """True for an instance of a named tuple.
+    """Return whether an object is an instance of a named tuple.
 
     Example:
         >>> from typing import NamedTuple
@@ -164,7 +164,7 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The items as a list, tuple or named tuple of the class of ``obj``.
+    """Collect items in a list, tuple or named tuple of the class of ``obj``.
 
     Example:
         >>> from accel_callbacks.utils.operations import honor_type
@@ -182,19 +182,19 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to the tensors of a nested structure, keeping the structure.
+    """Apply a function to the tensors of a nested structure, and keep the structure.
 
     Args:
         func: called with a tensor, ``*args`` and ``**kwargs``.
         data: lists, tuples, named tuples, mappings and dataclasses, in any nesting.
-        *args: for ``func``.
-        test_type: what it is applied to, if not to tensors.
-        error_on_other_type: refuse what is neither a container nor passes ``test_type``, instead
-            of leaving it as it is.
-        **kwargs: for ``func``.
+        *args: passed to ``func``.
+        test_type: selects the objects to apply it to, by default tensors.
+        error_on_other_type: raise TypeError for objects that are neither containers nor pass
+            ``test_type``, rather than keep them.
+        **kwargs: passed to ``func``.
 
     Raises:
-        TypeError: see ``error_on_other_type``.
+        TypeError: an object has another type, with ``error_on_other_type``.
 
     Example:
         >>> import torch
@@ -210,7 +210,7 @@ def recursively_apply(
 
 
 def listify(data: Any) -> Any:
-    """The same structure with numbers and lists of numbers in place of tensors.
+    """Replace each tensor by a number or a list of numbers.
 
     Example:
         >>> import torch
@@ -227,13 +227,13 @@ def slice_tensors(
     process_index: int | None = None,
     num_processes: int | None = None,
 ) -> Any:
-    """A slice of each tensor of a nested structure, along its first dimension.
+    """Slice each tensor of a nested structure along dimension 0.
 
     Args:
         data: the structure.
-        tensor_slice: which rows.
-        process_index: not used; it is there for functions that replace this one.
-        num_processes: not used either.
+        tensor_slice: the rows.
+        process_index: unused; for functions that replace this one.
+        num_processes: unused too.
 
     Example:
         >>> import torch
@@ -245,14 +245,14 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[T], dim: int = 0) -> T:
-    """Join structures that are alike: each tensor with those at the same place in the others.
+    """Concatenate the tensors at the same positions of equal structures.
 
     Args:
-        data: one or more structures. What is no tensor is taken from the first one.
-        dim: the dimension to join along.
+        data: one or more structures. Objects other than tensors are taken from the first.
+        dim: the dimension to concatenate along.
 
     Raises:
-        ValueError: nothing to join, or structures that differ.
+        ValueError: ``data`` is empty, or the structures differ.
 
     Example:
         >>> import torch
@@ -277,7 +277,7 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """The tensors of a nested structure in float32 where they are in float16 or bfloat16.
+    """Convert the float16 and bfloat16 tensors of a nested structure to float32.
 
     Example:
         >>> import torch
@@ -290,7 +290,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that :func:`convert_to_fp32` is applied to what it returns.
+    """Wrap a function to apply :func:`convert_to_fp32` to its result.
 
     Example:
         >>> import torch
@@ -309,13 +309,12 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Fill batches with zeros up to the next multiple of ``num_processes``.
+    """Pad batches with zeros to the next multiple of ``num_processes``.
 
     Args:
-        tensor: a nested structure; tensors of another size than ``batch_size`` along ``dim`` stay
-            as they are.
-        batch_size: samples in the batch.
-        num_processes: into how many equal parts it is to be split.
+        tensor: a nested structure; tensors whose size along ``dim`` is not ``batch_size`` are kept.
+        batch_size: number of samples in the batch.
+        num_processes: number of equal parts to split it into.
         dim: the dimension of the samples.
 
     Example:
@@ -338,7 +337,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process is here.
+    """Block until all processes have called this.
 
     Example:
         >>> from accel_callbacks import wait_for_everyone

@@ -12,6 +12,7 @@ from checkpoint_io.sharding.boxes import (
     Axis,
     axes_of,
     blocks,
+    intersect,
     merge,
     overlapping,
     parts_with,

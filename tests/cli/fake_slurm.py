@@ -18,10 +18,10 @@ each = int(options.get("ntasks-per-node", os.environ.get("SLURM_NTASKS_PER_NODE"
 tasks = []
 for rank in range(nodes * each):
     hosts = ",".join(["localhost", "second"][:nodes])
-    told = dict(STEP_ID="0", STEP_NODELIST=hosts, STEP_NUM_TASKS=nodes * each)
-    told |= dict(STEP_TASKS_PER_NODE=f"{{each}}(x{{nodes}})", PROCID=rank)
-    told |= dict(LOCALID=rank % each, NODEID=rank // each)
-    env = os.environ | {{f"SLURM_{{name}}": str(value) for name, value in told.items()}}
+    variables = dict(STEP_ID="0", STEP_NODELIST=hosts, STEP_NUM_TASKS=nodes * each)
+    variables |= dict(STEP_TASKS_PER_NODE=f"{{each}}(x{{nodes}})", PROCID=rank)
+    variables |= dict(LOCALID=rank % each, NODEID=rank // each)
+    env = os.environ | {{f"SLURM_{{name}}": str(value) for name, value in variables.items()}}
     tasks.append(subprocess.Popen(words, env=env))
 sys.exit(max(task.wait() for task in tasks))
 """

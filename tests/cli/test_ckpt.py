@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_callbacks.cli.main import main
-from accel_callbacks.cli.text import age_of, size_of, to_json
+from accel_callbacks.utils.text import age_of, size_of, to_json
 from checkpoint_io import CheckpointFolder, save, save_model
 
 
@@ -134,10 +134,10 @@ def test_prune(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["prune", "x", "--keep_last", "1"], "--run_id"),
-        (["prune", "x", "--run_id", "r1"], "say what to keep"),
+        (["prune", "x", "--run_id", "r1"], "give a rule: --keep_last"),
         (["prune", "x", "--run_id", "r1", "--keep_last", "0"], "at least 1"),
         (["verify", "x", "--sizes_onyl"], "did you mean '--sizes_only'"),
         (["list", "x", "--storage_option", "key"], "KEY=VALUE"),
@@ -146,9 +146,9 @@ def test_prune(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> 
         ([], "ACTION"),
     ],
 )
-def test_a_wrong_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt(*words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_storage_options_reach_the_driver(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``accel ckpt rm`` and ``cp``: only checkpoints go, and a copy is whole or none."""
+"""``accel ckpt rm`` and ``cp``: only checkpoints are removed, and a copy is complete or none."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_rm_leaves_what_is_no_checkpoint(place: Path, capsys: pytest.CaptureFixt
     for wrong in (other, empty, empty / "absent", place.parent):
         assert ckpt("rm", place, wrong, "--yes", "--unfinished") == 1, wrong
         assert "nothing was removed" in capsys.readouterr().err
-        verify(place)  # nor the good one beside it
+        verify(place)  # nor the valid one next to it
     assert (other / "manifest.json").is_file()
     assert ckpt("rm", place.parent, "--yes") == 1
     assert f"such as {place}" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_fish(scripts: Path) -> None:
 
 
 def test_zsh(scripts: Path) -> None:
-    """A real interactive zsh behind a terminal of its own."""
+    """A real interactive zsh on a pseudo-terminal."""
     typed = "accel la\\t--mixed_p\\tbf\\t--mixed-precision=fp1\\tx.py --mixed_p\\t"
     text = f"""
 zmodload zsh/zpty

@@ -1,4 +1,4 @@
-"""``accel config`` as its users meet it: a real process, and a real terminal for its questions."""
+"""``accel config`` as users run it: in a real process, on a terminal for its questions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import yaml
 from accel_callbacks.cli import config
 from accel_callbacks.cli.main import main
 from accel_callbacks.launch.config_file import read_config, values_of
-from accel_callbacks.launch.machine import Machine, look_around
+from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.settings import all_options
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -28,7 +28,7 @@ GPUS = Machine(gpus=("A100", "A100", "A100", "A100"), gpu_kind="cuda", cores=64)
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No file of whoever runs the tests plays a part."""
+    """Hide the config files of the user who runs the tests."""
     home = tmp_path / "home"
     monkeypatch.setenv("ACCEL_HOME", str(home))
     for name in list(os.environ):
@@ -58,7 +58,7 @@ class Terminal:
         os.write(self.end, f"{text}\n".encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C, until it says something: Python misses one just before it begins to read."""
+        """Send Ctrl-C until there is output: Python misses one just before it starts to read."""
         os.kill(self.pid, signal.SIGINT)
         while not select.select([self.end], [], [], 2)[0]:
             os.kill(self.pid, signal.SIGINT)
@@ -78,12 +78,12 @@ class Terminal:
 # --- the questions -------------------------------------------------------------------------
 
 
-def test_asks_and_writes_and_says_how_to_launch(tmp_path: Path) -> None:
+def test_asks_and_writes_and_prints_how_to_launch(tmp_path: Path) -> None:
     shell = Terminal(tmp_path)
     shell.until("This machine:")
     shell.answer("Number [1] ", "9")
     shell.until("type a number from 1 to")
-    shell.answer("Number [1] ", str(len(config._places(look_around(os.environ)))))
+    shell.answer("Number [1] ", str(len(config._places(detect_machine(os.environ)))))
     shell.answer("How many processes on this machine?", "none")
     shell.until("must be an integer")
     shell.answer("How many processes on this machine?", "2")
@@ -306,18 +306,16 @@ def test_show_without_any_file_shows_the_defaults(accel: Run, own_home: Path) ->
     assert {row[-1] for row in rows} == {"default"}
 
 
-def test_show_says_where_each_value_comes_from_and_what_has_no_effect(
-    accel: Run, tmp_path: Path
-) -> None:
+def test_show_prints_origins_and_what_has_no_effect(accel: Run, tmp_path: Path) -> None:
     path = tmp_path / "accel.yaml"
     path.write_text("num_processes: 2\nsame_network: true\nfsdp_config: {fsdp_version: 2}\n")
     done = accel("config", "show", ACCEL_DEBUG="1")
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in done.stdout.splitlines()[3:]}
-    told = f"accel.yaml ({path})"
-    assert rows["num_processes"] == ["2", told]
+    origin = f"accel.yaml ({path})"
+    assert rows["num_processes"] == ["2", origin]
     assert rows["debug"] == ["true", "environment variable ACCEL_DEBUG"]
-    assert rows["same_network"][1].startswith(f"{told}; no effect: ")
-    idle = f"{told}; no effect: distributed_type is not FSDP"
+    assert rows["same_network"][1].startswith(f"{origin}; no effect: ")
+    idle = f"{origin}; no effect: distributed_type is not FSDP"
     assert rows["fsdp_config.fsdp_version"] == ["2", idle]
     assert rows["fsdp_config.fsdp_offload_params"] == ["false", "default"]
 
@@ -368,33 +366,33 @@ def test_gpus_are_found_by_the_drivers_tool(tmp_path: Path) -> None:
     tool.write_text("#!/bin/sh\necho 'NVIDIA H100'\necho 'NVIDIA H100'\n")
     tool.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    found = look_around({"PATH": path}, tmp_path)
+    found = detect_machine({"PATH": path}, tmp_path)
     assert (found.gpu_kind, found.gpus) == ("cuda", ("NVIDIA H100", "NVIDIA H100"))
-    hidden = look_around({"PATH": path, "CUDA_VISIBLE_DEVICES": "1"}, tmp_path)
+    hidden = detect_machine({"PATH": path, "CUDA_VISIBLE_DEVICES": "1"}, tmp_path)
     assert len(hidden.gpus) == 1
-    assert look_around({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}, tmp_path).gpus == ()
+    assert detect_machine({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}, tmp_path).gpus == ()
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert look_around({"PATH": path}, tmp_path).gpus == ()
+    assert detect_machine({"PATH": path}, tmp_path).gpus == ()
 
 
 def test_gpus_are_found_by_the_kernels_files(tmp_path: Path) -> None:
     gpu = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
     gpu.mkdir(parents=True)
     (gpu / "information").write_text("Model: \t NVIDIA L4\nIRQ: 1\n")
-    assert look_around({"PATH": ""}, tmp_path).gpus == ("NVIDIA L4",)
+    assert detect_machine({"PATH": ""}, tmp_path).gpus == ("NVIDIA L4",)
 
 
-def test_gpus_of_amd_are_told_from_cpus(tmp_path: Path) -> None:
+def test_gpus_of_amd_are_distinguished_from_cpus(tmp_path: Path) -> None:
     for number, units in enumerate(("0", "304")):
         node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
         node.mkdir(parents=True)
         (node / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\n")
-    found = look_around({"PATH": ""}, tmp_path)
+    found = detect_machine({"PATH": ""}, tmp_path)
     assert (found.gpu_kind, found.gpus) == ("rocm", ("AMD GPU",))
 
 
 def test_slurm_and_tpu_are_found_by_their_variables(tmp_path: Path) -> None:
     job = {"PATH": "", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "TPU_NAME": "t"}
-    found = look_around(job, tmp_path)
+    found = detect_machine(job, tmp_path)
     assert (found.slurm_nodes, found.tpu) == (4, True)
-    assert look_around({"PATH": ""}, tmp_path).slurm_nodes == 0
+    assert detect_machine({"PATH": ""}, tmp_path).slurm_nodes == 0

@@ -320,7 +320,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
         assert "\0" not in str(caught.value)
 
 
-def test_the_home_of_nobody_is_one_line(tmp_path: Path) -> None:
+def test_an_unknown_home_is_one_line(tmp_path: Path) -> None:
     path = "~nobody-of-this-name/a.yaml"
     for act in (
         lambda: read_config(path),
@@ -358,7 +358,7 @@ def test_a_write_that_fails_leaves_the_old_file(
     assert os.listdir(tmp_path) == ["accel.yaml"]
 
 
-def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     file = written(tmp_path, "")
     for path in (file / "inner.yaml", Path("/proc/nowhere/a.yaml"), tmp_path):
         with pytest.raises(SettingsError, match=r"cannot be written|is a folder"):

@@ -1,4 +1,4 @@
-"""The config reader on what nobody would write: no traceback, no code, one line or plain values."""
+"""The config reader on random input: no traceback, no code, one line or plain values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LIMITS = settings(
 
 
 def read(folder: Path, raw: bytes, name: str) -> Resolved | None:
-    """What a launch would make of the file; every error must be one printable line about it."""
+    """Resolve the file as a launch would; every error must be one printable line about it."""
     path = folder / name
     path.write_bytes(raw)
     try:

@@ -1,4 +1,4 @@
-"""What a config file asks for reaches the Accelerator of a real launch."""
+"""Settings of a config file reach the Accelerator of a real launch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_argument_of_the_script_wins(monkeypatch: pytest.MonkeyPatch) -> None
     assert Accelerator(cpu=True, dynamo_plugin=plugin).dynamo_plugin is plugin
 
 
-def test_no_backend_compiles_nothing_whatever_else_is_said(
+def test_no_backend_compiles_nothing_whatever_else_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ACCEL_DYNAMO_BACKEND", "no")

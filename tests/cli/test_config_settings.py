@@ -133,7 +133,7 @@ def test_every_flag_parses_and_reaches_its_setting(tmp_path: Path) -> None:
         ("fsdp_config.fsdp_offload_params", "maybe", "must be true or false, not 'maybe'"),
     ],
 )
-def test_a_wrong_value_says_what_it_must_be(path: str, value: Any, text: str) -> None:
+def test_the_error_of_a_wrong_value_has_the_requirement(path: str, value: Any, text: str) -> None:
     with pytest.raises(ValueError, match="must be") as caught:
         find(path).read(value)
     assert text in str(caught.value)
@@ -178,8 +178,8 @@ def test_the_command_line_wins_then_the_file_then_the_environment(tmp_path: Path
     variables = {"ACCEL_MIXED_PRECISION": "fp16", "ACCEL_DEBUG": "yes"}
     found = resolve(tmp_path, text, variables, num_processes=3)
     origins = [found.origins[n] for n in ("num_processes", "mixed_precision", "debug", "role")]
-    told = f"accel.yaml ({tmp_path / 'accel.yaml'})"
-    assert origins == ["command line", told, "environment variable ACCEL_DEBUG", "default"]
+    origin = f"accel.yaml ({tmp_path / 'accel.yaml'})"
+    assert origins == ["command line", origin, "environment variable ACCEL_DEBUG", "default"]
     assert found.settings == LaunchSettings(num_processes=3, mixed_precision="bf16", debug=True)
 
 
@@ -192,7 +192,7 @@ def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
         resolve(tmp_path, "", {"ACCEL_DEBUG": "perhaps"})
 
 
-def test_processes_are_told_what_was_given_and_nothing_else(tmp_path: Path) -> None:
+def test_processes_get_variables_of_given_settings_only(tmp_path: Path) -> None:
     text = "use_cpu: true\ndynamo_config: {dynamo_backend: EAGER}\nnum_processes: 1\n"
     found = resolve(tmp_path, text, mixed_precision="bf16")
     assert found.variables() == {
@@ -223,7 +223,7 @@ def test_of_two_that_contradict_the_nearer_one_stays(
     assert {name: found.value(name) for name in expected} == expected
 
 
-def test_a_variable_that_lost_is_told_to_the_processes_as_off(tmp_path: Path) -> None:
+def test_a_variable_that_is_overruled_is_off_in_the_processes(tmp_path: Path) -> None:
     found = resolve(tmp_path, "distributed_type: MULTI_GPU", {"ACCEL_CPU": "1"})
     assert found.variables()["ACCEL_CPU"] == "0"
 

@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         keep = ("ACCEL_", "TORCH", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "SLURM_")
         env = {k: v for k, v in os.environ.items() if not k.startswith(keep)}
         env |= {"OMP_NUM_THREADS": "1"}
-        if launcher == "torchrun" and not shared:  # `accel launch` does it by itself
+        if launcher == "torchrun" and not shared:  # `accel launch` sets it
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         process = subprocess.Popen(
             [*LAUNCHERS[launcher], *words],
@@ -70,7 +70,7 @@ def printed_by(process: subprocess.Popen[str]) -> str:
 
 
 def epochs_in(*printed: str) -> dict[str, str]:
-    """What was said of each epoch in which each sample was seen once; the last word counts."""
+    """Return the last report of each epoch in which every sample was seen once."""
     found = re.findall(r"^epoch (\d+): (\d+ samples, each once: True, .*)$", "".join(printed), re.M)
     return dict(found)
 
@@ -136,7 +136,7 @@ def test_the_first_process_can_be_lost_as_well_as_another(
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("shared", [False, True], ids=["own store", "store of the launcher"])
-def test_launchers_that_count_restarts_differently_meet_again(
+def test_launchers_that_count_restarts_differently_find_each_other(
     start: Start, tmp_path: Path, launcher: str, shared: bool, free_port: int
 ) -> None:
     """One counts the loss of its worker; to the other it is a machine that comes and goes."""
@@ -156,7 +156,7 @@ def test_launchers_that_count_restarts_differently_meet_again(
 def test_a_lost_launcher_leaves_fewer_processes_and_the_same_order(
     start: Start, launcher: str, free_port: int
 ) -> None:
-    # Rank 1 kills its launcher, and itself; which of the two that is, is for them to settle.
+    # Rank 1 kills its launcher, and itself; which of the two that is depends on the rendezvous.
     lost = script("lost", 3, "--lose", "machine")
     nodes = [start(launcher, *node(one, free_port), *lost) for one in range(2)]
     kept, gone = nodes

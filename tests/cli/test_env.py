@@ -58,7 +58,7 @@ def test_secrets_and_escapes_are_not_shown(
     assert "- ACCEL_X: a\\x1b[31m\\nb\n" in text
 
 
-def test_a_torch_that_cannot_be_imported_is_told(place: Path) -> None:
+def test_a_torch_that_cannot_be_imported_is_reported(place: Path) -> None:
     (place / "torch.py").write_text("raise OSError('no libcudart')")
     result = subprocess.run(
         [sys.executable, "-m", "accel_callbacks.cli", "env"],
@@ -91,8 +91,16 @@ def test_a_pipe_that_closes(words: list[str]) -> None:
     process.wait(60)
     assert "Traceback" not in err
     assert "rror" not in err
-    # Where output has no buffer, argparse itself overlooks that nobody reads its help.
+    # With unbuffered output argparse itself ignores that the pipe is closed.
     assert process.returncode == 141 or (words == ["--help"] and process.returncode == 0)
+
+
+def test_an_output_that_is_closed_from_the_start() -> None:
+    command = [sys.executable, "-m", "accel_callbacks.cli", "env", "--short"]
+    result = subprocess.run(
+        ["bash", "-c", 'exec "$@" >&-', "bash", *command], stderr=subprocess.PIPE, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_a_file_that_would_not_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

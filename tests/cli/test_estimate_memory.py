@@ -181,7 +181,7 @@ def test_factory_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_text_says_what_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_names_what_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate-memory", "own_models:make"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("own_models:make: 20 parameters\nDTYPE  INFERENCE  LARGEST LAYER")

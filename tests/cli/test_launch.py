@@ -65,7 +65,9 @@ time.sleep(120)
 """
 
 
-def test_two_processes_meet(accel: Run, write: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_two_processes_connect(
+    accel: Run, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
     script = write("reduce.py", ALL_REDUCE)
     words = ["--cpu", "--num-processes", "2", "--mixed_precision", "bf16", script]
     done = accel(
@@ -87,7 +89,7 @@ def test_module_on_a_fixed_port(
     assert (tmp_path / "out1").read_text().startswith("3.0 2 None None 1")
 
 
-@pytest.mark.slow  # the page's commands and a batch file meet on two machines too
+@pytest.mark.slow  # the page's commands and a batch file run on two machines too
 def test_two_machines(
     start: Start, write: Callable[[str, str], str], tmp_path: Path, free_port: int
 ) -> None:
@@ -101,7 +103,7 @@ def test_two_machines(
     assert [(tmp_path / f"out{rank}").read_text()[:5] for rank in range(2)] == ["3.0 2"] * 2
 
 
-def test_taken_port_is_told_without_a_traceback(
+def test_a_taken_port_is_reported_without_a_traceback(
     accel: Run, write: Callable[[str, str], str], free_port: int
 ) -> None:
     script = write("reduce.py", ALL_REDUCE)
@@ -189,7 +191,7 @@ def test_a_signal_leaves_no_child(
 def test_in_process_launch_leaves_the_environment(
     write: Callable[[str, str], str], tmp_path: Path
 ) -> None:
-    # In its own interpreter: torch's launcher installs signal handlers for good.
+    # In a separate interpreter: torch's launcher leaves its signal handlers installed.
     code = (
         "import os, sys; from accel_callbacks.cli.main import main; before = dict(os.environ)\n"
         "assert main(['launch', '--cpu', '--no_python', 'true']) == 0\n"

@@ -1,4 +1,4 @@
-"""The commands of the page about launching do what the page says."""
+"""The commands of the page about launching have the documented effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failing rank shows, how a script finds itself, and that nothing outlives a launcher."""
+"""Reports of a failed rank, the environment of a script, and processes left by a launcher: none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import os, signal, sys, time
 def deep():
     raise ValueError("boom on one")
 if "all" in sys.argv:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not stopped before it fails by itself
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that it fails before it is stopped
 if os.environ["RANK"] == "1" or "all" in sys.argv:
     deep()
 time.sleep(60)

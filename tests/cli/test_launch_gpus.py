@@ -1,4 +1,4 @@
-"""What a launch does with the GPUs of this machine, or without any."""
+"""Launches on a machine with and without GPUs."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def test_gpus_that_are_not_here(
     assert main(["launch", "--dry_run", *words, "-m", "timeit"]) == 0
 
 
-def test_the_help_says_what_turns_a_switch_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_shows_what_turns_a_switch_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--help"]) == 0
     assert "turns --debug off" in capsys.readouterr().out
 
 
-def test_an_option_that_has_no_effect_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_without_effect_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--same_network", "--machine_rank", "0", "--fsdp_version", "2"]
     assert main(["launch", "--dry_run", *words, "-m", "timeit"]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[1] for line in told] == [
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in printed] == [
         " --same_network has no effect",
         " --fsdp_version has no effect",
     ]

@@ -1,20 +1,23 @@
-"""What the launcher would do, without starting anything."""
+"""Plans of launches, without starting anything."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from accel_callbacks import launch as launch_package
 from accel_callbacks.cli import launch
 from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandError, CommandParser
 from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, TpuPlan, build_plan
-from accel_callbacks.launch.rendezvous import Here
+from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import resolve_settings
 from accel_callbacks.launch.settings import all_options
 
@@ -29,8 +32,8 @@ def plan_of(
     args = parser.parse(words)
     environment = {**NOWHERE, **(environ or {})}
     resolved = resolve_settings(vars(args), args.config_file, "/nowhere/a.py", environment)
-    here = Here(environment, cores, lambda: gpus, lambda: 4321)
-    return build_plan(resolved, read_program(args), here, given_extras(args), words)
+    host = Host(environment, cores, lambda: gpus, lambda: 4321)
+    return build_plan(resolved, read_program(args), host, given_extras(args), words)
 
 
 def plan(
@@ -85,7 +88,7 @@ def test_one_process_that_is_to_be_watched(words: str) -> None:
 )
 def test_number_of_processes(words: tuple[str, ...], gpus: int, processes: int) -> None:
     built = plan_of(*words, "-m", "timeit", gpus=gpus)
-    local = built.meeting.local if isinstance(built, AgentPlan) else 1
+    local = built.rendezvous.local if isinstance(built, AgentPlan) else 1
     assert local == processes
 
 
@@ -151,11 +154,11 @@ def test_machines_that_come_and_go() -> None:
     assert value(built, "--rdzv-endpoint") == "node0:29500"
     assert "--rdzv-conf" not in built.torchrun
     assert built.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert "settled when the machines meet" in built.as_shell()
+    assert "the rendezvous assigns their ranks" in built.as_shell()
 
 
 @pytest.mark.parametrize(("rank", "host"), [("0", "true"), ("1", "false")])
-def test_a_known_rank_settles_who_is_the_host(rank: str, host: str) -> None:
+def test_a_known_rank_determines_the_host(rank: str, host: str) -> None:
     words = "--num_machines 2 --num_processes 2 --rdzv_backend c10d --main_process_ip node0"
     built = plan(
         *words.split(), "--rdzv_conf", "timeout=60", "--machine_rank", rank, "-m", "timeit"
@@ -227,9 +230,9 @@ def test_each_attempt_has_a_store_of_its_own(words: str, backend: str) -> None:
     assert value(plan(*words.split(), "-m", "timeit"), "--rdzv-backend") == backend
 
 
-def test_a_static_meeting_of_machines_cannot_be_repeated() -> None:
+def test_a_static_rendezvous_of_machines_cannot_be_repeated() -> None:
     where = ["--num_processes", "2", "--num_machines", "2", "--main_process_ip", "a"]
-    with pytest.raises(CommandError, match="Pass --rdzv_backend c10d"):
+    with pytest.raises(SettingsError, match="Pass --rdzv_backend c10d"):
         plan(*where, "--max_restarts", "1", "--rdzv_backend", "static", "-m", "timeit")
 
 
@@ -253,18 +256,30 @@ def test_a_tpu_is_for_torch_xla() -> None:
         ("--num_machines 2 --rdzv_endpoint node0 -m timeit", "not HOST:PORT"),
         ("--gpu_ids 0,1 --num_processes 3 -m timeit", "names 2 GPUs for 3 processes"),
         ("--tpu --no_python true", "does not go with a TPU"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(words: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        plan_of(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         ("-m --no_python timeit", "exclude each other"),
         ("absent.py", "not a file"),
         ("-m absent_module.sub", "not a module"),
         ("--no_python absent_program", "not an executable"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(words: str, message: str) -> None:
+def test_an_absent_program_is_refused(words: str, message: str) -> None:
     with pytest.raises(CommandError, match=message):
         plan_of(*words.split())
 
 
-def test_module_beside_the_caller_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_the_working_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "only_here.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     assert single("-m", "only_here").command[-1] == "only_here"
@@ -317,3 +332,10 @@ def test_the_reference_has_what_only_a_launch_has() -> None:
     names -= {name for name in names if name.startswith("--no_") and name != "--no_python"}
     assert len(names) > 15
     assert [name for name in sorted(names) if f"`{name}" not in section] == []
+
+
+def test_launch_does_not_import_the_command_line() -> None:
+    wrong = re.compile(r"^\s*(from|import) accel_callbacks\.cli\b", re.MULTILINE)
+    files = list(Path(launch_package.__path__[0]).glob("*.py"))
+    assert len(files) > 10
+    assert [file.name for file in files if wrong.search(file.read_text("utf-8"))] == []

@@ -1,4 +1,4 @@
-"""Which rank is named, and what is said about it."""
+"""The rank that a report names, and its text."""
 
 from __future__ import annotations
 

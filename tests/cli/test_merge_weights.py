@@ -183,7 +183,7 @@ def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
 # --- the destination ------------------------------------------------------------------------
 
 
-def test_a_model_that_is_there_stays_unless_told(
+def test_an_existing_model_stays_without_overwrite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(2):
@@ -202,7 +202,7 @@ def test_nothing_is_written_into_the_source_or_a_checkpoint(
     checkpoint_io.save(tmp_path / "step-1", {"model": model().state_dict()})
     save_dcp(model().state_dict(), tmp_path / "dcp")
     (tmp_path / "link").symlink_to(tmp_path / "dcp")
-    for source, place, said in (
+    for source, place, message in (
         ("dcp", "link", "is the folder that is read"),
         ("dcp", "step-1", "holds a checkpoint"),
         ("step-1", "dcp", "holds a checkpoint"),
@@ -211,16 +211,19 @@ def test_nothing_is_written_into_the_source_or_a_checkpoint(
         before = sorted(tmp_path.rglob("*"))
         words = [str(tmp_path / source), str(tmp_path / place), "--overwrite"]
         assert main(["merge-weights", *words]) in (1, 2)
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_is_near_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_dcp(model().state_dict(), tmp_path / "a" / "pytorch_model_fsdp_0")
     checkpoint_io.save(tmp_path / "b" / "step-00000001", {"model": model().state_dict()})
-    for folder, said in (("a", "weights in its pytorch_model_fsdp_0"), ("b", "b/step-00000001 is")):
+    for folder, message in (
+        ("a", "weights in its pytorch_model_fsdp_0"),
+        ("b", "b/step-00000001 is"),
+    ):
         assert main(["merge-weights", str(tmp_path / folder), str(tmp_path / "out")]) == 1
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert main(["merge-weights", str(tmp_path / "none"), str(tmp_path / "out")]) == 1
     assert not (tmp_path / "out").exists()
 
@@ -291,7 +294,7 @@ def test_a_torch_file_with_code_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["--max_shard_size", "5 apples"], 1, 'a positive number of bytes or text like "5GB"'),
         (["--dtype", "fp8"], 2, "invalid choice"),
@@ -299,9 +302,9 @@ def test_a_torch_file_with_code_is_refused(
     ],
 )
 def test_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
 ) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
     source = str(tmp_path / "w.safetensors")
     assert main(["merge-weights", source, str(tmp_path / "out"), *words]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_what_stays(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["only missing", "star", "version", "a name of something else"])
-def test_what_stays_is_told(name: str) -> None:
+def test_what_stays_is_reported(name: str) -> None:
     assert migrate_script(UNTOUCHED[name]).left
 
 

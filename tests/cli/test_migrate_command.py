@@ -118,7 +118,7 @@ def test_left_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "line 1: cpu_offload: " in capsys.readouterr().out
 
 
-def test_asks_somebody(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_asks_at_a_terminal_only(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open(os.devnull) as nobody, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", nobody)
         assert migrate(script, "--write") == 2
@@ -154,7 +154,7 @@ def test_the_answer_counts(typed: bytes, code: int, changes: bool, script: Path)
 def test_a_file_that_changes_meanwhile_is_left(script: Path) -> None:
     moved = read_and_move(str(script))
     script.write_bytes(b"new")
-    with pytest.raises(ValueError, match="meanwhile"):
+    with pytest.raises(ValueError, match="changed since it was read"):
         moved.write()
     assert script.read_bytes() == b"new"
     assert len(list(script.parent.iterdir())) == 1

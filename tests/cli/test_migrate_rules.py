@@ -1,4 +1,4 @@
-"""What `accel migrate` says of our names is true of the code."""
+"""The tables of `accel migrate` agree with the code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_functions_that_differ_are_there(name: str) -> None:
     assert hasattr(utils, name)
 
 
-def test_names_are_where_it_is_said() -> None:
+def test_names_are_in_the_named_package() -> None:
     assert {home_of([name]) for name in accel_callbacks.__all__} == {"accel_callbacks", None}
     for name in utils.__all__:
         home = home_of(["utils", name])

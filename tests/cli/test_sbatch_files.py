@@ -21,7 +21,7 @@ runpy.run_path({str(ROOT / "examples" / "elastic.py")!r}, run_name="__main__")
 # Machines, tasks on each, further words, and how often it begins.
 JOBS: dict[str, tuple[int, int, list[str], int]] = {
     "node_per_task.sbatch": (2, 1, [], 2),
-    "gpu_per_task.sbatch": (1, 2, [], 1),  # nobody starts it again, so the script loses nothing
+    "gpu_per_task.sbatch": (1, 2, [], 1),  # it is not restarted, so the script loses nothing
     "elastic.sbatch": (2, 1, ["1:2"], 2),
 }
 

@@ -1,4 +1,4 @@
-"""``accel test``: what holds is shown to hold, and each check is seen failing on two processes."""
+"""``accel test``: checks pass on a sound installation, and each fails on a faulty one."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_an_error_on_one_process_fails_the_check_on_all(faulty: list[dict[str, A
     for found in faulty:
         first, second = found["raises"]
         assert first == ["FAILED", "rank 1: ZeroDivisionError: on one", "do this"]
-        assert second[:2] == ["not run", "the processes parted in raises"]
+        assert second[:2] == ["not run", "the process group was aborted in raises"]
 
 
 @pytest.mark.distributed
@@ -133,7 +133,7 @@ def test_all_holds_on_two_processes(accel: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # by default: in this process, below
 @pytest.mark.distributed
-def test_what_does_not_hold_is_told_with_what_to_do(accel: Run, tmp_path: Path) -> None:
+def test_a_failed_check_is_reported_with_advice(accel: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "own.yaml").write_text("use_cpu: true\ngradient_accumulation_steps: 3\n")
     words = ["--config_file", "own.yaml", "--checks", "checkpoint,accumulation"]
@@ -142,7 +142,7 @@ def test_what_does_not_hold_is_told_with_what_to_do(accel: Run, tmp_path: Path) 
     lines = done.stdout.splitlines()
     assert lines[0].startswith("FAILED   checkpoint")
     assert "file/accel-test-" in lines[0]
-    assert lines[1].startswith("         what to do: look for room")
+    assert lines[1].startswith("         what to do: check the free space")
     assert lines[2].startswith("ok       accumulation")
     assert "windows of 3" in lines[2]
     assert lines[3:] == ["1 of 2 checks do not hold: checkpoint"]
@@ -173,7 +173,7 @@ def test_a_process_that_dies_is_no_success(accel: Run, tmp_path: Path) -> None:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the launcher run the checks here, without starting a process."""
+    """Run the checks in this process instead of launching one."""
 
     def launch(args: Namespace) -> int:
         monkeypatch.setenv("ACCEL_CPU", "1")
@@ -191,7 +191,7 @@ def test_a_check_that_fails_is_exit_code_1(
     assert main(["test", *words]) == 1
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("FAILED   checkpoint")
-    assert lines[1].startswith("         what to do: look for room")
+    assert lines[1].startswith("         what to do: check the free space")
     assert lines[2].startswith("ok       data")
     assert lines[3:] == ["1 of 2 checks do not hold: checkpoint"]
 
@@ -208,7 +208,7 @@ def test_json_is_all_there_is_on_standard_output(capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--checks", "dta"], "there is no check 'dta' (did you mean 'data'?)"),
         (["script.py"], "accel test runs its own program, and was given 'script.py'"),
@@ -217,9 +217,9 @@ def test_json_is_all_there_is_on_standard_output(capfd: pytest.CaptureFixture[st
         (["--num_proceses", "2"], "did you mean '--num_processes'?"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert main(["test", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_dry_run_shows_the_launch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from accel_callbacks.cli.launch import configure, given_extras, read_program
-from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.distributed import topology
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, build_plan
-from accel_callbacks.launch.rendezvous import Here
+from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import resolve_settings
 from accel_callbacks.launch.slurm import expand_hosts, expand_tasks, slurm_place
 from tests.cli.fake_slurm import put_tools
@@ -64,8 +64,8 @@ def plan(*words: str, environ: Mapping[str, str], cores: int = 8, gpus: int = 4)
     args = parser.parse([*words, "-m", "timeit"])
     environment = {"ACCEL_HOME": "/nowhere", **environ}
     resolved = resolve_settings(vars(args), args.config_file, "/nowhere/a.py", environment)
-    here = Here(environment, cores, lambda: gpus, lambda: 4321)
-    return build_plan(resolved, read_program(args), here, given_extras(args), ["-m", "timeit"])
+    host = Host(environment, cores, lambda: gpus, lambda: 4321)
+    return build_plan(resolved, read_program(args), host, given_extras(args), ["-m", "timeit"])
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_lists_of_machines(text: str, hosts: tuple[str, ...]) -> None:
     "text", ["node[1-", "node[]", "node[a-b]", "a,,b", "node]1[", "n[1-999999999]", "n[1-2]]", ","]
 )
 def test_broken_lists_are_one_line(text: str) -> None:
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as caught:
         expand_hosts(text)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_tasks_of_each_machine() -> None:
@@ -141,7 +141,7 @@ def test_one_task_a_machine_is_a_launcher() -> None:
     words = " ".join(built.torchrun)
     assert words.startswith("--nnodes 2 --nproc-per-node 4 --rdzv-backend static --node-rank 1 ")
     assert "--master-addr node01 --master-port 22388" in words
-    assert built.meeting.first_rank == 4
+    assert built.rendezvous.first_rank == 4
 
 
 def test_the_command_line_wins() -> None:
@@ -151,10 +151,10 @@ def test_the_command_line_wins() -> None:
     for environ in (STEP, BATCH):
         alone = plan("--num_machines", "1", "--num_processes", "2", environ=environ)
         assert isinstance(alone, AgentPlan)
-        assert alone.meeting.most == 1
+        assert alone.rendezvous.most == 1
 
 
-def test_machines_that_come_and_go_meet_at_the_first() -> None:
+def test_machines_that_come_and_go_connect_to_the_first() -> None:
     built = plan("--nnodes", "1:2", environ=STEP)
     assert isinstance(built, AgentPlan)
     assert "--rdzv-endpoint node01:22388 --rdzv-conf is_host=false" in " ".join(built.torchrun)
@@ -170,11 +170,11 @@ def test_one_task_a_process_becomes_the_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "threads"),
+    ("variables", "threads"),
     [({}, "2"), ({"SLURM_CPUS_ON_NODE": "8"}, "2"), ({"SLURM_CPUS_ON_NODE": "32"}, "8")],
 )
-def test_threads_of_a_task(told: dict[str, str], threads: str) -> None:
-    built = plan(environ={**TASK, **told})
+def test_threads_of_a_task(variables: dict[str, str], threads: str) -> None:
+    built = plan(environ={**TASK, **variables})
     assert built.env["OMP_NUM_THREADS"] == threads
 
 
@@ -187,14 +187,14 @@ def test_threads_of_a_task(told: dict[str, str], threads: str) -> None:
     ],
 )
 def test_what_a_task_cannot_do(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(SettingsError, match=message):
         plan(*words, environ=TASK)
 
 
 def test_a_file_that_disagrees_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "accel.yaml"
     file.write_text("num_machines: 1\nmachine_rank: 0\nnum_processes: 2\n")
-    with pytest.raises(CommandError, match=r"num_machines: 1 \(.*runs on 2 machines"):
+    with pytest.raises(SettingsError, match=r"num_machines: 1 \(.*runs on 2 machines"):
         plan("--config_file", str(file), environ=STEP)
     file.write_text("num_machines: 2\nmachine_rank: 0\nnum_processes: 2\n")
     built = plan("--config_file", str(file), environ=STEP)
@@ -202,7 +202,7 @@ def test_a_file_that_disagrees_is_an_error(tmp_path: Path) -> None:
     assert "--node-rank 1" in " ".join(built.torchrun)
 
 
-def test_a_batch_file_says_it_again_through_srun() -> None:
+def test_a_batch_file_repeats_the_command_through_srun() -> None:
     built = plan(environ=BATCH)
     assert isinstance(built, DirectPlan)
     assert built.command[:2] == ("srun", "--kill-on-bad-exit=1")
@@ -212,21 +212,21 @@ def test_a_batch_file_says_it_again_through_srun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "a_task_a_process"),
+    ("variables", "a_task_a_process"),
     [
         ({"SLURM_GPUS_PER_TASK": "1"}, True),
         ({"SLURM_TRES_PER_TASK": "cpu=8,gres/gpu=1"}, True),
         ({"SLURM_TRES_PER_TASK": "cpu=8"}, False),
     ],
 )
-def test_srun_is_told_the_cores_of_a_task(told: dict[str, str], a_task_a_process: bool) -> None:
-    built = plan(environ={**BATCH, **told, "SLURM_CPUS_PER_TASK": "8"})
+def test_srun_gets_the_cores_of_a_task(variables: dict[str, str], a_task_a_process: bool) -> None:
+    built = plan(environ={**BATCH, **variables, "SLURM_CPUS_PER_TASK": "8"})
     assert isinstance(built, DirectPlan)
     assert ("--ntasks" not in built.command) == a_task_a_process
     assert ("--cpus-per-task=8" in built.command) == a_task_a_process
 
 
-def test_a_task_of_another_part_of_the_job_is_told() -> None:
+def test_a_task_of_another_component_of_the_job_is_refused() -> None:
     with pytest.raises(SettingsError, match="SLURM_PROCID=9 is not among the 8 tasks"):
         slurm_place({**TASK, "SLURM_PROCID": "9"})
 
@@ -234,7 +234,7 @@ def test_a_task_of_another_part_of_the_job_is_told() -> None:
 def test_a_job_on_one_machine_is_one_machine() -> None:
     built = plan(environ={**BATCH, "SLURM_JOB_NODELIST": "node01", "SLURM_NNODES": "1"})
     assert isinstance(built, AgentPlan)
-    assert (built.meeting.most, built.meeting.local) == (1, 4)
+    assert (built.rendezvous.most, built.rendezvous.local) == (1, 4)
 
 
 # --- real processes ------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_no_srun(accel: Run, cluster: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch says where a process is shown one GPU; nothing is computed on it."""
+    """Pretend that torch sees one GPU; nothing is computed on it."""
     monkeypatch.setattr(topology, "own_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(topology, "select_device", lambda device: None)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)

@@ -31,7 +31,7 @@ def ip(*words: str) -> None:
 
 
 def can_emulate() -> bool:
-    """Whether this user may make namespaces here."""
+    """Return whether this user may create network namespaces."""
     if not all(shutil.which(tool) for tool in ("ip", "unshare", "mount", "hostname")):
         return False
     name = f"accel{os.getpid()}try"
@@ -83,7 +83,7 @@ class Machines:
     """Two of them on one cable, with a folder that both see."""
 
     def __init__(self, folder: Path) -> None:
-        """Give them names; `connect` makes them."""
+        """Choose names for the machines; `connect` creates them."""
         self.folder = folder
         self.spaces = [f"accel{os.getpid()}{name}" for name in NAMES]
         self.started: list[subprocess.Popen[bytes]] = []
@@ -177,7 +177,7 @@ def weights_in(folder: Path) -> bytes:
 
 def elastic(launcher: str, machine: int, *options: str) -> list[str]:
     """A node of a run that one or two of them share."""
-    # Seconds until a machine that is silent counts as gone: three times the interval.
+    # Seconds until an unresponsive machine counts as gone: three times the interval.
     conf = "join_timeout=100,last_call_timeout=1,keep_alive_interval=2"
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "nodea:29400", "--rdzv_id", "run"]
     nodes = ["--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3"]

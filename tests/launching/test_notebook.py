@@ -24,8 +24,8 @@ from accel_callbacks import Accelerator, PartialState, RemoteError, debug_launch
 from accel_callbacks import notebook_launcher as launch
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
 from accel_callbacks.launch import fork_safety, notebook
-from accel_callbacks.launch.fork import LastWords
-from accel_callbacks.launch.fork_safety import Prospect
+from accel_callbacks.launch.fork import ErrorReports
+from accel_callbacks.launch.fork_safety import ForkSupport
 
 pytestmark = pytest.mark.distributed
 
@@ -128,11 +128,11 @@ def test_tensors_of_any_type_come_back() -> None:
         assert [one.item() for one in got["object"].many] == list(range(100))
         assert not any(one.is_shared() for one in got["object"].many)  # each an open file
         assert [one.requires_grad for one in got["model"].parameters()] == [False, False]
-        got["scalar"] += 1  # memory of its own
+        got["scalar"] += 1  # it has its own memory
 
 
 def test_what_cannot_come_back_is_named() -> None:
-    with pytest.raises(RemoteError, match="returned a function that cannot be handed") as caught:
+    with pytest.raises(RemoteError, match="returned a function that cannot be sent") as caught:
         debug_launcher(lambda: lambda: 1)
     assert "Return numbers" in str(caught.value)
 
@@ -182,60 +182,60 @@ def test_a_killed_process_is_named_and_not_its_peer() -> None:
     assert caught.value.rank == 1
 
 
-def test_a_peer_of_a_dead_process_tells_who_died_first(tmp_path: Path) -> None:
-    words = LastWords(tmp_path)
-    words.began(0)
+def test_a_peer_reports_which_rank_died_first(tmp_path: Path) -> None:
+    reports = ErrorReports(tmp_path)
+    reports.started(0)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         (tmp_path / "1.pid").write_text(str(other.pid))
-        words.failed(0, ConnectionError("before"))
-        assert words.explain({}, "here").rank == 0
+        reports.failed(0, ConnectionError("before"))
+        assert reports.error({}, "here").rank == 0
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        words.failed(0, ConnectionError("reset by peer"))
-        error = words.explain({}, "here")
+        reports.failed(0, ConnectionError("reset by peer"))
+        error = reports.error({}, "here")
     assert error.rank == 1
     assert str(error).endswith("then rank 0 failed: ConnectionError: reset by peer")
 
 
 def test_an_error_that_only_repeats_another_is_not_the_first(tmp_path: Path) -> None:
-    words = LastWords(tmp_path)
-    words.failed(0, RemoteError(rank=1, where="run", details="ValueError: no data"))
-    words.failed(1, ValueError("no data"))
-    assert words.explain({}, "here").rank == 1
+    reports = ErrorReports(tmp_path)
+    reports.failed(0, RemoteError(rank=1, where="run", details="ValueError: no data"))
+    reports.failed(1, ValueError("no data"))
+    assert reports.error({}, "here").rank == 1
 
 
 @pytest.mark.parametrize("code", [signal.SIGABRT, signal.SIGTERM])
-def test_who_is_aborted_after_an_error_does_not_hide_it(tmp_path: Path, code: int) -> None:
+def test_a_rank_aborted_after_an_error_does_not_hide_it(tmp_path: Path, code: int) -> None:
     """The watchdogs of NCCL and gloo abort a process whose peer is gone."""
-    words = LastWords(tmp_path)
-    words.failed(0, ValueError("no data"))
-    error = words.explain({1: argparse.Namespace(exitcode=-code)}, "here")
+    reports = ErrorReports(tmp_path)
+    reports.failed(0, ValueError("no data"))
+    error = reports.error({1: argparse.Namespace(exitcode=-code)}, "here")
     assert error.rank == 0
     assert f"(also rank 1: it was killed by {signal.Signals(code).name})" in str(error)
     assert str(error).endswith("ValueError: no data")
-    alone = LastWords(tmp_path / "empty")
-    error = alone.explain({1: argparse.Namespace(exitcode=-code)}, "here")
+    alone = ErrorReports(tmp_path / "empty")
+    error = alone.error({1: argparse.Namespace(exitcode=-code)}, "here")
     assert error.rank == 1
 
 
 def test_an_attempt_before_does_not_explain_this_one(tmp_path: Path) -> None:
     """Its processes are dead, and some of them were ended without a word."""
-    words = LastWords(tmp_path)
+    reports = ErrorReports(tmp_path)
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
-        first = words.of_attempt(0)
-        first.began(1)
+        first = reports.attempt(0)
+        first.started(1)
         (first.folder / "1.pid").write_text(str(dead.pid))
         first.failed(0, OSError("disk away"))
-    second = words.of_attempt(1)
-    second.began(0)
+    second = reports.attempt(1)
+    second.started(0)
     second.failed(0, ValueError("no data"))  # before rank 1 has begun
-    error = words.of_last_attempt().explain({}, "here")
+    error = reports.last_attempt().error({}, "here")
     assert error.rank == 0
     assert "ValueError: no data" in str(error)
     assert "disk away" not in str(error)
 
 
-def test_an_exit_code_is_told() -> None:
+def test_an_exit_code_is_reported() -> None:
     with pytest.raises(RemoteError, match="SystemExit: 3"):
         debug_launcher(sys.exit, (3,))
     with pytest.raises(RemoteError, match="exited with code 4"):
@@ -262,12 +262,12 @@ def test_restarts_go_on(capfd: pytest.CaptureFixture[str]) -> None:
         return attempt
 
     assert launch(flaky, num_processes=2, max_restarts=1) == ["1", "1"]
-    told = capfd.readouterr().err
-    assert "rank 1 failed:" in told
-    assert "OSError: disk away" in told
+    printed = capfd.readouterr().err
+    assert "rank 1 failed:" in printed
+    assert "OSError: disk away" in printed
 
 
-def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     def train() -> None:
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
         time.sleep(120)
@@ -284,7 +284,7 @@ def test_a_killed_launcher_leaves_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_nobody(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     """In a script, where all processes get it; the tests of the kernel have it in a notebook."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -369,12 +369,12 @@ def _alive(pid: int) -> bool:
         ({"use_port": 70000, "num_processes": 2}, ValueError, "a number up to 65535"),
         ({"use_port": 0, "num_nodes": 2}, ValueError, "cannot agree on a free port"),
         ({"monitor_interval": 0, "num_processes": 2}, ValueError, "seconds above 0"),
-        ({"log_line_prefix_template": 3}, TypeError, "must be a text"),
+        ({"log_line_prefix_template": 3}, TypeError, "must be a string"),
         ({"rdzv_id": "a/b", "num_processes": 2}, ValueError, "must have no '/'"),
         ({"rdzv_backend": "sttaic", "num_processes": 2}, ValueError, "'sttaic' is not registered"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_invalid_options_are_refused_before_anything_starts(
     arguments: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -390,7 +390,7 @@ def test_an_accelerator_made_before_is_refused(
     make()
     with pytest.raises(RuntimeError, match="already made in this process"):
         launcher(print, num_processes=2)
-    PartialState().destroy_process_group()  # what the text says
+    PartialState().destroy_process_group()  # as the text advises
     assert launcher(int, num_processes=2) == [0, 0]
 
 
@@ -411,27 +411,31 @@ def test_a_process_group_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prospect", "error", "text"),
+    ("support", "error", "text"),
     [
-        (Prospect(spoiled=True), RuntimeError, "already used in this process.*Restart the kernel"),
-        (Prospect(devices=1), ValueError, "shows 1 devices"),
+        (
+            ForkSupport(spoiled=True),
+            RuntimeError,
+            "already used in this process.*Restart the kernel",
+        ),
+        (ForkSupport(devices=1), ValueError, "shows 1 devices"),
     ],
 )
 def test_devices_that_forks_cannot_have(
-    monkeypatch: pytest.MonkeyPatch, prospect: Prospect, error: type[Exception], text: str
+    monkeypatch: pytest.MonkeyPatch, support: ForkSupport, error: type[Exception], text: str
 ) -> None:
-    """What is found out needs a device (below); what is said does not."""
-    monkeypatch.setattr(notebook, "look_ahead", lambda **_: prospect)
+    """Test the error texts; probing itself needs a device (below)."""
+    monkeypatch.setattr(notebook, "probe_forks", lambda **_: support)
     with pytest.raises(error, match=text):
         launch(print, num_processes=2)
 
 
-def test_a_driver_that_kills_whoever_looks_is_not_taken_for_a_used_one(
+def test_a_driver_that_kills_the_probe_is_not_taken_for_a_used_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ACCEL_CPU")
     monkeypatch.setattr(fork_safety, "_devices", lambda: os._exit(1))
-    with pytest.raises(RuntimeError, match=r"gave no answer.*nvidia-smi"):
+    with pytest.raises(RuntimeError, match=r"died or hung.*nvidia-smi"):
         launch(print, num_processes=2)
 
 
@@ -441,7 +445,7 @@ def test_port_0_is_a_free_one() -> None:
     assert found[0] not in ("0", "29500")
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_taken_port_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

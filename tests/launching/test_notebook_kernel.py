@@ -108,7 +108,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         kernel.close()
 
 
-def test_the_cell_shows_what_the_processes_write_in_whole_lines(kernel: Kernel) -> None:
+def test_the_cell_shows_output_of_the_processes_in_whole_lines(kernel: Kernel) -> None:
     shown = kernel.run("notebook_launcher(speak, (10,), num_processes=2, mixed_precision='bf16')\n")
     assert shown["result"] == "[10, 11]"
     assert {"out of 10 bf16", "out of 11 bf16"} <= set(shown["stdout"].splitlines())
@@ -116,7 +116,7 @@ def test_the_cell_shows_what_the_processes_write_in_whole_lines(kernel: Kernel) 
     assert {"err of 0", "err of 1"} <= set(shown["stderr"].splitlines())
 
 
-def test_lines_are_told_apart_by_a_prefix(kernel: Kernel) -> None:
+def test_a_prefix_distinguishes_the_lines_of_ranks(kernel: Kernel) -> None:
     cell = "notebook_launcher(speak, (0,), 2, log_line_prefix_template='[${rank}] ')"
     shown = kernel.run(cell)
     lines = set(shown["stdout"].splitlines()) | set(shown["stderr"].splitlines())
@@ -140,7 +140,7 @@ notebook_launcher(fail, num_processes=2)
     assert shown["error"].startswith("RemoteError: rank 1 failed in notebook_launcher")
     assert re.search(r"line \d+, in fail\n +raise ValueError\(\"no data\"\)", shown["error"])
     assert shown["error"].endswith("ValueError: no data")
-    assert shown["stderr"] == ""  # said once
+    assert shown["stderr"] == ""  # reported once only
 
 
 def test_an_interrupt_ends_all_processes_and_the_kernel_goes_on(kernel: Kernel) -> None:

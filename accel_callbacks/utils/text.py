@@ -1,4 +1,4 @@
-"""Tables, sizes and ages for people."""
+"""Format tables, sizes, ages and JSON as text for a terminal; imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ _SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Align columns; what a hostile name could do to a terminal is shown as an escape."""
+    """Align cells in columns under a header; unprintable characters of cells become escapes.
+
+    Example:
+        >>> from accel_callbacks.utils.text import table
+        >>> print(table(("NAME", "SIZE"), [("a", "1"), ("bcd", "2")]))
+        NAME  SIZE
+        a     1
+        bcd   2
+    """
     lines = [tuple(head), *(tuple(map(printable, row)) for row in rows)]
     widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
     return "\n".join(
@@ -23,12 +31,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace what is no printable character by its escape."""
+    """Escape unprintable characters, which could otherwise control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def size_of(nbytes: int) -> str:
-    """Write a number of bytes in decimal units, as ``max_shard_size`` takes them."""
+    """Format a number of bytes in decimal units, as ``max_shard_size`` reads them."""
     value, unit = float(nbytes), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -37,7 +45,7 @@ def size_of(nbytes: int) -> str:
 
 
 def age_of(created: str) -> str:
-    """Write how long ago a manifest's time was; ``?`` for what is no time."""
+    """Format the time since a manifest was created; ``?`` if ``created`` is not a timestamp."""
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
         seconds = (datetime.now(timezone.utc) - then).total_seconds()
@@ -50,17 +58,17 @@ def age_of(created: str) -> str:
 
 
 def shape_of(shape: Sequence[int]) -> str:
-    """Write a shape as torch does."""
+    """Format a shape as torch does."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def to_json(value: Any) -> str:
-    """Write JSON; what it lacks (not-a-number, sets, bytes) becomes text."""
+    """Serialize to JSON; values that JSON does not have (NaN, sets, bytes) become text."""
     return json.dumps(_plain(value), indent=2)
 
 
 def _plain(value: Any) -> Any:
-    """Turn a value into one that JSON has."""
+    """Convert a value to one that JSON has."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
