@@ -86,7 +86,6 @@ class Outward:
         """Call a hook."""
         call = self._entry.calls.get(hook)
         if call is not None:
-            self.run.follow_trainer()
             call(self.run, self.run.model, *args)
 
     def _logged(self, values: dict[str, Any], step: int) -> None:
@@ -99,7 +98,6 @@ class Outward:
         Within an epoch only if the callback declares ``can_vote``, as in our own loop.
         """
         if collectives.world_size() > 1 and (self._entry.votes or not within_epoch):
-            self.run.follow_trainer()
             self.run.agree()
 
     def state_dict(self) -> dict[str, Any]:

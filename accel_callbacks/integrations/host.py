@@ -316,7 +316,7 @@ class ForeignHost(ABC):
 
 
 class _FromTrainer:
-    """An attribute of :class:`TrainingRun` that the trainer answers, or that is missing there."""
+    """An attribute of :class:`TrainingRun` that the trainer has, or that is missing there."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -324,16 +324,19 @@ class _FromTrainer:
     def __get__(self, run: ForeignRun | None, owner: type) -> Any:
         return self if run is None else run.ask_trainer(self._name)
 
+    def __set__(self, run: ForeignRun, value: Any) -> NoReturn:
+        raise AttributeError(f"run.{self._name} belongs to the trainer and cannot be set")
+
 
 def _from_trainer() -> Any:
-    """Typed as anything, because it replaces properties and methods."""
+    """Return the descriptor typed as Any, because it replaces properties and methods."""
     return _FromTrainer()
 
 
 class ForeignRun(TrainingRun):
     """The run of another library's trainer: the public names of :class:`TrainingRun`.
 
-    The position follows the trainer, by :meth:`follow_trainer` before each hook.
+    The position and the metrics are read from the trainer at each access.
 
     Args:
         host: the trainer.
@@ -349,23 +352,25 @@ class ForeignRun(TrainingRun):
         (False, False)
     """
 
+    _host: ForeignHost
+
     def __init__(
         self, host: ForeignHost, who: str, logged: Callable[[dict[str, Any], int], None]
     ) -> None:
-        self._trainer = host
-        self.logged = logged
+        # Not super().__init__: it assigns the position, which is read-only here.
+        vars(self).update(vars(TrainingRun(host)), logged=logged)
         self.begin()
         host.current_run = self
         host.missing = Missing(who, "accel.run")
 
     def begin(self) -> None:
-        """Reset, because a run starts."""
-        super().__init__(self._trainer)
-        self.loop = ForeignLoop(self._trainer)
+        """Reset at the start of a training; the id stays."""
+        super().start_over()
+        self.loop = ForeignLoop(self._host)
         self.uncounted_step: int | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_trainer" not in vars(self):
+        if name.startswith("__") or "_host" not in vars(self):
             raise AttributeError(name)
         return self.ask_trainer(name)
 
@@ -376,22 +381,40 @@ class ForeignRun(TrainingRun):
             NotInAPlainLoop: the trainer has none.
         """
         try:
-            return self._trainer.get(name)
+            return self._host.get(name)
         except KeyError:
-            raise self._trainer.missing(f"run.{name}") from None
+            raise self._host.missing(f"run.{name}") from None
 
-    def follow_trainer(self) -> None:
-        """Take over the position of the trainer."""
-        ask = self.ask_trainer
+    # --- position and metrics -----------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:  # type: ignore[override]
+        """Optimizer steps taken."""
         step = self.uncounted_step
-        self.global_step = int(ask("global_step")) if step is None else step
-        self.current_epoch = int(ask("current_epoch"))
-        self.max_epochs = ask("max_epochs")
-        self.num_training_batches = ask("num_training_batches")
-        self.resumed_from = ask("resumed_from")
-        self.callback_metrics = self._trainer.metrics()
+        return int(self.ask_trainer("global_step")) if step is None else step
+
+    @property
+    def epochs_done(self) -> int:  # type: ignore[override]
+        """Training epochs finished."""
         begun = self.batch_idx >= 0 or self.epoch_open
-        self.epochs_done = self.current_epoch + int(begun and not self.epoch_open)
+        return int(self.current_epoch) + int(begun and not self.epoch_open)
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        """The last values by name."""
+        return self._host.metrics()
+
+    @property
+    def evaluating(self) -> bool:
+        """An evaluation is open."""
+        return self.open_evaluations > 0
+
+    current_epoch = _from_trainer()
+    max_epochs = _from_trainer()
+    num_training_batches = _from_trainer()
+    resumed_from = _from_trainer()
+
+    # --- the other attributes -----------------------------------------------------------------
 
     callbacks = _from_trainer()
     checkpoint_callback = _from_trainer()
@@ -401,7 +424,6 @@ class ForeignRun(TrainingRun):
     early_stopping_callback = _from_trainer()
     early_stopping_callbacks = _from_trainer()
     estimated_stepping_batches = _from_trainer()
-    evaluating = _from_trainer()
     is_last_batch = _from_trainer()
     local_rank = _from_trainer()
     log_dir = _from_trainer()
@@ -435,8 +457,8 @@ class ForeignRun(TrainingRun):
 
     def save_now(self, reason: str = "requested") -> None:
         """Ask the trainer to save."""
-        if not self._trainer.can_save:
-            raise self._trainer.missing("run.save_now")
+        if not self._host.can_save:
+            raise self._host.missing("run.save_now")
         self._ask_for("save", reason)
 
     def _ask_for(self, kind: str, reason: str) -> None:
@@ -448,10 +470,10 @@ class ForeignRun(TrainingRun):
         """Collective: let the trainers of all ranks do what any rank has asked for."""
         agreed = self.votes.agree()
         if "save" in agreed:
-            self._trainer.save_now(agreed["save"][0])
+            self._host.save_now(agreed["save"][0])
         if "stop" in agreed:
             reason, rank = agreed["stop"]
             if self.stop_reason is None:
                 self._stopped(reason, rank)
                 self.print(f"[accel] stop at step {self.global_step}: {reason}")
-            self._trainer.stop(reason)
+            self._host.stop(reason)

@@ -159,7 +159,6 @@ class TransformersHost(ForeignHost):
 _ATTRIBUTES: dict[str, Callable[[TransformersHost], Any]] = {
     "global_step": lambda host: host._state.global_step,
     "current_epoch": lambda host: host.epoch,
-    "first_epoch": lambda host: 0,
     "max_epochs": lambda host: host._state.num_train_epochs,
     "max_steps": lambda host: host._state.max_steps,
     "num_training_batches": lambda host: host._batches("train_dataloader"),

@@ -27,7 +27,6 @@ _SAME = frozenset(
         "early_stopping_callback",
         "early_stopping_callbacks",
         "estimated_stepping_batches",
-        "evaluating",
         "global_step",
         "is_last_batch",
         "local_rank",
@@ -73,8 +72,6 @@ class LightningHost(ForeignHost):
             return getattr(self.trainer, name)
         if name == "resumed_from":
             return self.trainer.ckpt_path
-        if name == "first_epoch":
-            return 0
         if name == "max_epochs":  # -1 is no limit
             return None if self.trainer.max_epochs == -1 else self.trainer.max_epochs
         raise KeyError(name)
