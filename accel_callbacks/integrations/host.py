@@ -1,4 +1,4 @@
-"""Another library's trainer as the host of our run, for our callbacks in that trainer."""
+"""ForeignHost: another library's trainer as the host of a run, for our callbacks in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NotInAPlainLoop(AttributeError):
 
 
 class Missing:
-    """Makes the error of an attribute that is missing: it names the callback and the owner.
+    """Build the error for a missing attribute, with the callback's name and the owner's.
 
     Example:
         >>> from accel_callbacks.integrations.host import Missing
@@ -48,7 +48,7 @@ class Missing:
 
 
 class Part:
-    """A stand-in for a part of the Trainer; an attribute that it lacks is an error that names it.
+    """A stand-in for a part of the Trainer; an attribute that it lacks raises a named error.
 
     Example:
         >>> from accel_callbacks.integrations.host import Missing, Part
@@ -76,7 +76,7 @@ class Part:
 class ForeignLoop:
     """The loop of another library's trainer; see `accel_callbacks.loop.host.HostLoop`.
 
-    The trainer averages and scales gradients itself: in our hooks they have their true size.
+    The trainer averages and unscales gradients itself: in our hooks they have their true size.
 
     Args:
         host: the trainer.
@@ -106,27 +106,27 @@ class ForeignLoop:
 
     @property
     def phase(self) -> str:
-        """``"train"`` outside of evaluations."""
+        """``"train"`` outside of evaluations, ``"validation"`` inside."""
         return "validation" if self.evaluating else "train"
 
     @property
     def savers(self) -> list[Any]:
-        """No callback that saves runs in another trainer."""
+        """Empty: callbacks that save are refused in another trainer."""
         return []
 
     @property
     def train_loader(self) -> Any:
-        """Not known here; the run asks the trainer."""
+        """Missing here; the run reads the loaders from the trainer."""
         raise self._host.missing("run.accelerator.loop.train_loader")
 
     @property
     def validation_loaders(self) -> Sequence[Any]:
-        """Not known here; the run asks the trainer."""
+        """Missing here; the run reads the loaders from the trainer."""
         raise self._host.missing("run.accelerator.loop.validation_loaders")
 
     @property
     def test_loaders(self) -> Sequence[Any]:
-        """Not known here; the run asks the trainer."""
+        """Missing here; the run reads the loaders from the trainer."""
         raise self._host.missing("run.accelerator.loop.test_loaders")
 
     def gradient_scale(self) -> float:
@@ -139,16 +139,16 @@ class ForeignLoop:
 
 
 class ForeignHost(ABC):
-    """One trainer under the names that `accel_callbacks.loop.host.Host` asks for.
+    """A trainer behind the interface of `accel_callbacks.loop.host.Host`; one subclass a library.
 
     It is ``run.accelerator`` in that trainer; names of the Accelerator that it lacks raise
-    :class:`NotInAPlainLoop`. There is a subclass for each library.
+    :class:`NotInAPlainLoop`.
 
     Attributes:
         title: the trainer's name, for messages.
-        can_save: the trainer can be asked to save.
+        can_save: True if ``save_now`` works.
         current_run: the run over this host.
-        missing: makes the error of a name that is missing.
+        missing: builds the error for a missing name.
 
     Example:
         >>> from accel_callbacks.integrations.host import ForeignHost
@@ -168,11 +168,11 @@ class ForeignHost(ABC):
             raise AttributeError(name)
         raise self.missing(f"run.accelerator.{name}")
 
-    # --- what a subclass answers --------------------------------------------------------------
+    # --- for subclasses to implement ----------------------------------------------------------
 
     @abstractmethod
     def get(self, name: str) -> Any:
-        """Return an attribute of ``TrainingRun``; raise KeyError for one that is not known.
+        """Return an attribute of ``TrainingRun``; raise KeyError for an unknown one.
 
         At least global_step, current_epoch, max_epochs, num_training_batches, num_val_batches,
         num_test_batches, is_last_batch, resumed_from, precision and accumulate_grad_batches.
@@ -200,7 +200,7 @@ class ForeignHost(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, Any]:
-        """Return the last values by name; what is set in it stays."""
+        """Return the last values by name, in a dict that keeps what is set in it."""
 
     @abstractmethod
     def write(self, values: dict[str, Any], step: int) -> None:
@@ -218,7 +218,7 @@ class ForeignHost(ABC):
         """Ask the trainer to save, if it ``can_save``; called on all ranks."""
         raise NotImplementedError(f"{self.title} cannot be asked to save")
 
-    # --- what follows from it -----------------------------------------------------------------
+    # --- the rest of the Host interface -------------------------------------------------------
 
     @property
     def loop(self) -> ForeignLoop:
@@ -227,7 +227,7 @@ class ForeignHost(ABC):
 
     @property
     def passes(self) -> Any:
-        """The trainer counts its epochs itself."""
+        """Missing: the trainer counts its epochs itself."""
         raise self.missing("run.epochs")
 
     @property
@@ -237,7 +237,7 @@ class ForeignHost(ABC):
 
     @property
     def loaders(self) -> list[Any]:
-        """The trainer has no prepared loaders."""
+        """Missing: the trainer has no prepared loaders."""
         raise self.missing("run.accelerator.loaders")
 
     @property
@@ -247,17 +247,17 @@ class ForeignHost(ABC):
 
     @property
     def trackers(self) -> list[Any]:
-        """No trackers of ours."""
+        """Empty: the trainer has its own loggers."""
         return []
 
     @property
     def mixed_precision(self) -> str:
-        """The precision under the Accelerator's name."""
+        """The precision as the Accelerator names it."""
         return _PRECISION.get(str(self.current_run.precision), "no")
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step; may be set."""
+        """Micro-batches of a step; settable."""
         return int(self.get("accumulate_grad_batches"))
 
     @gradient_accumulation_steps.setter
@@ -296,7 +296,7 @@ class ForeignHost(ABC):
         return collectives.rank() == 0
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on rank 0."""
+        """Print on rank 0."""
         if self.is_main_process:
             print(*args, **kwargs)
 
@@ -311,7 +311,7 @@ class ForeignHost(ABC):
         run.logged(flat, step)
 
     def save_state(self, output_dir: str) -> str:
-        """Only the Accelerator saves a training state."""
+        """Raise: only the Accelerator saves a training state."""
         raise self.missing("run.accelerator.save_state")
 
 
