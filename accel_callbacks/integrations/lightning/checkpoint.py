@@ -40,7 +40,6 @@ class CheckpointView:
     """
 
     def __init__(self, callback: Any, base: type, package: LightningPackage, key: str) -> None:
-        self._callback = callback
         self._key = key
         self._saves = overrides(callback, "on_save_checkpoint", base)
         self._loads = overrides(callback, "on_load_checkpoint", base)
