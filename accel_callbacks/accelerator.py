@@ -1,4 +1,4 @@
-"""Accelerator: builds the components of a training, and delegates to them."""
+"""Accelerator: builds the components of a training and delegates to them."""
 
 from __future__ import annotations
 
@@ -79,47 +79,48 @@ T = TypeVar("T")
 
 
 class Accelerator(ProcessControl, MediaLogging):
-    """Runs a plain training loop on any machine, with callbacks, trackers and checkpoints.
+    """Run a plain training loop on any machine, with callbacks, trackers and checkpoints.
 
-    All arguments are keywords. Options that are not given are taken from what ``accel launch``
-    was told, and then from the defaults; ``accel.config.describe()`` says which.
+    All arguments are keyword-only. An option that is not given comes from ``accel launch``, else
+    it has its default; ``accel.config.describe()`` shows where each came from.
 
     Args:
         mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``.
         gradient_accumulation_steps: micro-batches of one optimizer step, 1 by default.
-        cpu: compute on the CPU even where an accelerator is there.
-        debug: let the processes compare what they hold before each collective method, and raise
-            with a table of who differs instead of hanging; off by default. ``ACCEL_DEBUG=1``
-            is for the functions too.
+        cpu: compute on the CPU even if an accelerator is available.
+        debug: compare the operands of all ranks before each collective method, and raise with a
+            table of the ranks that differ instead of hanging; off by default. ``ACCEL_DEBUG=1``
+            covers the functions too.
         device_placement: move models and batches to the device, on by default.
         log_with: names (``"jsonl"``, ``"tensorboard"``, ``"wandb"``) or instances of trackers.
         project_dir: folder of the run's logs and checkpoints.
         project_config: the same with more options; instead of ``project_dir``.
         callbacks: objects with hooks, called in this order as far as their ``before``, ``after``
             and ``runs_last`` allow; :func:`accel_callbacks.callbacks.configured` sets these.
-        gradient_accumulation_plugin: the window with more options; instead of
+        gradient_accumulation_plugin: the same with more options; instead of
             ``gradient_accumulation_steps``.
-        step_scheduler_with_optimizer: prepared schedulers move with optimizer steps, on by
-            default. If False, each call of their ``step`` counts.
-        scheduler_steps_per_process: prepared schedulers move once for each process at a time, as
-            Accelerate's do, for schedules that were written for it; off by default.
-        kwargs_handlers: options of parts, one of a class: :class:`AutocastKwargs`,
-            :class:`DistributedDataParallelKwargs`, ...
+        step_scheduler_with_optimizer: let prepared schedulers step only where the optimizer does,
+            on by default. If False, each call of their ``step`` counts.
+        scheduler_steps_per_process: let prepared schedulers take as many steps at a time as there
+            are ranks, as Accelerate's do, for schedules that were written for it; off by default.
+        kwargs_handlers: options of components, at most one of each class:
+            :class:`AutocastKwargs`, :class:`DistributedDataParallelKwargs`, ...
         dynamo_backend: backend of torch.compile for prepared models; none by default.
         dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
-        dataloader_config: how prepared loaders share their data among the processes.
-        rng_types: random generators (``"torch"``, ``"cuda"``, ``"generator"``, ...) that all
-            processes take over from the main one at the start of each pass over a loader. None
-            by default: the order of samples does not need it.
-        timeout: how long a collective waits for the other processes; torch's default if None.
+        dataloader_config: how prepared loaders shard their data across ranks.
+        rng_types: random generators (``"torch"``, ``"cuda"``, ``"generator"``, ...) whose state
+            rank 0 broadcasts at the start of each pass over a loader. None by default: the order
+            of samples does not need it.
+        timeout: how long a collective waits for the other ranks; torch's default if None.
         strict_trackers: let an error of a tracker end the run; off by default.
-        tracker_config: how trackers are treated (``loggers.TrackerConfig``): policy for NaN,
-            limits of time and of what waits.
+        tracker_config: options of all trackers (``loggers.TrackerConfig``): policy for NaN,
+            timeouts, limit of the buffer.
 
     Raises:
-        ValueError: an option has a value that does not exist.
-        TypeError: a callback has a method that looks like a hook and is none.
-        RuntimeError: the processes were not started by a launcher that can be understood.
+        ValueError: an option has an unknown value.
+        TypeError: a callback has a method that is named like a hook but is none.
+        RuntimeError: the launcher's environment variables are incomplete, there are more ranks
+            than devices, or another device or backend is in use already.
 
     Example:
         >>> import torch
@@ -164,7 +165,8 @@ class Accelerator(ProcessControl, MediaLogging):
     ) -> None:
         if unknown:
             raise TypeError(unknown_option(next(iter(unknown)), type(self)))
-        # Check all options before the process group is joined: a wrong one must not cost a timeout.
+        # Check all options before joining the process group: an invalid one must not cost the
+        # other ranks a timeout.
         self.project_configuration = chosen_project(project_dir, project_config)
         explicit = {
             "mixed_precision": mixed_precision,
@@ -256,7 +258,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def device(self) -> torch.device:
-        """The device that this process computes on."""
+        """The device that this rank computes on."""
         return self.topology.device
 
     @property
@@ -271,17 +273,17 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def multi_device(self) -> bool:
-        """True with several processes that each compute on a device of their own, not the CPU."""
+        """True with several ranks that each compute on a device of their own, not the CPU."""
         return self.use_distributed and self.device.type != "cpu"
 
     @property
     def debug(self) -> bool:
-        """Whether the processes compare what they hold before each collective method."""
+        """True if ranks compare their operands before each collective method."""
         return self.config.debug
 
     @property
     def state(self) -> AcceleratorState:
-        """Where this process stands, with the options of this Accelerator."""
+        """The topology as this rank sees it, with the options of this Accelerator."""
         return AcceleratorState.of(self.config)
 
     @property
@@ -291,7 +293,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def current_run(self) -> TrainingRun:
-        """The run that hooks are called with; there always is one."""
+        """The run that hooks are called with; never ``None``."""
         return self.loop.run
 
     @property
@@ -306,7 +308,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16, ``None`` for other precisions."""
+        """The loss scaler of fp16, ``None`` with another precision."""
         return self.precision.scaler
 
     @property
@@ -316,7 +318,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def logging_dir(self) -> str:
-        """The folder that trackers write to."""
+        """The folder of the trackers' files."""
         return self.project_configuration.log_folder
 
     # --- prepare ------------------------------------------------------------------------------
@@ -324,11 +326,11 @@ class Accelerator(ProcessControl, MediaLogging):
     def prepare(
         self, *args: Any, device_placement: bool | Sequence[bool | None] | None = None
     ) -> Any:
-        """Make objects ready for this machine, and return them in the order given.
+        """Prepare models, optimizers, loaders and schedulers, and return them in the order given.
 
         Models are moved to the device and wrapped for the strategy and the precision; loaders
-        deliver this process's share to the device; optimizers and schedulers follow the gradient
-        window. Other objects come back as they are, and so do prepared ones.
+        deliver the shard of this rank to the device; optimizers and schedulers follow the gradient
+        window. Other objects, and those already prepared, are returned as they are.
 
         Args:
             *args: models, optimizers, loaders, schedulers, in any order. A scheduler's optimizer
@@ -340,9 +342,9 @@ class Accelerator(ProcessControl, MediaLogging):
             The prepared objects, as a tuple if there are several.
 
         Raises:
-            ValueError: a loader cannot be sharded, a scheduler's optimizer is not prepared, the
-                processes were given different callbacks that vote or save, or
-                ``device_placement`` has not one entry for each object.
+            ValueError: a loader cannot be sharded, a scheduler's optimizer is not prepared, ranks
+                have different callbacks that vote or save, or ``device_placement`` does not have
+                one entry for each object.
         """
         self.loop.share_identity(self.loop.run)
         places = device_placement
@@ -371,12 +373,12 @@ class Accelerator(ProcessControl, MediaLogging):
         """Prepare one model, as ``prepare`` does with each.
 
         Args:
-            model: what to prepare.
-            device_placement: move it to the device; as the Accelerator does if ``None``.
-            evaluation_mode: it is not trained, so processes have no gradients of it to average.
+            model: the model.
+            device_placement: move it to the device; the Accelerator's setting if ``None``.
+            evaluation_mode: the model is not trained, so there are no gradients to average.
 
         Raises:
-            ValueError: the model is spread over devices or processes, or has no weights yet.
+            ValueError: the model is sharded over devices or ranks, or has no weights yet.
         """
         request = ModelRequest(model, device_placement, evaluation_mode)
         prepared: torch.nn.Module = self._preparer.prepare([request])[id(model)]
@@ -385,7 +387,7 @@ class Accelerator(ProcessControl, MediaLogging):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare one optimizer; see :meth:`prepare`. Its state goes where the parameters are."""
+        """Prepare one optimizer; see :meth:`prepare`. Its state moves to the parameters' device."""
         prepared: AcceleratedOptimizer = self._preparer.prepare(optimizers=[optimizer])[
             id(optimizer)
         ]
@@ -404,26 +406,27 @@ class Accelerator(ProcessControl, MediaLogging):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """Prepare one loader; see ``prepare``. With several processes, all must call it.
+        """Prepare one loader, collectively; see :meth:`prepare`.
 
         Args:
             data_loader: any torch loader. One that another Accelerator has prepared is prepared
-                anew, from the loader that it was made of.
+                again from the original loader.
             device_placement: overrides the Accelerator's for this loader.
-            slice_fn_for_dispatch: takes a process's part of a batch, where batches are dispatched.
+            slice_fn_for_dispatch: returns one rank's part of a batch, where batches are dispatched.
 
         Returns:
-            A :class:`accel_callbacks.DataLoaderShard`; of a view by ``skip_first_batches``, a view.
+            A :class:`accel_callbacks.DataLoaderShard`; a view of one if given what
+            ``skip_first_batches`` returned.
 
         Raises:
-            ValueError: it shards already, or cannot be sharded as the options say.
+            ValueError: the loader is sharded already, or cannot be sharded with these options.
         """
         return self._loaders.prepare(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(
         self, dataloader: DataLoader[Any] | SkipDataLoader, num_batches: int = 0
     ) -> SkipDataLoader:
-        """A view of a loader that leaves the first batches of an epoch out.
+        """Return a view of a loader that skips the first batches of an epoch.
 
         See :func:`accel_callbacks.skip_first_batches`.
         """
@@ -431,25 +434,25 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How prepared loaders share their data among the ranks."""
+        """The options by which prepared loaders shard their data across ranks."""
         return self._loaders.config
 
     @property
     def split_batches(self) -> bool:
-        """Whether the batch size of a loader is that of all processes together."""
+        """True if the batch size of a loader is the total over all ranks."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all; ``None`` is no."""
+        """True if rank 0 reads for all ranks; ``None`` means no."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last batch is filled up with repetitions; may be set, for the next passes.
+        """True if the last batch is padded with repeated samples; settable, for the next passes.
 
         Raises:
-            ValueError: set to ``False``, and a prepared loader cannot do without.
+            ValueError: set to ``False`` while a prepared loader needs it.
         """
         return self.dataloader_config.even_batches
 
@@ -459,24 +462,24 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether shuffled orders are those of ``SeedableRandomSampler``."""
+        """True if shuffled orders are those of ``SeedableRandomSampler``."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Whether copies from pinned memory to the device are not waited for."""
+        """True if copies from pinned memory to the device are asynchronous."""
         return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether a stream that has a state of its own is resumed through it."""
+        """True if a stream with a ``state_dict`` is resumed through it."""
         return self.dataloader_config.use_stateful_dataloader
 
     # --- the step -----------------------------------------------------------------------------
 
     @property
     def sync_gradients(self) -> bool:
-        """True where gradients synchronise and the optimizer really steps."""
+        """True where gradients are synchronised and the optimizer really steps."""
         return self.window.sync
 
     @sync_gradients.setter
@@ -494,29 +497,29 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if a prepared optimizer left its last step out because of an fp16 overflow."""
+        """True if a prepared optimizer skipped its last step because of an fp16 overflow."""
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def accumulate(self, *models: torch.nn.Module) -> Accumulate:
-        """Context manager around the body of the loop: one micro-batch of a gradient window.
+        """Return the context manager of one micro-batch, around the body of the loop.
 
-        Inside, the prepared optimizer, scheduler and clipping act only at the end of a window,
-        the loss is divided by the real number of micro-batches (the tail of an epoch included),
-        and gradients stay on their process until then.
+        Inside, the prepared optimizer, scheduler and clipping act only at the end of a gradient
+        window, the loss is divided by the real number of micro-batches (in the tail of an epoch
+        too), and gradients are not synchronised until then.
 
         Args:
-            *models: the prepared models that are trained in the block; all of them if none.
+            *models: the prepared models that are trained in the block; all of them if omitted.
         """
         return self._step.accumulate(*models)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any]:
-        """Context for computation outside of a prepared model, in the chosen precision.
+        """Return a context that computes in the chosen precision, outside of prepared models.
 
         Args:
-            autocast_handler: options instead of the Accelerator's. With
-                ``AutocastKwargs(enabled=False)`` it is full precision, in another block too.
+            autocast_handler: overrides the Accelerator's options. ``AutocastKwargs(enabled=False)``
+                means full precision, also inside of another block.
 
         Example:
             >>> import torch
@@ -537,30 +540,30 @@ class Accelerator(ProcessControl, MediaLogging):
         normalizer: float | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """Backward pass of a loss: averaged over the gradient window, scaled for fp16.
+        """Run the backward pass of a loss, averaged over the gradient window, scaled for fp16.
 
         Outside of ``accumulate`` the loss is divided by ``gradient_accumulation_steps``, for
         loops that count micro-batches themselves.
 
-        With ``normalizer``, the loss is a sum over that many units (tokens, say), and the step
-        is taken with the gradients of the mean over all units of the window on all processes,
-        however they are spread. Gradients have that size from clipping on, or from the step.
+        With ``normalizer``, the loss is a sum over that many units (tokens, for example), and the
+        step uses the gradients of the mean over all units of the window on all ranks, however
+        they are distributed. Gradients have that size from clipping on, or from the step.
 
         Args:
             loss: scalar tensor (or any tensor, with ``gradient=`` as in ``Tensor.backward``).
-            normalizer: units that ``loss`` was summed over; a number, or a tensor with one
-                element. All processes give it, or none.
-            **kwargs: handed to ``Tensor.backward``.
+            normalizer: number of units that ``loss`` was summed over, or a tensor with that one
+                element. Either all ranks pass it, or none.
+            **kwargs: passed to ``Tensor.backward``.
 
         Raises:
             ValueError: a second loss with a normalizer in one micro-batch, or losses with and
                 without one in a window.
-            ResumeError: a ``load_state`` broke off half-way, and none succeeded since.
+            ResumeError: the last ``load_state`` failed midway.
         """
         self._step.backward(loss, normalizer, kwargs)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Context in which backward leaves the gradients of ``model`` on this process.
+        """Return a context in which backward does not synchronise the gradients of ``model``.
 
         Example:
             >>> import torch
@@ -573,7 +576,7 @@ class Accelerator(ProcessControl, MediaLogging):
         return self.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Context in which the next backward synchronises, though its forwards ran in no_sync.
+        """Return a context whose backward synchronises although its forwards ran in ``no_sync``.
 
         For several forward passes of one model and a single backward through all of them.
 
@@ -593,10 +596,10 @@ class Accelerator(ProcessControl, MediaLogging):
         return self.strategy.trigger_sync(model)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring gradients to their true size, once a step: loss scale, and what a window weighs.
+        """Undo the loss scale and apply the window's normalizer to gradients, once a step.
 
         Args:
-            optimizer: a prepared optimizer, or several in a list or tuple; all where ``None``.
+            optimizer: a prepared optimizer, or several in a list or tuple; all if ``None``.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -613,7 +616,7 @@ class Accelerator(ProcessControl, MediaLogging):
         """Clip gradients by their total norm, at the end of a gradient window.
 
         Returns:
-            The total norm before clipping, or ``None`` inside of a window, where nothing is done.
+            The total norm before clipping; ``None`` within a window, where nothing is clipped.
         """
         return self._step.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -626,24 +629,24 @@ class Accelerator(ProcessControl, MediaLogging):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """A block in which processes may have unequal numbers of batches, and none hangs.
+        """Return a context in which ranks may have unequal numbers of batches without hanging.
 
-        For loaders that the script has split itself; prepared loaders give all processes equal
-        numbers. A process that is done takes part in the gradient averages of the others with
-        zeros, so that each sample counts alike. At the end all processes have the weights, and
-        the state of prepared optimizers and schedulers, of one that took all steps. Gradients of
-        a gradient window that is open then are dropped, where the numbers were unequal. On one
-        process the block just runs.
+        For loaders that the script has sharded itself; prepared loaders have equally many batches
+        on all ranks. A rank that has no more batches contributes zeros to the gradient averages of
+        the others, so that each sample has the same weight. At the end all ranks have the weights,
+        and the state of prepared optimizers and schedulers, of a rank that took all steps. If the
+        numbers were unequal, gradients of a window that is still open are dropped. With one rank
+        the block just runs.
 
-        Inside, only backward may meet the other processes: no ``gather`` or ``save_state``, and
-        no ``backward(normalizer=...)``.
+        Inside, backward must be the only collective: no ``gather`` or ``save_state``, and no
+        ``backward(normalizer=...)``.
 
         Args:
             joinables: the prepared models that are trained in the block.
-            even_batches: overrides that of prepared loaders for the passes in the block.
+            even_batches: overrides that of prepared loaders for passes in the block.
 
         Raises:
-            TypeError: something in ``joinables`` is no prepared model.
+            TypeError: an element of ``joinables`` is not a prepared model.
 
         Example:
             >>> import torch
@@ -670,30 +673,30 @@ class Accelerator(ProcessControl, MediaLogging):
     # --- values of all ranks ------------------------------------------------------------------
 
     def gather(self, tensor: T) -> T:
-        """Concatenate each tensor over all processes; see :func:`accel_callbacks.gather`."""
+        """Concatenate each tensor over all ranks; see :func:`accel_callbacks.gather`."""
         return collectives.gather(tensor, debug=self.debug)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, and drop what was read twice to fill up the last batch.
+        """Gather, and drop the samples that were repeated to pad the last batch.
 
         Call it inside of the loop over a prepared loader: that loader knows how many samples of
-        its current batch are real. Outside of any loop it only gathers. Of loops inside of each
-        other the innermost counts; of loaders side by side, as in ``zip``, the one whose batch
-        has the size of what is gathered.
+        its current batch are real. Outside of any loop it only gathers. Of nested loops the
+        innermost counts; of loaders iterated together, as in ``zip``, the one whose batch has the
+        size of the input.
 
         Args:
             input_data: a tensor of shape ``(batch, ...)`` or a nested structure of them, with
-                lists of other objects between them; anything else is gathered as objects. Batches
-                may have another size on each process.
+                lists of other objects between them; anything else is gathered as objects. Batch
+                sizes may differ between ranks.
             use_gather_object: gather objects; lists and tuples become one list in rank order,
-                and of anything else there is a list with what each process has.
+                anything else becomes a list with one entry per rank.
 
         Returns:
-            The same structure over the samples of all processes, each counted once. Tensors that
-            have no entry for each sample (a mean, say) are only gathered.
+            The same structure over the samples of all ranks, each counted once. Tensors without
+            an entry for each sample (a mean, for example) are only gathered.
 
         Raises:
-            ValueError: on all processes; see :func:`accel_callbacks.gather`.
+            ValueError: on all ranks; see :func:`accel_callbacks.gather`.
 
         Example:
             >>> import torch
@@ -716,20 +719,20 @@ class Accelerator(ProcessControl, MediaLogging):
         *,
         weight: float | torch.Tensor | None = None,
     ) -> T:
-        """Combine each tensor over all processes; see :func:`accel_callbacks.reduce`."""
+        """Reduce each tensor over all ranks; see :func:`accel_callbacks.reduce`."""
         return collectives.reduce(tensor, reduction, scale, weight=weight, debug=self.debug)
 
     def pad_across_processes(
         self, tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> T:
-        """Pad to the largest size of all processes.
+        """Pad to the largest size of all ranks.
 
         See :func:`accel_callbacks.pad_across_processes`.
         """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, debug=self.debug)
 
     def set_trigger(self) -> None:
-        """Raise a flag that all processes see in :meth:`check_trigger`, to stop early, say.
+        """Set a flag that :meth:`check_trigger` reads on all ranks, to stop early for example.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -762,37 +765,38 @@ class Accelerator(ProcessControl, MediaLogging):
         when_busy: str = "wait",
         trainable_only: bool = False,
     ) -> str:
-        """Save the whole training state; all processes must call it.
+        """Save the whole training state; collective.
 
         Models, optimizers, schedulers, the loss scaler, the loaders' positions, the run's
-        position, callbacks, trackers, registered objects and the random generators of each
-        process go into one checkpoint. It is complete and verified by its manifest, or it does
-        not exist: saving over an older checkpoint leaves that one valid until the new one is.
+        position, callbacks, trackers, registered objects and the random generators of each rank
+        go into one checkpoint. It is complete and verified by its manifest, or it does not exist:
+        saving over an older checkpoint leaves that one valid until the new one is committed.
 
         Args:
-            output_dir: folder or fsspec URL; ``<project_dir>/checkpoints/step-<global step>``
-                where ``None``, or a number as :class:`ProjectConfiguration` says.
-            safe_serialization: there is no other way; here because Accelerate has it.
-            metadata: JSON values to find in the manifest, such as metrics.
+            output_dir: folder or fsspec URL. If ``None``,
+                ``<project_dir>/checkpoints/step-<global step>``, or a number as
+                :class:`ProjectConfiguration` says.
+            safe_serialization: always on; accepted because Accelerate has it.
+            metadata: JSON values for the manifest, such as metrics.
             storage_options: for the filesystem behind the URL.
             max_shard_size: largest tensor file, such as ``"5GB"``.
             async_save: return once the state is copied to host memory, and write it while training
-                goes on. ``on_checkpoint_saved`` tells when it is durable, and an error is raised on
-                all processes at the end of a later optimizer step, or by :meth:`wait_for_save`.
-            when_busy: if an earlier save is under way, ``"wait"`` for it, or ``"skip"`` this one.
-            trainable_only: leave frozen parameters out; a load keeps those that are there.
+                continues. ``on_checkpoint_saved`` fires when it is durable; an error is raised on
+                all ranks at the end of a later optimizer step, or by :meth:`wait_for_save`.
+            when_busy: if an earlier save is pending, ``"wait"`` for it, or ``"skip"`` this one.
+            trainable_only: omit frozen parameters; a load keeps the values that they have then.
 
         Returns:
             The path of the checkpoint, which is durable unless ``async_save``; an empty string if
-            it was skipped.
+            the save was skipped.
 
         Raises:
-            checkpoint_io.CheckpointError: a process could not write; nothing was committed. Or the
-                save before, in the background, had failed.
+            checkpoint_io.CheckpointError: any rank failed to write; nothing was committed. Or the
+                pending save in the background has failed.
             ValueError: ``safe_serialization=False``, which means pickle; an unknown ``when_busy``;
                 ``save_on_each_node`` of the project on several nodes.
-            ResumeError: a ``load_state`` broke off half-way, and none succeeded since.
-            RemoteError: a hook or a callback's ``state_dict`` failed on another process; likewise.
+            ResumeError: the last ``load_state`` failed midway.
+            RemoteError: a hook or a callback's ``state_dict`` failed on another rank; likewise.
 
         Example:
             >>> import tempfile, torch
@@ -814,10 +818,10 @@ class Accelerator(ProcessControl, MediaLogging):
         )
 
     def wait_for_save(self) -> None:
-        """Wait until the save in the background, if there is one, is durable; all must call it.
+        """Wait until a pending asynchronous save is durable; collective.
 
         Raises:
-            checkpoint_io.CheckpointError: it failed; nothing was committed.
+            checkpoint_io.CheckpointError: the save failed; nothing was committed.
         """
         self.checkpointer.wait()
 
@@ -833,45 +837,45 @@ class Accelerator(ProcessControl, MediaLogging):
         progress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Restore what :meth:`save_state` saved, into the prepared objects, on all processes.
+        """Restore a state that :meth:`save_state` wrote into the prepared objects; collective.
 
-        Weights and optimizer states are read straight into the memory that they have here, each
-        part of a file verified before one of its bytes is used; nothing changes before all names,
-        shapes, dtypes and sizes were found to fit. Where reading breaks off half-way, the newest
-        older checkpoint is taken if ``input_dir`` is ``None``; else the error is raised, and
-        ``backward``, ``step`` and ``save_state`` refuse to go on until a checkpoint was loaded. A
-        prepared loader continues at the exact sample with its next ``for``.
+        Weights and optimizer states are read straight into their present memory, each part of a
+        file verified before any of its bytes is used; nothing changes before all names, shapes,
+        dtypes and sizes are found to match. If reading fails midway, the next older checkpoint is
+        loaded if ``input_dir`` is ``None``; else the error is raised, and ``backward``, ``step``
+        and ``save_state`` refuse to run until a checkpoint was loaded. A prepared loader continues
+        at the exact sample with its next ``for``.
 
         Args:
-            input_dir: a checkpoint; the newest valid one of the project where ``None``.
-            load_kwargs: nothing is left to choose; here because Accelerate has it.
+            input_dir: a checkpoint; if ``None`` the newest valid one of the project.
+            load_kwargs: must be empty; accepted because Accelerate has it.
             only: a part of the checkpoint: sections (``"models"``, ``"optimizers"``,
                 ``"schedulers"``, ``"loaders"``, ``"registered"``, ``"run"``, ...), keys
                 (``"models/0"``, ``"registered/ema"``), glob patterns of keys
                 (``"models/0/encoder.*"``), several of these, or a function of a key. The rest
-                stays as it is here.
-            rename: weights that have other names here: beginnings of saved keys to what they are
-                now, ``{"models/0/backbone.": "models/0/encoder."}``, or a function of such a key.
-                States of optimizers follow.
-            strict: raise where the resume cannot be exact: another number of processes, a
-                registered object without a state of its own, with ``only`` a weight that is not
-                on both sides. Else these are warnings.
+                is left unchanged.
+            rename: weights whose names have changed: prefixes of saved keys to those of now,
+                ``{"models/0/backbone.": "models/0/encoder."}``, or a function of a saved key.
+                Optimizer states follow.
+            strict: raise if the resume cannot be exact: another number of ranks, a registered
+                object without a saved state, with ``only`` a weight that is missing on either
+                side. Otherwise these are warnings.
             verify: ``"full"`` reads and checks all bytes before anything changes, and then reads
-                them again; ``"parts"`` checks each part on its way.
+                them again; ``"parts"`` checks each part as it is read.
             progress: a bar with bytes per second; ``None`` shows one for long loads on a terminal.
             storage_options: for the filesystem behind the URL.
 
         Returns:
-            The path that was loaded; :attr:`load_report` lists the names that were not.
+            The path that was loaded; :attr:`load_report` lists the names that were not restored.
 
         Raises:
             FileNotFoundError: ``input_dir`` is ``None`` and the project has no valid checkpoint.
             ResumeError: the checkpoint does not fit; nothing was changed.
             TypeError: ``load_kwargs`` are given.
-            ValueError: ``verify`` is something else.
+            ValueError: ``verify`` is unknown.
             checkpoint_io.CheckpointError: missing, unfinished or corrupt; nothing was changed
                 unless it is a :class:`checkpoint_io.TornLoadError`.
-            RemoteError: another process could not read or restore it.
+            RemoteError: another rank could not read or restore it.
 
         Example:
             >>> import tempfile, torch
@@ -894,12 +898,12 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def load_report(self) -> RestoreReport | None:
-        """The names that the last ``load_state`` did not restore, None before the first."""
+        """The names that the last ``load_state`` did not restore, ``None`` before the first."""
         return self.training_state.load_report
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next checkpoint that is named automatically, at least."""
+        """The lowest number that the next automatically named checkpoint can have."""
         return self.project_configuration.iteration
 
     @property
@@ -909,27 +913,27 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def pre_hooks(self) -> PreHooks:
-        """The hooks before ``save_state`` and ``load_state``."""
+        """The hooks that run before ``save_state`` and ``load_state``."""
         return self.training_state.pre_hooks
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Save objects with the training state, and restore them with it.
+        """Save and restore objects with the training state.
 
-        Each is kept apart by its name: the keyword, or that of its class (with a number from the
-        second one on). Where the class has been renamed since, objects without a name of their
-        own get their states by position, with a warning. A state for which no object is
-        registered is kept for the next save. Register before ``load_state`` and ``run``.
+        Each is saved under its name: the keyword, or that of its class (with a number from the
+        second one on). If the class has been renamed since, objects without a keyword get their
+        states by position, with a warning. A state for which no object is registered is kept for
+        the next save. Register before ``load_state`` and ``run``.
 
-        The state belongs to all processes: ``state_dict()`` is called on each, that of the main
-        process is written, and ``load_state_dict`` gets it on each.
+        The state is that of all ranks: ``state_dict()`` is called on each, the one of rank 0 is
+        written, and ``load_state_dict`` gets it on each.
 
         Args:
-            *objects: with ``state_dict()`` and ``load_state_dict(state)``; the state is a dict of
-                tensors, numpy arrays and plain values, nested as you like.
+            *objects: have ``state_dict()`` and ``load_state_dict(state)``; the state is a dict of
+                tensors, numpy arrays and plain values, arbitrarily nested.
             **named: the same, by name.
 
         Raises:
-            ValueError: some lack one of the two methods; all of them are listed. Or a name is
+            ValueError: objects lack one of the two methods; all of them are listed. Or a name is
                 taken.
 
         Example:
@@ -947,20 +951,20 @@ class Accelerator(ProcessControl, MediaLogging):
         self.registered.add(*objects, **named)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` in :meth:`save_state`, on all processes.
+        """Call ``hook(models, weights, output_dir)`` in :meth:`save_state`, on all ranks.
 
-        ``models`` are the prepared ones, ``weights`` their state dicts. What the hook takes out
-        of either list is not saved here: the hook saves it in its own way, into ``output_dir``
-        (a folder that is there, or the URL where it is not local). What it edits in ``weights``
-        is saved as edited; tensors that it drops stay as they are in a load. Files of the hook
-        are its own: they are left alone, and are not verified. If a hook raises on any process,
-        nothing is committed and all processes raise.
+        ``models`` are the prepared ones, ``weights`` their state dicts. An entry that the hook
+        removes from either list is not saved here: the hook saves it in its own way, into
+        ``output_dir`` (an existing folder, or a URL if it is not local). Edited ``weights`` are
+        saved as edited; a load leaves tensors unchanged that the hook dropped. Files that the hook
+        writes are neither verified nor touched. If a hook raises on any rank, nothing is committed
+        and all ranks raise.
 
         Args:
-            hook: called after those registered before it, with what they left.
+            hook: called after earlier ones, with the models and weights that they left.
 
         Returns:
-            A handle with ``remove()``, which is a context manager too.
+            A handle with ``remove()``, which is also a context manager.
 
         Example:
             >>> import os, tempfile, torch
@@ -978,16 +982,16 @@ class Accelerator(ProcessControl, MediaLogging):
         return self.pre_hooks.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` in :meth:`load_state`, on all processes.
+        """Call ``hook(models, input_dir)`` in :meth:`load_state`, on all ranks.
 
-        The hook loads models in its own way, and takes those out of ``models``; the others are
+        The hook loads models in its own way, and removes those from ``models``; the others are
         loaded from the checkpoint afterwards.
 
         Args:
-            hook: called after those registered before it, with the models that they left.
+            hook: called after earlier ones, with the models that they left.
 
         Returns:
-            A handle with ``remove()``, which is a context manager too.
+            A handle with ``remove()``, which is also a context manager.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -1010,26 +1014,25 @@ class Accelerator(ProcessControl, MediaLogging):
         progress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the weights as ``model.safetensors``, or as shards with an index.
+        """Write the weights as ``model.safetensors``, or as shards with an index; collective.
 
-        Stock safetensors and transformers read the result. All processes must call it; the main
-        one writes, or with ``save_on_each_node`` of the project one of each node, and the others
-        wait. Of a model whose parameters are spread over processes, one tensor after the other is
-        gathered where it is written.
+        safetensors and transformers can read the result. Rank 0 writes, or with
+        ``save_on_each_node`` of the project one rank of each node, and the others wait. Sharded
+        parameters are gathered one tensor at a time, on the rank that writes them.
 
         Args:
             model: prepared or not.
             save_directory: folder or fsspec URL.
             max_shard_size: largest file, such as ``"5GB"``.
-            safe_serialization: there is no other way; here because Accelerate has it.
-            trainable_only: leave frozen parameters out, and keep buffers.
+            safe_serialization: always on; accepted because Accelerate has it.
+            trainable_only: omit frozen parameters, but keep buffers.
             progress: a bar with bytes per second; ``None`` shows one for long saves on a terminal.
             storage_options: for the filesystem behind the URL.
 
         Raises:
             ValueError: ``safe_serialization=False``, which means pickle.
-            ResumeError: a ``load_state`` broke off half-way, and none succeeded since.
-            RemoteError: the process that writes could not.
+            ResumeError: the last ``load_state`` failed midway.
+            RemoteError: the rank that writes failed.
         """
         self.checkpointer.save_model(
             model,
@@ -1042,18 +1045,18 @@ class Accelerator(ProcessControl, MediaLogging):
         )
 
     def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True) -> None:
-        """Write a flat dict of tensors as one safetensors file, on the main process.
+        """Write a flat dict of tensors as one safetensors file, on rank 0.
 
-        With ``save_on_each_node`` of the project it is the main one of each node. The others do
-        not wait, so it may be called on all processes or on the main one only.
+        With ``save_on_each_node`` of the project, on one rank of each node. The others do not
+        wait, so it may be called on all ranks or on rank 0 only.
 
         Args:
             obj: names to tensors.
-            f: path or fsspec URL of the file; it is replaced in one step.
-            safe_serialization: there is no other way; here because Accelerate has it.
+            f: path or fsspec URL of the file; it is replaced atomically.
+            safe_serialization: always on; accepted because Accelerate has it.
 
         Raises:
-            TypeError: ``obj`` is something else, or ``f`` is an open file.
+            TypeError: ``obj`` is not such a dict, or ``f`` is an open file.
             ValueError: ``safe_serialization=False``, which means pickle.
         """
         self.checkpointer.save_tensors(obj, f, safe_serialization)
@@ -1064,15 +1067,15 @@ class Accelerator(ProcessControl, MediaLogging):
         keep_fp32_wrapper: bool = True,
         keep_torch_compile: bool = True,
     ) -> torch.nn.Module:
-        """The model as it was before ``prepare``.
+        """Return the model as it was before ``prepare``.
 
-        It is the model that is trained, not a copy: what is not kept is gone from it, and what
-        is compiled is compiled in place.
+        It is the model that is trained, not a copy: wrappers that are not kept are removed from
+        it, and it is compiled in place.
 
         Args:
             model: a prepared model.
-            keep_fp32_wrapper: leave the autocast around its forward, and its fp8 layers, in place.
-            keep_torch_compile: leave the model and its blocks compiled.
+            keep_fp32_wrapper: keep the autocast around its forward, and its fp8 layers.
+            keep_torch_compile: keep the model and its blocks compiled.
 
         Example:
             >>> import torch
@@ -1087,12 +1090,11 @@ class Accelerator(ProcessControl, MediaLogging):
         return inner if keep_fp32_wrapper else self.precision.unwrap(inner)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state of a prepared model.
+        """Return the full state dict of a prepared model.
 
         Args:
             model: a prepared model.
-            unwrap: under the names of the unwrapped model; else those of the wrapper, if there
-                is one.
+            unwrap: use the names of the unwrapped model; else those of the wrapper, if any.
 
         Example:
             >>> import torch
@@ -1112,26 +1114,26 @@ class Accelerator(ProcessControl, MediaLogging):
         *,
         resume: bool | str = True,
     ) -> AbstractContextManager[TrainingRun]:
-        """Context manager around the whole loop: resume, stop, and a tidy end.
+        """Return the context manager of a run, around the whole loop.
 
-        Entering it fires ``setup``, restores the newest valid checkpoint that a callback knows
-        of, starts the trackers, and fires ``on_fit_start``. Leaving it fires the end hooks (or
-        ``on_exception``), and closes the trackers with the right status. Enter it after
-        ``prepare``. All processes leave it together.
+        Entering it fires ``setup``, restores the newest valid checkpoint of a ``Checkpoint``
+        callback, starts the trackers, and fires ``on_fit_start``. Leaving it fires the end hooks
+        (or ``on_exception``), and closes the trackers with the right status. Enter it after
+        ``prepare``. All ranks leave it together.
 
-        An error on one process ends the run on all: it is raised there, and the others raise
-        :class:`RemoteError` with its traceback. After that, make a new Accelerator on all
-        processes to go on, as a sweep does, or let the script end.
+        An error on one rank ends the run on all: it is raised there, and the others raise
+        :class:`RemoteError` with its traceback. After that, create a new Accelerator on all ranks
+        to continue, as a sweep does, or let the script end.
 
         Args:
             name: of the run (or project), for trackers and messages.
-            config: hyperparameters; given to the trackers.
-            resume: ``True`` to resume where a ``Checkpoint`` callback finds something, ``False``
-                to start afresh, or the path of a checkpoint.
+            config: hyperparameters, passed to the trackers.
+            resume: ``True`` to resume if a ``Checkpoint`` callback finds a checkpoint, ``False``
+                to start from scratch, or the path of a checkpoint.
 
         Raises:
-            SystemExit: on leaving it, after a preemption for which a callback has set
-                ``run.exit_code``; everything is closed then.
+            SystemExit: at the exit, after a preemption for which a callback has set
+                ``run.exit_code``; everything is closed by then.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -1148,17 +1150,17 @@ class Accelerator(ProcessControl, MediaLogging):
         return RunContext(new_run, self.loop, self.checkpointer, self.tracking, resume)
 
     def evaluate(self, *models: torch.nn.Module, stage: str = "validation") -> Evaluate:
-        """Context manager around an evaluation loop, inside of training or not.
+        """Return the context manager of an evaluation loop, inside of training or not.
 
-        Models are in eval mode and gradients are off inside; afterwards every module is in the
-        mode that it was in. Loaders iterated inside count as validation, or as test.
+        Inside, models are in eval mode and gradients are disabled; at the exit every module
+        returns to its previous mode. Loaders iterated inside count as validation, or as test.
 
         Args:
-            *models: prepared models; all of them if none.
-            stage: ``"validation"`` (default) or ``"test"``: which hooks fire.
+            *models: prepared models; all of them if omitted.
+            stage: ``"validation"`` (default) or ``"test"``; selects the hooks that fire.
 
         Raises:
-            ValueError: another stage.
+            ValueError: an unknown stage.
 
         Example:
             >>> import torch
@@ -1172,9 +1174,9 @@ class Accelerator(ProcessControl, MediaLogging):
         return Evaluate(self.passes, models or tuple(self.models), stage)
 
     def end_training(self) -> None:
-        """End a loop that does without :meth:`run`, close the trackers, leave the group.
+        """End a loop that does not use :meth:`run`: close trackers and process group; collective.
 
-        All processes must call it. The process group is left only if this library joined it.
+        The process group is destroyed only if this library created it.
 
         Raises:
             SystemExit: the loop was preempted, and a callback has set ``run.exit_code``.
@@ -1211,19 +1213,19 @@ class Accelerator(ProcessControl, MediaLogging):
     ) -> CallbackHandle:
         """Register a callback, at any time.
 
-        While a run is on, its ``setup`` is called at once, and it is given the state that a
-        resumed checkpoint has for it; its other hooks come as the loop goes on. One that votes,
-        saves or is collective must be added on all processes, at the same place.
+        During a run, its ``setup`` is called at once, and it gets the state that a resumed
+        checkpoint has for it; its other hooks fire as the loop continues. One that votes, saves or
+        is collective must be added on all ranks, at the same place.
 
         Args:
             callback: an object with hooks.
-            before: callbacks, their classes or state keys, that it is called before.
+            before: callbacks, classes or state keys that it is called before.
             after: those that it is called after.
-            on_error: ``"raise"``, ``"warn"`` or ``"disable"``; the callback's own where ``None``.
+            on_error: ``"raise"``, ``"warn"`` or ``"disable"``; the callback's own if ``None``.
 
         Raises:
-            TypeError: a method looks like a hook and is none.
-            ValueError: the ``state_key`` of another, or constraints that cannot be met.
+            TypeError: a method is named like a hook but is none.
+            ValueError: the ``state_key`` is taken, or ``before`` and ``after`` cannot be satisfied.
 
         Example:
             >>> from accel_callbacks import Accelerator, Callback
@@ -1241,13 +1243,13 @@ class Accelerator(ProcessControl, MediaLogging):
         return CallbackHandle(entry.callback, self.loop.discard_callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Take a callback out; it is not called again. While a run is on, it is torn down.
+        """Remove a callback; it is not called again. During a run, its ``teardown`` is called.
 
         Args:
-            callback: the object that was registered.
+            callback: the registered object.
 
         Raises:
-            ValueError: it is not registered.
+            ValueError: the callback is not registered.
 
         Example:
             >>> from accel_callbacks import Accelerator, Callback
@@ -1270,29 +1272,29 @@ class Accelerator(ProcessControl, MediaLogging):
         on_error: str = "raise",
         can_vote: bool = False,
     ) -> Callable[[Callable[..., Any]], FunctionHandle]:
-        """Decorator: call a function in a hook, with the arguments that it names.
+        """Return a decorator that calls a function in a hook, with the arguments that it names.
 
-        A function can ask for the arguments of the hook, and for ``step`` (optimizer steps so
-        far), ``epoch`` and ``accelerator``; where there are ``outputs``, for ``loss`` too. Calls
-        of the hook are counted from 1, and go on to be counted in a resumed run.
+        A function can name the arguments of the hook, and ``step`` (optimizer steps so far),
+        ``epoch`` and ``accelerator``; in hooks with ``outputs``, ``loss`` too. Calls of the hook
+        are counted from 1; a resumed run continues the count.
 
         Args:
-            hook: with or without its ``on_``.
+            hook: name of the hook, with or without its ``on_``.
             every: call the function on each call of the hook whose number is a multiple of this.
-            once: call it on the first of these, and take it out.
-            after: not on the first so many calls.
-            main_process_only: call it on the main process only.
+            once: call it on the first of these, then remove it.
+            after: number of calls of the hook to skip at the start.
+            main_process_only: call it on rank 0 only.
             on_error: ``"raise"`` (default), ``"warn"`` or ``"disable"``.
-            can_vote: the function may stop the run (or call ``save_now``, ``preempt``) in the
-                middle of an epoch of several processes.
+            can_vote: the function may stop the run (or call ``save_now``, ``preempt``) within an
+                epoch of several ranks.
 
         Returns:
-            The decorator; it gives a handle that is called like the function, can be removed, and
-            is a context manager.
+            The decorator; it returns a handle that can be called like the function and removed,
+            and is a context manager.
 
         Raises:
-            ValueError: no such hook, or a number that makes no sense.
-            TypeError: the function wants an argument that the hook has not.
+            ValueError: an unknown hook, or an invalid number.
+            TypeError: the function names an argument that the hook does not have.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -1316,7 +1318,7 @@ class Accelerator(ProcessControl, MediaLogging):
         return register
 
     def describe_callbacks(self) -> str:
-        """The firing plan: the callbacks in the order of their calls, and who has which hook.
+        """Return the firing plan: callbacks in the order of their calls, and those of each hook.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -1334,7 +1336,7 @@ class Accelerator(ProcessControl, MediaLogging):
         return firing_plan(self.loop.dispatch)
 
     def callback_report(self) -> CallbackReport:
-        """What each hook of each callback has cost on this process, the costliest first.
+        """Return the time that each hook of each callback took on this rank, the longest first.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -1352,12 +1354,12 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers in use on this process."""
+        """The trackers in use on this rank."""
         return self.tracking.trackers
 
     @property
     def log_with(self) -> list[Any]:
-        """What was given as ``log_with``, as a list."""
+        """The argument ``log_with``, as a list."""
         return list(self.tracking.log_with)
 
     def init_trackers(
@@ -1366,16 +1368,16 @@ class Accelerator(ProcessControl, MediaLogging):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Keywords | None = None,
     ) -> None:
-        """Start the trackers of a loop that does without :meth:`run`, before the first ``log``.
+        """Start the trackers of a loop that does not use :meth:`run`, before the first ``log``.
 
         Args:
-            project_name: of the run, for the trackers.
+            project_name: name of the run, for the trackers.
             config: hyperparameters.
-            init_kwargs: arguments of the trackers' constructors, by their names, such as
+            init_kwargs: arguments of the trackers' constructors, by tracker name, such as
                 ``{"wandb": {"tags": ["baseline"]}}``.
 
         Raises:
-            ValueError: ``init_kwargs`` has a tracker that ``log_with`` has not.
+            ValueError: ``init_kwargs`` names a tracker that ``log_with`` does not have.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -1384,16 +1386,16 @@ class Accelerator(ProcessControl, MediaLogging):
         self.tracking.init(self.loop.run, project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name; one that does nothing where this process does not log.
+        """Return a tracker by name; one that does nothing on ranks that do not log.
 
-        The trackers' own threads use it too: what you write through it may be out of order.
+        The tracker's own thread uses it too: calls through it may be out of order with ``log``.
 
         Args:
             name: such as ``"tensorboard"``.
-            unwrap: the tool's own object instead, such as its ``SummaryWriter``.
+            unwrap: return the tool's own object instead, such as its ``SummaryWriter``.
 
         Raises:
-            ValueError: no tracker of this name was asked for.
+            ValueError: ``log_with`` has no tracker of this name.
             RuntimeError: the trackers are not started.
 
         Example:
@@ -1413,17 +1415,17 @@ class Accelerator(ProcessControl, MediaLogging):
         step: int | None = None,
         log_kwargs: Keywords | None = None,
     ) -> None:
-        """Give values to the callbacks and the trackers; waits neither for the device nor for them.
+        """Log values to callbacks and trackers, without waiting for the device or the trackers.
 
         Args:
             values: numbers, zero-dimensional tensors or strings, by name; nested dicts are
-                flattened with ``/``, None is left out.
-            step: optimizer steps so far; ``run.global_step`` where ``None``.
-            log_kwargs: further keywords for a tracker's ``log``, by its name.
+                flattened with ``/``, ``None`` is left out.
+            step: optimizer steps so far; ``run.global_step`` if ``None``.
+            log_kwargs: further keywords for a tracker's ``log``, by tracker name.
 
         Raises:
-            TypeError: a value is none of these, or ``step`` is no integer.
-            ValueError: ``log_kwargs`` has a tracker that ``log_with`` has not.
+            TypeError: a value is none of these, or ``step`` is not an integer.
+            ValueError: ``log_kwargs`` names a tracker that ``log_with`` does not have.
 
         Example:
             >>> from accel_callbacks import Accelerator
@@ -1440,17 +1442,17 @@ class Accelerator(ProcessControl, MediaLogging):
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[torch.profiler.profile]:
-        """Context manager that records the block with torch's profiler.
+        """Return a context manager that records the block with torch's profiler.
 
-        With ``output_trace_dir`` each process writes its own ``profile_<rank>.json``; nobody waits
-        for the others' files.
+        With ``output_trace_dir`` each rank writes its own ``profile_<rank>.json``, without waiting
+        for the other ranks.
 
         Args:
-            profile_handler: options; those in ``kwargs_handlers`` of the Accelerator if ``None``,
-                else the defaults.
+            profile_handler: options; if ``None``, those in ``kwargs_handlers`` of the Accelerator,
+                or the defaults.
 
         Raises:
-            TypeError: something else than :class:`ProfileKwargs`.
+            TypeError: ``profile_handler`` is not a :class:`ProfileKwargs`.
 
         Example:
             >>> import torch
@@ -1469,16 +1471,16 @@ class Accelerator(ProcessControl, MediaLogging):
         return profiling(handler, self.process_index)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget all that was prepared and registered, and free its memory, for another training.
+        """Release all prepared and registered objects and their memory, for another training.
 
-        Callbacks and trackers stay. The position of the run goes back to the start, without any
-        hook: leave ``run`` first, if you use it. Workers of loaders end. Then prepare anew.
+        Callbacks and trackers stay. The position of the run is reset, without any hook: leave
+        ``run`` first, if you use it. Workers of loaders end. Then prepare again.
 
         Args:
-            *objects: what your own names still hold; assign the result to these names.
+            *objects: objects that your own variables still hold; assign the result to these.
 
         Returns:
-            A None for each object.
+            A ``None`` for each object.
 
         Example:
             >>> import torch
@@ -1510,6 +1512,6 @@ def _as_list(log_with: Any) -> list[Any]:
 
 
 def _is_scheduler(item: Any) -> bool:
-    """Return whether an argument of ``prepare`` is a scheduler, and nothing that it looks like."""
+    """Return whether an argument of ``prepare`` is a scheduler, and not a look-alike."""
     others = (torch.nn.Module, torch.optim.Optimizer, DataLoader, SkipDataLoader)
     return not isinstance(item, others) and is_scheduler(item)

@@ -1,4 +1,4 @@
-"""Callbacks of other libraries, recognised when they are registered with the Accelerator."""
+"""Adapt callbacks of other libraries when they are registered with the Accelerator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 def adapt(callback: Any) -> Any:
-    """Return the adapter of a Lightning callback; any other callback as it is.
+    """Return the adapter of a Lightning callback, and any other callback unchanged.
 
-    Recognising a callback imports neither library.
+    Detection by class name imports neither library.
 
     Raises:
-        TypeError: a callback for the Trainer of transformers.
+        TypeError: the callback is one for the Trainer of transformers.
 
     Example:
         >>> from accel_callbacks.integrations.adapt import adapt
@@ -36,7 +36,7 @@ def adapt(callback: Any) -> Any:
 
 
 def _is_a(callback: Any, name: str, roots: tuple[str, ...]) -> bool:
-    """Return whether a class of this name in one of these packages is among its bases."""
+    """Return whether one of the bases has this name and is from one of these packages."""
     return any(
         one.__name__ == name and one.__module__.partition(".")[0] in roots
         for one in type(callback).__mro__

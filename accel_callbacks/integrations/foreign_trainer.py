@@ -1,4 +1,4 @@
-"""One of our callbacks in another library's trainer: its hooks, its errors, and what is refused."""
+"""HostedCallback: one of our callbacks in another library's trainer."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from accel_callbacks.callbacks.dispatch.ledger import Ledger
 from accel_callbacks.integrations.adapt import adapt
 from accel_callbacks.integrations.host import ForeignHost, ForeignRun
 
-__all__ = ["Outward"]
+__all__ = ["HostedCallback"]
 
 _OWN_SAVES = (
     "it saves and restores checkpoints of this library, which hold what the Accelerator prepared"
 )
-_REFUSED = {"Preemption": "it needs a save that all processes agree on, as `accel.run` has it"}
+_REFUSED = {"Preemption": "it needs a save that all ranks agree on, which only `accel.run` has"}
 
 
-class Outward:
+class HostedCallback:
     """Calls the hooks of one callback with a run over the trainer.
 
     Args:
         given: a callback of ours, or what ``configured`` returned.
         host: the trainer.
-        never: hooks that the trainer never fires; a user's callback that has one gets a warning.
+        never: hooks that the trainer never fires; a user's callback with one of them is warned
+            about.
 
     Attributes:
         callback: the callback.
         run: its run.
-        noted: called with the values that the callback itself logs.
+        on_own_log: called with the values that the callback itself logs.
 
     Raises:
         TypeError: it is no callback, or one that cannot run there.
 
     Example:
         >>> from accel_callbacks.callbacks import EarlyStopping
-        >>> from accel_callbacks.integrations.foreign_trainer import Outward
+        >>> from accel_callbacks.integrations.foreign_trainer import HostedCallback
         >>> from accel_callbacks.integrations.lightning.to_lightning import LightningHost
-        >>> Outward(EarlyStopping("loss"), LightningHost(), never=()).has("on_log")
+        >>> HostedCallback(EarlyStopping("loss"), LightningHost(), never=()).has("on_log")
         True
     """
 
@@ -48,28 +49,28 @@ class Outward:
         self._entry = Entry(given, (adapt,))
         self.callback = self._entry.callback
         self._entry.wrap(Ledger(), self._entry.name)
-        title = host.title
-        self._refuse(title)
+        self._check_supported(host.title)
         lost = sorted(hook for hook in never if hook in self._entry.calls)
-        # Our own callbacks can do without.
+        # Our own callbacks are written to work without these hooks.
         ours = type(self.callback).__module__.startswith("accel_callbacks.")
         if lost and not ours:
             warnings.warn(
-                f"{self.name}.{lost[0]} is never called in {title}, which has no such place",
+                f"{self.name}.{lost[0]} is never called in {host.title}, which has no such hook",
                 stacklevel=4,
             )
         self.host = host
-        self.run = ForeignRun(host, self.name, self._logged)
-        self.noted: Callable[[dict[str, Any]], None] = lambda values: None
+        self.run = ForeignRun(host, self.name, self._log)
+        self.on_own_log: Callable[[dict[str, Any]], None] = lambda values: None
 
-    def _refuse(self, title: str) -> None:
+    def _check_supported(self, title: str) -> None:
+        """Raise TypeError with the reason if the callback cannot run in the trainer."""
         name = type(self.callback).__name__
         kinds = {one.__name__ for one in type(self.callback).__mro__}
         reason = next((why for kind, why in _REFUSED.items() if kind in kinds), None)
         if self._entry.saves:
             reason = _OWN_SAVES
         if getattr(self.callback, "lightning_callback", None) is not None:
-            reason = "it is one of Lightning's own, which only runs there or in a plain loop"
+            reason = "it is a callback of Lightning, which runs only there or in a plain loop"
         if reason is not None:
             raise TypeError(f"{name} cannot run in {title}: {reason}.")
 
@@ -86,11 +87,11 @@ class Outward:
         """Call a hook."""
         call = self._entry.calls.get(hook)
         if call is not None:
-            self.run.follow_trainer()
             call(self.run, self.run.model, *args)
 
-    def _logged(self, values: dict[str, Any], step: int) -> None:
-        self.noted(values)
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        """Fire ``on_log`` with values that the callback has logged."""
+        self.on_own_log(values)
         self.fire("on_log", values, step)
 
     def agree(self, *, within_epoch: bool = True) -> None:
@@ -99,7 +100,6 @@ class Outward:
         Within an epoch only if the callback declares ``can_vote``, as in our own loop.
         """
         if collectives.world_size() > 1 and (self._entry.votes or not within_epoch):
-            self.run.follow_trainer()
             self.run.agree()
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Outward:
         self.fire(f"on_{stage}_epoch_start")
 
     def end_evaluation(self, stage: str = "validation") -> None:
-        """Fire the two hooks at its end."""
+        """Fire the two hooks at the end of an evaluation."""
         self.run.loop.evaluating = max(self.run.loop.evaluating - 1, 0)
         self.fire(f"on_{stage}_epoch_end")
         self.fire(f"on_{stage}_end")

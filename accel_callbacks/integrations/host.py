@@ -1,4 +1,4 @@
-"""Another library's trainer as the host of our run, for our callbacks in that trainer."""
+"""ForeignHost: another library's trainer as the host of a run, for our callbacks in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NotInAPlainLoop(AttributeError):
 
 
 class Missing:
-    """Makes the error of an attribute that is missing: it names the callback and the owner.
+    """Build the error for a missing attribute, with the callback's name and the owner's.
 
     Example:
         >>> from accel_callbacks.integrations.host import Missing
@@ -48,7 +48,7 @@ class Missing:
 
 
 class Part:
-    """A stand-in for a part of the Trainer; an attribute that it lacks is an error that names it.
+    """A stand-in for a part of the Trainer; an attribute that it lacks raises a named error.
 
     Example:
         >>> from accel_callbacks.integrations.host import Missing, Part
@@ -76,7 +76,7 @@ class Part:
 class ForeignLoop:
     """The loop of another library's trainer; see `accel_callbacks.loop.host.HostLoop`.
 
-    The trainer averages and scales gradients itself: in our hooks they have their true size.
+    The trainer averages and unscales gradients itself: in our hooks they have their true size.
 
     Args:
         host: the trainer.
@@ -106,27 +106,27 @@ class ForeignLoop:
 
     @property
     def phase(self) -> str:
-        """``"train"`` outside of evaluations."""
+        """``"train"`` outside of evaluations, ``"validation"`` inside."""
         return "validation" if self.evaluating else "train"
 
     @property
     def savers(self) -> list[Any]:
-        """No callback that saves runs in another trainer."""
+        """Empty: callbacks that save are refused in another trainer."""
         return []
 
     @property
     def train_loader(self) -> Any:
-        """Not known here; the run asks the trainer."""
+        """Missing here; the run reads the loaders from the trainer."""
         raise self._host.missing("run.accelerator.loop.train_loader")
 
     @property
     def validation_loaders(self) -> Sequence[Any]:
-        """Not known here; the run asks the trainer."""
+        """Missing here; the run reads the loaders from the trainer."""
         raise self._host.missing("run.accelerator.loop.validation_loaders")
 
     @property
     def test_loaders(self) -> Sequence[Any]:
-        """Not known here; the run asks the trainer."""
+        """Missing here; the run reads the loaders from the trainer."""
         raise self._host.missing("run.accelerator.loop.test_loaders")
 
     def gradient_scale(self) -> float:
@@ -139,16 +139,16 @@ class ForeignLoop:
 
 
 class ForeignHost(ABC):
-    """One trainer under the names that `accel_callbacks.loop.host.Host` asks for.
+    """A trainer behind the interface of `accel_callbacks.loop.host.Host`; one subclass a library.
 
     It is ``run.accelerator`` in that trainer; names of the Accelerator that it lacks raise
-    :class:`NotInAPlainLoop`. There is a subclass for each library.
+    :class:`NotInAPlainLoop`.
 
     Attributes:
         title: the trainer's name, for messages.
-        can_save: the trainer can be asked to save.
+        can_save: True if ``save_now`` works.
         current_run: the run over this host.
-        missing: makes the error of a name that is missing.
+        missing: builds the error for a missing name.
 
     Example:
         >>> from accel_callbacks.integrations.host import ForeignHost
@@ -168,11 +168,11 @@ class ForeignHost(ABC):
             raise AttributeError(name)
         raise self.missing(f"run.accelerator.{name}")
 
-    # --- what a subclass answers --------------------------------------------------------------
+    # --- for subclasses to implement ----------------------------------------------------------
 
     @abstractmethod
     def get(self, name: str) -> Any:
-        """Return an attribute of ``TrainingRun``; raise KeyError for one that is not known.
+        """Return an attribute of ``TrainingRun``; raise KeyError for an unknown one.
 
         At least global_step, current_epoch, max_epochs, num_training_batches, num_val_batches,
         num_test_batches, is_last_batch, resumed_from, precision and accumulate_grad_batches.
@@ -200,7 +200,7 @@ class ForeignHost(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, Any]:
-        """Return the last values by name; what is set in it stays."""
+        """Return the last values by name, in a dict that keeps what is set in it."""
 
     @abstractmethod
     def write(self, values: dict[str, Any], step: int) -> None:
@@ -218,7 +218,7 @@ class ForeignHost(ABC):
         """Ask the trainer to save, if it ``can_save``; called on all ranks."""
         raise NotImplementedError(f"{self.title} cannot be asked to save")
 
-    # --- what follows from it -----------------------------------------------------------------
+    # --- the rest of the Host interface -------------------------------------------------------
 
     @property
     def loop(self) -> ForeignLoop:
@@ -227,7 +227,7 @@ class ForeignHost(ABC):
 
     @property
     def passes(self) -> Any:
-        """The trainer counts its epochs itself."""
+        """Missing: the trainer counts its epochs itself."""
         raise self.missing("run.epochs")
 
     @property
@@ -237,7 +237,7 @@ class ForeignHost(ABC):
 
     @property
     def loaders(self) -> list[Any]:
-        """The trainer has no prepared loaders."""
+        """Missing: the trainer has no prepared loaders."""
         raise self.missing("run.accelerator.loaders")
 
     @property
@@ -247,17 +247,17 @@ class ForeignHost(ABC):
 
     @property
     def trackers(self) -> list[Any]:
-        """No trackers of ours."""
+        """Empty: the trainer has its own loggers."""
         return []
 
     @property
     def mixed_precision(self) -> str:
-        """The precision under the Accelerator's name."""
+        """The precision as the Accelerator names it."""
         return _PRECISION.get(str(self.current_run.precision), "no")
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step; may be set."""
+        """Micro-batches of a step; settable."""
         return int(self.get("accumulate_grad_batches"))
 
     @gradient_accumulation_steps.setter
@@ -301,7 +301,7 @@ class ForeignHost(ABC):
         return collectives.rank() == 0
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on rank 0."""
+        """Print on rank 0."""
         if self.is_main_process:
             print(*args, **kwargs)
 
@@ -316,12 +316,12 @@ class ForeignHost(ABC):
         run.logged(flat, step)
 
     def save_state(self, output_dir: str) -> str:
-        """Only the Accelerator saves a training state."""
+        """Raise: only the Accelerator saves a training state."""
         raise self.missing("run.accelerator.save_state")
 
 
 class _FromTrainer:
-    """An attribute of :class:`TrainingRun` that the trainer answers, or that is missing there."""
+    """An attribute of :class:`TrainingRun` that the trainer has, or that is missing there."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -329,16 +329,19 @@ class _FromTrainer:
     def __get__(self, run: ForeignRun | None, owner: type) -> Any:
         return self if run is None else run.ask_trainer(self._name)
 
+    def __set__(self, run: ForeignRun, value: Any) -> NoReturn:
+        raise AttributeError(f"run.{self._name} belongs to the trainer and cannot be set")
+
 
 def _from_trainer() -> Any:
-    """Typed as anything, because it replaces properties and methods."""
+    """Return the descriptor typed as Any, because it replaces properties and methods."""
     return _FromTrainer()
 
 
 class ForeignRun(TrainingRun):
     """The run of another library's trainer: the public names of :class:`TrainingRun`.
 
-    The position follows the trainer, by :meth:`follow_trainer` before each hook.
+    The position and the metrics are read from the trainer at each access.
 
     Args:
         host: the trainer.
@@ -354,23 +357,25 @@ class ForeignRun(TrainingRun):
         (False, False)
     """
 
+    _host: ForeignHost
+
     def __init__(
         self, host: ForeignHost, who: str, logged: Callable[[dict[str, Any], int], None]
     ) -> None:
-        self._trainer = host
-        self.logged = logged
+        # Not super().__init__: it assigns the position, which is read-only here.
+        vars(self).update(vars(TrainingRun(host)), logged=logged)
         self.begin()
         host.current_run = self
         host.missing = Missing(who, "accel.run")
 
     def begin(self) -> None:
-        """Reset, because a run starts."""
-        super().__init__(self._trainer)
-        self.loop = ForeignLoop(self._trainer)
+        """Reset at the start of a training; the id stays."""
+        super().start_over()
+        self.loop = ForeignLoop(self._host)
         self.uncounted_step: int | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_trainer" not in vars(self):
+        if name.startswith("__") or "_host" not in vars(self):
             raise AttributeError(name)
         return self.ask_trainer(name)
 
@@ -381,22 +386,40 @@ class ForeignRun(TrainingRun):
             NotInAPlainLoop: the trainer has none.
         """
         try:
-            return self._trainer.get(name)
+            return self._host.get(name)
         except KeyError:
-            raise self._trainer.missing(f"run.{name}") from None
+            raise self._host.missing(f"run.{name}") from None
 
-    def follow_trainer(self) -> None:
-        """Take over the position of the trainer."""
-        ask = self.ask_trainer
+    # --- position and metrics -----------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:  # type: ignore[override]
+        """Optimizer steps taken."""
         step = self.uncounted_step
-        self.global_step = int(ask("global_step")) if step is None else step
-        self.current_epoch = int(ask("current_epoch"))
-        self.max_epochs = ask("max_epochs")
-        self.num_training_batches = ask("num_training_batches")
-        self.resumed_from = ask("resumed_from")
-        self.callback_metrics = self._trainer.metrics()
+        return int(self.ask_trainer("global_step")) if step is None else step
+
+    @property
+    def epochs_done(self) -> int:  # type: ignore[override]
+        """Training epochs finished."""
         begun = self.batch_idx >= 0 or self.epoch_open
-        self.epochs_done = self.current_epoch + int(begun and not self.epoch_open)
+        return int(self.current_epoch) + int(begun and not self.epoch_open)
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:  # type: ignore[override]
+        """The last values by name."""
+        return self._host.metrics()
+
+    @property
+    def evaluating(self) -> bool:
+        """An evaluation is open."""
+        return self.open_evaluations > 0
+
+    current_epoch = _from_trainer()
+    max_epochs = _from_trainer()
+    num_training_batches = _from_trainer()
+    resumed_from = _from_trainer()
+
+    # --- the other attributes -----------------------------------------------------------------
 
     callbacks = _from_trainer()
     checkpoint_callback = _from_trainer()
@@ -406,7 +429,6 @@ class ForeignRun(TrainingRun):
     early_stopping_callback = _from_trainer()
     early_stopping_callbacks = _from_trainer()
     estimated_stepping_batches = _from_trainer()
-    evaluating = _from_trainer()
     is_last_batch = _from_trainer()
     local_rank = _from_trainer()
     log_dir = _from_trainer()
@@ -440,8 +462,8 @@ class ForeignRun(TrainingRun):
 
     def save_now(self, reason: str = "requested") -> None:
         """Ask the trainer to save."""
-        if not self._trainer.can_save:
-            raise self._trainer.missing("run.save_now")
+        if not self._host.can_save:
+            raise self._host.missing("run.save_now")
         self._ask_for("save", reason)
 
     def _ask_for(self, kind: str, reason: str) -> None:
@@ -453,10 +475,10 @@ class ForeignRun(TrainingRun):
         """Collective: let the trainers of all ranks do what any rank has asked for."""
         agreed = self.votes.agree()
         if "save" in agreed:
-            self._trainer.save_now(agreed["save"][0])
+            self._host.save_now(agreed["save"][0])
         if "stop" in agreed:
             reason, rank = agreed["stop"]
             if self.stop_reason is None:
                 self._stopped(reason, rank)
                 self.print(f"[accel] stop at step {self.global_step}: {reason}")
-            self._trainer.stop(reason)
+            self._host.stop(reason)

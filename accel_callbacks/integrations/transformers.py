@@ -1,4 +1,4 @@
-"""Our callback in transformers.Trainer."""
+"""to_transformers: one of our callbacks as a callback of transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.integrations.foreign_trainer import Outward
+from accel_callbacks.integrations.foreign_trainer import HostedCallback
 from accel_callbacks.integrations.host import ForeignHost
 
 __all__ = ["TransformersHost", "to_transformers"]
 
-#: Hooks of ours for which ``transformers.Trainer`` has no event.
+#: Our hooks for which ``transformers.Trainer`` has no event.
 _NEVER = (
     "on_before_backward",
     "on_after_backward",
@@ -29,19 +29,227 @@ _NEVER = (
     *(f"on_test_{edge}" for edge in ("start", "epoch_start", "batch_start", "batch_end")),
     *(f"on_test_{edge}" for edge in ("epoch_end", "end")),
 )
-_FOLDER = "accel_callbacks"
+_FOLDER = "accel_callbacks"  # in each of the Trainer's checkpoints
+
+
+def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
+    """Wrap one of our callbacks as a ``transformers.TrainerCallback``.
+
+    Its hooks get a run over the Trainer: the public attributes of ``TrainingRun``, ``run.stop``,
+    ``run.save_now`` and ``run.accelerator.log``. A name that only ``accel.run`` has raises an error
+    that names it; a hook for which the Trainer has no event causes a warning. The callback's state
+    is saved in a folder of each of the Trainer's checkpoints, and restored when training resumes
+    from one in the same ``output_dir``.
+
+    Args:
+        callback: an object with our hooks, or what ``configured`` returned.
+        trainer: the Trainer, so that values that the callback logs go to all that it reports to,
+            with ``trainer.add_callback(to_transformers(callback, trainer=trainer))``. Without it,
+            they go to ``state.log_history`` only.
+
+    Raises:
+        TypeError: it is not a callback, or one that saves checkpoints of this library.
+        ImportError: transformers is not installed.
+
+    Example:
+        >>> from accel_callbacks.callbacks import Checkpoint
+        >>> from accel_callbacks.callbacks.adapters import to_transformers
+        >>> to_transformers(Checkpoint("runs"))
+        Traceback (most recent call last):
+        TypeError: Checkpoint cannot run in transformers.Trainer: it saves and restores checkpoints
+        of this library, which hold what the Accelerator prepared.
+    """
+    hosted = HostedCallback(callback, TransformersHost(trainer), never=_NEVER)
+    try:
+        base = importlib.import_module("transformers.trainer_callback").TrainerCallback
+    except ImportError as error:
+        raise ImportError("this needs transformers: pip install transformers") from error
+    return type(f"From{type(hosted.callback).__name__}", (_Events, base), {})(hosted)
+
+
+class _Events:
+    """The Trainer's events, which fire our hooks; mixed into its TrainerCallback."""
+
+    def __init__(self, hosted: HostedCallback) -> None:
+        self.accel_callback = hosted.callback
+        self._hosted = hosted
+        self._evaluating = self._epoch_ends = False
+        self._eval_batches = 0
+
+    def _bind(self, args: Any, state: Any, control: Any, given: dict[str, Any]) -> HostedCallback:
+        """Return the callback over the Trainer as it is at this event."""
+        host: Any = self._hosted.host
+        host.bind(args, state, control, given)
+        return self._hosted
+
+    # --- start and end ------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire ``setup``, restore the state if training resumes, and fire the start hooks."""
+        hosted = self._bind(args, state, control, given)
+        hosted.run.begin()
+        self._evaluating = self._epoch_ends = False
+        host: Any = hosted.host
+        host.begin_epoch()
+        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        host.resumed_from = folder if state.global_step > 0 else None
+        hosted.fire("setup", "fit")
+        if host.resumed_from is not None:
+            self._restore(folder)
+        hosted.fire("on_fit_start")
+        hosted.fire("on_train_start")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire the end hooks."""
+        hosted = self._bind(args, state, control, given)
+        self._end_evaluation(hosted)
+        self._end_epoch(hosted)
+        hosted.fire("on_train_end")
+        hosted.fire("on_fit_end")
+        hosted.fire("teardown", "fit")
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire ``on_train_epoch_start``, after the end hooks of the epoch before."""
+        hosted = self._bind(args, state, control, given)
+        self._end_evaluation(hosted)
+        self._end_epoch(hosted)
+        host: Any = hosted.host
+        done = host.begin_epoch()
+        hosted.begin_epoch()
+        hosted.run.batch_idx = done - 1
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire ``on_train_epoch_end``, or defer it until after the evaluation of the epoch."""
+        hosted = self._bind(args, state, control, given)
+        self._end_evaluation(hosted)
+        self._epoch_ends = True
+        if control.should_evaluate:
+            self._begin_evaluation(hosted)
+        else:
+            self._end_epoch(hosted)
+
+    def _end_epoch(self, hosted: HostedCallback) -> None:
+        if self._epoch_ends:
+            self._epoch_ends = False
+            hosted.end_epoch()
+
+    # --- the step -----------------------------------------------------------------------------
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire ``on_train_batch_start`` of the first micro-batch, without the batch."""
+        hosted = self._bind(args, state, control, given)
+        self._end_evaluation(hosted)
+        self._begin_batch(hosted)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire the hooks between two micro-batches of a step."""
+        hosted = self._bind(args, state, control, given)
+        hosted.fire("on_train_batch_end", None, None, hosted.run.batch_idx)
+        self._begin_batch(hosted)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire ``on_train_batch_end`` for the last micro-batch; an evaluation may follow."""
+        hosted = self._bind(args, state, control, given)
+        hosted.fire("on_train_batch_end", None, None, hosted.run.batch_idx)
+        hosted.agree()
+        if control.should_evaluate:  # there is no event at the start of an evaluation
+            self._begin_evaluation(hosted)
+
+    def _begin_batch(self, hosted: HostedCallback) -> None:
+        hosted.run.batch_idx += 1
+        hosted.fire("on_train_batch_start", None, hosted.run.batch_idx)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire ``on_before_optimizer_step``, with gradients that are clipped already."""
+        hosted = self._bind(args, state, control, given)
+        for optimizer in hosted.run.optimizers:
+            hosted.fire("on_before_optimizer_step", optimizer)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire the hooks after the step; the Trainer counts it and clears gradients later."""
+        hosted = self._bind(args, state, control, given)
+        host: Any = hosted.host
+        for optimizer in hosted.run.optimizers:
+            if not host.skipped:
+                hosted.stepped(state.global_step + 1, optimizer)
+            hosted.fire("on_before_zero_grad", optimizer)
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def _begin_evaluation(self, hosted: HostedCallback) -> None:
+        if not self._evaluating:
+            self._evaluating, self._eval_batches = True, 0
+            hosted.begin_evaluation()
+
+    def _end_evaluation(self, hosted: HostedCallback) -> None:
+        if self._evaluating:
+            self._evaluating = False
+            hosted.end_evaluation()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire ``on_validation_batch_end``, in an evaluation within training."""
+        hosted = self._bind(args, state, control, given)
+        if self._evaluating:
+            hosted.fire("on_validation_batch_end", None, None, self._eval_batches)
+            self._eval_batches += 1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire the end hooks of the evaluation, and those of the epoch if they were deferred."""
+        hosted = self._bind(args, state, control, given)
+        within_training = self._evaluating
+        self._end_evaluation(hosted)
+        if within_training:
+            hosted.agree()
+        self._end_epoch(hosted)
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Fire ``on_log`` with the numbers that the Trainer logs."""
+        hosted = self._bind(args, state, control, given)
+        host: Any = hosted.host
+        values = {n: v for n, v in (given.get("logs") or {}).items() if isinstance(v, (int, float))}
+        host.metrics().update(values)
+        if not host.is_logging:  # else ForeignHost.log fires it
+            hosted.fire("on_log", values, state.global_step)
+
+    # --- state --------------------------------------------------------------------------------
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Save the callback's state into the Trainer's checkpoint, and fire the hook."""
+        hosted = self._bind(args, state, control, given)
+        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        own_state = hosted.state_dict()
+        if own_state and state.is_world_process_zero:
+            import checkpoint_io
+
+            checkpoint_io.save(self._state_folder(folder), own_state)
+        hosted.fire("on_checkpoint_saved", folder)
+
+    def _restore(self, folder: str) -> None:
+        import checkpoint_io
+
+        path = self._state_folder(folder)
+        if os.path.isdir(path):
+            self._hosted.load_state_dict(checkpoint_io.load(path).state)
+        elif self._hosted.state_dict():
+            warnings.warn(
+                f"{self._hosted.name} is not resumed: its state is missing, {path}", stacklevel=2
+            )
+
+    def _state_folder(self, checkpoint: str) -> str:
+        name = re.sub(r"[^\w.=-]", "_", self._hosted.name)
+        return os.path.join(checkpoint, _FOLDER, name)
 
 
 class TransformersHost(ForeignHost):
-    """What the Trainer's events have shown last.
+    """The Trainer's arguments, state and control, as of its last event.
 
     Args:
-        trainer: the Trainer, if the user gave it: what is logged goes through it.
+        trainer: the Trainer, if the user passed it; values are logged through it.
 
     Attributes:
-        is_logging: the Trainer is logging what one of our callbacks gave it.
-        epoch: index of the epoch; the Trainer's own number is the next one when an epoch ends.
-        resumed_from: the checkpoint that training goes on from.
+        is_logging: the Trainer is logging values of one of our callbacks.
+        epoch: index of the epoch; the Trainer's own number is already the next at an epoch's end.
+        resumed_from: the checkpoint that training resumes from.
 
     Example:
         >>> from accel_callbacks.integrations.transformers import TransformersHost
@@ -60,81 +268,82 @@ class TransformersHost(ForeignHost):
         self._args: Any = None
         self._state: Any = None
         self._control: Any = None
-        self._given: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}  # model, optimizer, loaders, ... by the event's keywords
         self._metrics: dict[str, Any] = {}
 
-    def show(self, args: Any, state: Any, control: Any, given: dict[str, Any]) -> None:
-        """An event's arguments; what it leaves out stays as it was."""
+    def bind(self, args: Any, state: Any, control: Any, objects: dict[str, Any]) -> None:
+        """Take over the arguments of an event; objects that it omits are kept from earlier ones."""
         self._args, self._state, self._control = args, state, control
-        self._given.update({name: value for name, value in given.items() if value is not None})
+        self._objects.update({name: value for name, value in objects.items() if value is not None})
 
     def get(self, name: str) -> Any:
-        """From the Trainer's arguments and state."""
+        """Return an attribute from the Trainer's arguments and state."""
         return _ATTRIBUTES[name](self)
 
     @property
     def bare_models(self) -> list[torch.nn.Module]:
         """The model."""
-        return [self._given["model"]]
+        return [self._objects["model"]]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The Trainer's, without Accelerate's wrapper."""
-        optimizer = self._given.get("optimizer")
+        """The Trainer's optimizer, without Accelerate's wrapper."""
+        optimizer = self._objects.get("optimizer")
         return [] if optimizer is None else [getattr(optimizer, "optimizer", optimizer)]
 
     @property
     def skipped(self) -> bool:
-        """The scaler of fp16 has left this step out."""
-        return bool(getattr(self._given.get("optimizer"), "step_was_skipped", False))
+        """The fp16 scaler has skipped this step."""
+        return bool(getattr(self._objects.get("optimizer"), "step_was_skipped", False))
 
     @property
     def schedulers(self) -> list[Any]:
-        """The Trainer's, without Accelerate's wrapper."""
-        scheduler = self._given.get("lr_scheduler")
+        """The Trainer's scheduler, without Accelerate's wrapper."""
+        scheduler = self._objects.get("lr_scheduler")
         return [] if scheduler is None else [getattr(scheduler, "scheduler", scheduler)]
 
     def metrics(self) -> dict[str, Any]:
-        """What was logged."""
+        """Return the logged values."""
         return self._metrics
 
     @property
     def device(self) -> torch.device:
-        """Of the Trainer's arguments."""
+        """The device of the Trainer's arguments."""
         return torch.device(self._args.device)
 
     def write(self, values: dict[str, Any], step: int) -> None:
-        """Through the Trainer; without it into the history of its state."""
+        """Log through the Trainer; without it, append to the log history of its state."""
         numbers = {n: float(v) if not isinstance(v, str) else v for n, v in values.items()}
         if self._trainer is None:
             epoch = self._state.epoch
             self._state.log_history.append({**numbers, "epoch": epoch, "step": step})
             return
         state, control = self._state, self._control
-        asked, counted = control.should_log, state.global_step  # logging takes the wish back
+        # trainer.log uses the step of the state, and its on_log event resets control.should_log.
+        should_log, counted = control.should_log, state.global_step
         self.is_logging, state.global_step = True, step
         try:
             self._trainer.log(numbers)
         finally:
             self.is_logging, state.global_step = False, counted
-            control.should_log = asked
+            control.should_log = should_log
 
     def stop(self, reason: str) -> None:
-        """``control.should_training_stop``."""
+        """Set ``control.should_training_stop``."""
         self._control.should_training_stop = True
 
     def save_now(self, reason: str) -> None:
-        """``control.should_save``, after this step."""
+        """Set ``control.should_save``, for after this step."""
         self._control.should_save = True
 
     def accumulate(self, batches: int) -> None:
-        """From the next window on, as far as the Trainer looks again: at the next epoch."""
+        """Set the argument; the Trainer reads it again at the next epoch."""
         self._args.gradient_accumulation_steps = batches
 
-    # --- what get() knows ---------------------------------------------------------------------
+    # --- position -----------------------------------------------------------------------------
 
     def begin_epoch(self) -> int:
-        """An epoch begins, or goes on after a resume; returns how many batches are done of it."""
+        """Set the index of an epoch that begins or resumes; return its number of batches done."""
         done = float(self._state.epoch or 0.0)
         self.epoch = int(done + 1e-9)
         batches = self._batches("train_dataloader")
@@ -143,11 +352,12 @@ class TransformersHost(ForeignHost):
     @property
     def is_last_batch(self) -> bool:
         """After a step: it was the last of its epoch."""
+        # state.epoch is a fraction of batches, so compare with a tolerance.
         return float(self._state.epoch or 0.0) >= self.epoch + 1 - 1e-9
 
     def _batches(self, loader: str) -> int | float:
         try:
-            return len(self._given[loader])
+            return len(self._objects[loader])
         except (KeyError, TypeError):
             return float("inf")
 
@@ -159,13 +369,12 @@ class TransformersHost(ForeignHost):
 _ATTRIBUTES: dict[str, Callable[[TransformersHost], Any]] = {
     "global_step": lambda host: host._state.global_step,
     "current_epoch": lambda host: host.epoch,
-    "first_epoch": lambda host: 0,
     "max_epochs": lambda host: host._state.num_train_epochs,
     "max_steps": lambda host: host._state.max_steps,
     "num_training_batches": lambda host: host._batches("train_dataloader"),
     "num_val_batches": lambda host: [host._batches("eval_dataloader")],
     "num_test_batches": lambda host: [],
-    "train_dataloader": lambda host: host._given.get("train_dataloader"),
+    "train_dataloader": lambda host: host._objects.get("train_dataloader"),
     "is_last_batch": lambda host: host.is_last_batch,
     "resumed_from": lambda host: host.resumed_from,
     "precision": lambda host: host._precision(),
@@ -174,209 +383,3 @@ _ATTRIBUTES: dict[str, Callable[[TransformersHost], Any]] = {
     "log_dir": lambda host: host._args.output_dir,
     "local_rank": lambda host: host._args.local_rank,
 }
-
-
-def to_transformers(callback: Any, *, trainer: Any = None) -> Any:
-    """Make one of our callbacks a ``transformers.TrainerCallback``.
-
-    The callback gets a view of the Trainer in the place of its run: the public attributes of
-    ``TrainingRun``, ``run.stop``, ``run.save_now`` and ``run.accelerator.log``. What only
-    ``accel.run`` has is an error that names it; of hooks for which the Trainer has no event there
-    is a warning. Its state is in a folder of each of the Trainer's checkpoints, and taken from
-    there where training resumes beneath the same ``output_dir``.
-
-    Args:
-        callback: an object with our hooks, or what ``configured`` returned.
-        trainer: the Trainer, so that what the callback logs goes to all that it reports to, with
-            ``trainer.add_callback(to_transformers(callback, trainer=trainer))``. Without it, that
-            goes to ``state.log_history`` only.
-
-    Raises:
-        TypeError: it is no callback, or one that saves checkpoints of this library.
-        ImportError: transformers is not installed.
-
-    Example:
-        >>> from accel_callbacks.callbacks import Checkpoint
-        >>> from accel_callbacks.callbacks.adapters import to_transformers
-        >>> to_transformers(Checkpoint("runs"))
-        Traceback (most recent call last):
-        TypeError: Checkpoint cannot run in transformers.Trainer: it saves and restores checkpoints
-        of this library, which hold what the Accelerator prepared.
-    """
-    outward = Outward(callback, TransformersHost(trainer), never=_NEVER)
-    try:
-        base = importlib.import_module("transformers.trainer_callback").TrainerCallback
-    except ImportError as error:
-        raise ImportError("this needs transformers: pip install transformers") from error
-    return type(f"From{type(outward.callback).__name__}", (_Events, base), {})(outward)
-
-
-class _Events:
-    """The Trainer's events; mixed into its TrainerCallback."""
-
-    def __init__(self, outward: Outward) -> None:
-        self.accel_callback = outward.callback
-        self._outward = outward
-        self._evaluating = self._epoch_ends = False
-        self._eval_batches = 0
-
-    def _at(self, args: Any, state: Any, control: Any, given: dict[str, Any]) -> Outward:
-        """The view shows this moment."""
-        host: Any = self._outward.host
-        host.show(args, state, control, given)
-        return self._outward
-
-    # --- the life of a run --------------------------------------------------------------------
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Set up, restored where training resumes, and begun."""
-        outward = self._at(args, state, control, given)
-        outward.run.begin()
-        self._evaluating = self._epoch_ends = False
-        host: Any = outward.host
-        host.begin_epoch()
-        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
-        host.resumed_from = folder if state.global_step > 0 else None
-        outward.fire("setup", "fit")
-        if host.resumed_from is not None:
-            self._restore(folder)
-        outward.fire("on_fit_start")
-        outward.fire("on_train_start")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The end hooks."""
-        outward = self._at(args, state, control, given)
-        self._end_evaluation(outward)
-        self._end_epoch(outward)
-        outward.fire("on_train_end")
-        outward.fire("on_fit_end")
-        outward.fire("teardown", "fit")
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """An epoch begins."""
-        outward = self._at(args, state, control, given)
-        self._end_evaluation(outward)
-        self._end_epoch(outward)
-        host: Any = outward.host
-        done = host.begin_epoch()
-        outward.begin_epoch()
-        outward.run.batch_idx = done - 1
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """An epoch is over; if the Trainer evaluates after this, that belongs to the epoch."""
-        outward = self._at(args, state, control, given)
-        self._end_evaluation(outward)
-        self._epoch_ends = True
-        if control.should_evaluate:
-            self._begin_evaluation(outward)
-        else:
-            self._end_epoch(outward)
-
-    def _end_epoch(self, outward: Outward) -> None:
-        if self._epoch_ends:
-            self._epoch_ends = False
-            outward.end_epoch()
-
-    # --- the step -----------------------------------------------------------------------------
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The first micro-batch of a step; the Trainer does not show it."""
-        outward = self._at(args, state, control, given)
-        self._end_evaluation(outward)
-        self._begin_batch(outward)
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """A micro-batch that is not the last of its step."""
-        outward = self._at(args, state, control, given)
-        outward.fire("on_train_batch_end", None, None, outward.run.batch_idx)
-        self._begin_batch(outward)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The last micro-batch; an evaluation may follow at once."""
-        outward = self._at(args, state, control, given)
-        outward.fire("on_train_batch_end", None, None, outward.run.batch_idx)
-        outward.agree()
-        if control.should_evaluate:  # the Trainer tells that it will, not when it begins
-            self._begin_evaluation(outward)
-
-    def _begin_batch(self, outward: Outward) -> None:
-        outward.run.batch_idx += 1
-        outward.fire("on_train_batch_start", None, outward.run.batch_idx)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Gradients are clipped already."""
-        outward = self._at(args, state, control, given)
-        for optimizer in outward.run.optimizers:
-            outward.fire("on_before_optimizer_step", optimizer)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The Trainer counts this step, and clears the gradients, after this."""
-        outward = self._at(args, state, control, given)
-        host: Any = outward.host
-        for optimizer in outward.run.optimizers:
-            if not host.skipped:
-                outward.stepped(state.global_step + 1, optimizer)
-            outward.fire("on_before_zero_grad", optimizer)
-
-    # --- evaluation ---------------------------------------------------------------------------
-
-    def _begin_evaluation(self, outward: Outward) -> None:
-        if not self._evaluating:
-            self._evaluating, self._eval_batches = True, 0
-            outward.begin_evaluation()
-
-    def _end_evaluation(self, outward: Outward) -> None:
-        if self._evaluating:
-            self._evaluating = False
-            outward.end_evaluation()
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """A batch of an evaluation was predicted."""
-        outward = self._at(args, state, control, given)
-        if self._evaluating:
-            outward.fire("on_validation_batch_end", None, None, self._eval_batches)
-            self._eval_batches += 1
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """An evaluation is over."""
-        outward = self._at(args, state, control, given)
-        within_training = self._evaluating
-        self._end_evaluation(outward)
-        if within_training:
-            outward.agree()
-        self._end_epoch(outward)
-
-    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """What the Trainer logs."""
-        outward = self._at(args, state, control, given)
-        host: Any = outward.host
-        values = {n: v for n, v in (given.get("logs") or {}).items() if isinstance(v, (int, float))}
-        host.metrics().update(values)
-        if not host.is_logging:  # else the view calls on_log itself
-            outward.fire("on_log", values, state.global_step)
-
-    # --- state --------------------------------------------------------------------------------
-
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Beside what the Trainer has saved."""
-        outward = self._at(args, state, control, given)
-        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
-        found = outward.state_dict()
-        if found and state.is_world_process_zero:
-            import checkpoint_io
-
-            checkpoint_io.save(self._place(folder), found)
-        outward.fire("on_checkpoint_saved", folder)
-
-    def _restore(self, folder: str) -> None:
-        import checkpoint_io
-
-        place = self._place(folder)
-        if os.path.isdir(place):
-            self._outward.load_state_dict(checkpoint_io.load(place).state)
-        elif self._outward.state_dict():
-            warnings.warn(f"{self._outward.name} begins anew: it has no {place}", stacklevel=2)
-
-    def _place(self, checkpoint: str) -> str:
-        name = re.sub(r"[^\w.=-]", "_", self._outward.name)
-        return os.path.join(checkpoint, _FOLDER, name)

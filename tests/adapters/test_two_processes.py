@@ -123,7 +123,7 @@ def stop_lightning(can_vote: bool) -> tuple[int, Any]:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(), torch.utils.data.DataLoader(data(), batch_size=2))
-    return trainer.global_step, adapted._outward.view.stop_reason
+    return trainer.global_step, adapted._hosted.run.stop_reason
 
 
 @pytest.mark.parametrize(("can_vote", "step"), [(True, 2), (False, 3)])

@@ -1,4 +1,4 @@
-"""A LightningModule that is the user's model: the same parameters under the same names."""
+"""module_facade: the user's model as a LightningModule with the same parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,29 @@ __all__ = ["module_facade"]
 _OWN = ("_trainer", "_fabric")
 
 
-class _Methods:
-    """What the facade answers itself; everything else it has from the user's model."""
+def module_facade(
+    package: LightningPackage, model: torch.nn.Module | None, trainer: TrainerFacade
+) -> Any:
+    """Return a LightningModule that shares a model's dicts of parameters, modules and hooks.
+
+    A deep copy of it (averaged weights) has no trainer, as with Lightning's modules.
+    """
+    model = torch.nn.Module() if model is None else model
+    base = package.get("core.module", "LightningModule")
+    parent = type(model) if isinstance(model, base) else base
+    of = type(model)
+    kind: Any = type(of.__name__, (_ModuleMethods, parent), {"__module__": of.__module__})
+    facade = kind.__new__(kind)
+    base.__init__(facade)
+    own, shared = vars(facade), vars(model)
+    own.update({key: shared[key] for key in own if key in shared and key not in _OWN})
+    own.update(accel_model=model, _trainer=trainer)
+    own.pop("training", None)  # so that the property is used
+    return facade
+
+
+class _ModuleMethods:
+    """The facade's own attributes; all others are those of the user's model."""
 
     accel_model: torch.nn.Module
     _trainer: TrainerFacade
@@ -30,18 +51,18 @@ class _Methods:
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "accel_model" in vars(self):  # not while the facade is being made
+        if "accel_model" in vars(self):  # not in the __init__ of LightningModule
             self.accel_model.training = mode
 
     @property
     def device(self) -> torch.device:
-        """Where the run computes."""
+        """The device of this rank."""
         device: torch.device = self._trainer.accel_run.accelerator.device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the first parameter."""
+        """The dtype of the first parameter."""
         first = next(self.accel_model.parameters(), None)
         return torch.get_default_dtype() if first is None else first.dtype
 
@@ -59,7 +80,7 @@ class _Methods:
         return send_to_device(batch, self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own; its hooks are the facade's too."""
+        """Call the model's ``forward``; the facade has the model's hooks already."""
         return self.accel_model.forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
@@ -68,30 +89,30 @@ class _Methods:
         return self
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Hand a value to ``accel.log``, as a value of the step or of the epoch."""
+        """Log a value of the step or of the epoch through ``accel.log``."""
         self._trainer.log_from_module(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """The same for several."""
+        """Log several values."""
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The prepared optimizers, or the user's own; one, or a list."""
+        """Return the prepared optimizers, or the user's own; a list unless there is one."""
         prepared = list(self._trainer.accel_run.accelerator.optimizers)
-        found: list[Any] = prepared if use_pl_optimizer else self._trainer.optimizers
-        return found[0] if len(found) == 1 else found
+        optimizers: list[Any] = prepared if use_pl_optimizer else self._trainer.optimizers
+        return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """``accel.backward``."""
+        """Call ``accel.backward``."""
         self._trainer.accel_run.accelerator.backward(loss, *args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """The tensors of all processes, stacked."""
+        """Gather tensors of all ranks along a new first dimension."""
         return self._trainer.strategy.all_gather(data)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process."""
+        """Print on rank 0 of each node."""
         self._trainer.print(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -115,24 +136,3 @@ class _Methods:
             super().__delattr__(name)
         else:
             delattr(self.accel_model, name)
-
-
-def module_facade(
-    package: LightningPackage, model: torch.nn.Module | None, trainer: TrainerFacade
-) -> Any:
-    """A LightningModule over a model, which shares its dicts of parameters, modules and hooks.
-
-    A copy of it (averaged weights) leaves the trainer behind, as Lightning's modules do.
-    """
-    model = torch.nn.Module() if model is None else model
-    base = package.get("core.module", "LightningModule")
-    parent = type(model) if isinstance(model, base) else base
-    of = type(model)
-    kind: Any = type(of.__name__, (_Methods, parent), {"__module__": of.__module__})
-    facade = kind.__new__(kind)
-    base.__init__(facade)
-    here, there = vars(facade), vars(model)
-    here.update({key: there[key] for key in here if key in there and key not in _OWN})
-    here.update(accel_model=model, _trainer=trainer)
-    here.pop("training", None)
-    return facade

@@ -1,4 +1,4 @@
-"""Lightning or pytorch_lightning; unwrapped optimizers."""
+"""LightningPackage: the installed Lightning, `lightning` or `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,21 @@ if TYPE_CHECKING:
 
     from accel_callbacks.loop.run import TrainingRun
 
-__all__ = [
-    "LightningPackage",
-    "bare",
-    "bare_optimizers",
-    "import_lightning",
-    "lightning_callbacks",
-    "scheduler_configs",
-]
+__all__ = ["LightningPackage", "import_lightning", "unwrap_optimizer", "unwrapped_optimizers"]
 
 _ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-_NOTHING = nullcontext()
+_NO_CHANGE = nullcontext()
 _INSTALL = 'pip install "lightning>=2.6.6"'
 
 
 class LightningPackage:
-    """``lightning.pytorch`` or ``pytorch_lightning``: the two do not mix.
+    """``lightning.pytorch`` or ``pytorch_lightning``; objects of the two do not mix.
 
     Args:
-        root: which of the two.
+        root: name of one of the two.
 
     Raises:
-        ImportError: it is not installed; says how to.
+        ImportError: it is not installed; the message has the command.
     """
 
     def __init__(self, root: str = "lightning.pytorch") -> None:
@@ -43,11 +36,11 @@ class LightningPackage:
         except ImportError as error:
             raise ImportError(f"this needs Lightning: {_INSTALL}") from error
         utilities = importlib.import_module("lightning_utilities.core.rank_zero")
-        self._note: Any = utilities.rank_zero_only  # one for both packages
+        self._rank_zero_only: Any = utilities.rank_zero_only  # one for both packages
 
     @classmethod
     def of(cls, callback: Any) -> LightningPackage | None:
-        """The package whose ``Callback`` an object is an instance of; None if of neither."""
+        """Return the package whose ``Callback`` an object is an instance of, None if neither."""
         for one in type(callback).__mro__:
             root = _ROOTS.get(one.__module__.partition(".")[0])
             if root is not None and one.__name__ == "Callback":
@@ -55,37 +48,38 @@ class LightningPackage:
         return None
 
     def get(self, module: str, name: str) -> Any:
-        """A name from one of the package's modules."""
+        """Return a name from one of the package's modules."""
         return getattr(importlib.import_module(f"{self.root}.{module}"), name)
 
     def owns(self, cls: type) -> bool:
-        """Whether a class is the package's own, and no user's."""
+        """Return whether a class is the package's own, not a user's."""
         return cls.__module__.partition(".")[0] == self.root.partition(".")[0]
 
     def as_rank(self, rank: int) -> AbstractContextManager[None]:
-        """Lightning's global note of the rank is right inside, and as it was afterwards."""
-        right = getattr(self._note, "rank", None) == rank
-        return _NOTHING if right else _as_rank(self._note, rank)
+        """Return a context in which Lightning's ``rank_zero_only`` has this rank."""
+        known = getattr(self._rank_zero_only, "rank", None) == rank
+        return _NO_CHANGE if known else _set_rank(self._rank_zero_only, rank)
 
 
 @contextmanager
-def _as_rank(note: Any, rank: int) -> Iterator[None]:
-    before = getattr(note, "rank", None)
-    note.rank = rank
+def _set_rank(rank_zero_only: Any, rank: int) -> Iterator[None]:
+    """Set the rank inside, and restore it at the exit."""
+    before = getattr(rank_zero_only, "rank", None)
+    rank_zero_only.rank = rank
     try:
         yield
     finally:
         if before is None:
-            del note.rank
+            del rank_zero_only.rank
         else:
-            note.rank = before
+            rank_zero_only.rank = before
 
 
 def import_lightning() -> LightningPackage:
-    """The package that is installed, ``lightning`` first.
+    """Return the installed package, ``lightning`` if both are.
 
     Raises:
-        ImportError: neither is; says how to install it.
+        ImportError: neither is installed; the message has the command.
     """
     try:
         return LightningPackage("lightning.pytorch")
@@ -95,31 +89,15 @@ def import_lightning() -> LightningPackage:
         return LightningPackage("pytorch_lightning")
 
 
-class _SchedulerView:
-    """A scheduler whose optimizer is the user's own, as Lightning's callbacks compare them."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    @property
-    def optimizer(self) -> Any:
-        return bare(self._scheduler.optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_scheduler":
-            raise AttributeError(name)
-        return getattr(self._scheduler, name)
-
-
-def bare(optimizer: Any) -> Any:
-    """The user's optimizer inside of a prepared one.
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the user's optimizer inside of a prepared one, any other as it is.
 
     Example:
         >>> import torch
         >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.integrations.lightning.packages import bare
+        >>> from accel_callbacks.integrations.lightning.packages import unwrap_optimizer
         >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        >>> bare(Accelerator(cpu=True).prepare(sgd)) is sgd
+        >>> unwrap_optimizer(Accelerator(cpu=True).prepare(sgd)) is sgd
         True
     """
     from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -127,20 +105,6 @@ def bare(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def bare_optimizers(run: TrainingRun) -> list[Any]:
-    """The user's optimizers, in the order of ``prepare``."""
-    return [bare(optimizer) for optimizer in run.accelerator.optimizers]
-
-
-def scheduler_configs(package: LightningPackage, run: TrainingRun) -> list[Any]:
-    """Lightning's record of each prepared scheduler; they move with optimizer steps."""
-    record = package.get("utilities.types", "LRSchedulerConfig")
-    return [
-        record(scheduler=_SchedulerView(prepared.scheduler), interval="step")
-        for prepared in run.accelerator.schedulers
-    ]
-
-
-def lightning_callbacks(run: TrainingRun) -> list[Any]:
-    """The run's callbacks; those of Lightning as the user gave them."""
-    return [getattr(one, "lightning_callback", one) for one in run.accelerator.callbacks]
+def unwrapped_optimizers(run: TrainingRun) -> list[Any]:
+    """Return the user's optimizers, in the order of ``prepare``."""
+    return [unwrap_optimizer(optimizer) for optimizer in run.accelerator.optimizers]

@@ -1,8 +1,9 @@
-"""Trainer.fit_loop, trainer.strategy, trainer.logger, module.log."""
+"""Parts of the Trainer: fit_loop, strategy, logger, and the values of module.log."""
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,20 +35,30 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-_WEIGHTS = ("model", ".safetensors", "model.safetensors.index.json")
+_WEIGHTS = re.compile(r"model.*\.safetensors|model\.safetensors\.index\.json", re.DOTALL)
+#: Attributes of the strategy that the trainer has too.
+_OF_TRAINER = (
+    "accelerator",
+    "global_rank",
+    "is_global_zero",
+    "lightning_module",
+    "optimizers",
+    "precision_plugin",
+    "world_size",
+)
 
 
 class _Pending(NamedTuple):
-    """An epoch's value so far; ``weight`` is the number of samples where it is a mean."""
+    """The value of an epoch so far; ``weight`` is the number of samples if it is a mean."""
 
     total: Any
     weight: float
     reduction: str
-    forked: bool  # logged at each step too, so that the names must differ
+    forked: bool  # logged at each step too, so the names get the suffixes _step and _epoch
 
 
 class LoggedValues:
-    """Gives values to ``accel.log``; those of an epoch when its end is announced.
+    """Logs values through ``accel.log``, those of an epoch at its end.
 
     Tensors stay on their device. A metric of torchmetrics is computed and reset at the end.
 
@@ -81,7 +92,7 @@ class LoggedValues:
         batch_size: int | None = None,
         sync_dist: bool = False,
     ) -> None:
-        """Log now, keep for the epoch, or both; which by default depends on the hook.
+        """Log now, at the end of the epoch, or both; the default depends on the hook.
 
         Raises:
             ValueError: ``reduce_fx`` is not mean, sum, min or max.
@@ -115,7 +126,7 @@ class LoggedValues:
         self._pending[name] = _Pending(total, weight, reduction, forked)
 
     def flush(self, run: TrainingRun) -> None:
-        """The epoch is over: log what it came to."""
+        """Log the values of the epoch, and reset them."""
         pending, self._pending = self._pending, {}
         if not pending:
             return
@@ -135,7 +146,7 @@ def _result(one: _Pending) -> Any:
 
 
 def _is_metric(value: Any) -> bool:
-    """Whether it is one of torchmetrics, by what it can do."""
+    """Return whether the value is a metric of torchmetrics, judged by its methods."""
     return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))
 
 
@@ -147,8 +158,8 @@ def _reduction(reduce_fx: Any) -> str:
     return name
 
 
-class _Methods:
-    """What the facade does; mixed into Lightning's Logger, so that it is one."""
+class _LoggerMethods:
+    """The methods of a Logger over the run's trackers; mixed into Lightning's Logger."""
 
     accel_run: TrainingRun
 
@@ -159,36 +170,36 @@ class _Methods:
 
     @property
     def version(self) -> str:
-        """The run's id, which a resume keeps."""
+        """The run's id, which survives a resume."""
         return self.accel_run.run_id
 
     @property
     def save_dir(self) -> str:
-        """The project's folder."""
+        """The project folder."""
         return str(self.accel_run.accelerator.project_dir)
 
     @property
     def root_dir(self) -> str:
-        """The same."""
+        """The project folder."""
         return self.save_dir
 
     @property
     def log_dir(self) -> str:
-        """Where the trackers write."""
-        return str(self.accel_run.accelerator.project_configuration.log_folder)
+        """The folder of the trackers' files."""
+        return self.accel_run.log_dir
 
     @property
     def experiment(self) -> Any:
-        """The first tracker's own tool, such as its SummaryWriter; None without trackers."""
+        """The first tracker's own object, such as its SummaryWriter; None without trackers."""
         trackers = self.accel_run.accelerator.trackers
         return trackers[0].raw if trackers else None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """``accel.log``: to the callbacks and to all trackers."""
+        """Log to the callbacks and to all trackers, as ``accel.log`` does."""
         self.accel_run.accelerator.log(dict(metrics), step)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Into the run's config, and to the trackers."""
+        """Add hyperparameters to the run's config, and log them to the trackers."""
         values = dict(params if isinstance(params, Mapping) else vars(params))
         self.accel_run.config.update(values)
         hub = self.accel_run.accelerator.tracking.hub
@@ -200,9 +211,9 @@ class _Methods:
 
 
 def logger_facade(package: LightningPackage, run: TrainingRun) -> Any:
-    """An instance of the package's ``Logger`` over the run."""
+    """Return an instance of the package's ``Logger`` over the run."""
     base = package.get("loggers.logger", "Logger")
-    logger = type("RunLogger", (_Methods, base), {})()
+    logger = type("RunLogger", (_LoggerMethods, base), {})()
     logger.accel_run = run
     return logger
 
@@ -210,7 +221,7 @@ def logger_facade(package: LightningPackage, run: TrainingRun) -> Any:
 def remove_saved(path: str, run_id: str) -> None:
     """Remove the checkpoint (or the saved weights) at a path, if this run wrote it.
 
-    A checkpoint of another run stays, with a warning. Where there is nothing, nothing happens.
+    A checkpoint of another run is kept, with a warning. A missing one is ignored.
 
     Example:
         >>> import checkpoint_io
@@ -229,7 +240,7 @@ def remove_saved(path: str, run_id: str) -> None:
     present = set(store.sizes())
     if not present:
         return
-    if all(_is_weights(name) for name in present):
+    if all(_WEIGHTS.fullmatch(name) for name in present):
         store.remove_many(sorted(present))
         store.remove_folder()
         return
@@ -245,94 +256,55 @@ def remove_saved(path: str, run_id: str) -> None:
         remove_checkpoint(store, manifest)
 
 
-def _is_weights(name: str) -> bool:
-    first, last, index = _WEIGHTS
-    return name == index or (name.startswith(first) and name.endswith(last))
-
-
 class StrategyFacade(Part):
-    """The run's processes, device and checkpoints, with the names of Lightning's Strategy."""
+    """Ranks, device and checkpoints of the run, under the names of Lightning's Strategy."""
 
     _trainer: TrainerFacade
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name) if name in _OF_TRAINER else super().__getattr__(name)
+
     @property
     def root_device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this rank."""
         device: torch.device = self._trainer.accel_run.accelerator.device
         return device
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return collectives.world_size()
-
-    @property
-    def global_rank(self) -> int:
-        """Index of this process."""
-        return collectives.rank()
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True on the main process."""
-        return collectives.rank() == 0
 
     @property
     def model(self) -> Any:
         """The prepared model, with its wrapper."""
         return next(iter(self._trainer.accel_run.accelerator.models), None)
 
-    @property
-    def lightning_module(self) -> Any:
-        """The facade of the user's model."""
-        return self._trainer.lightning_module
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The user's optimizers."""
-        return self._trainer.optimizers
-
-    @property
-    def precision_plugin(self) -> Any:
-        """What says which type is computed in."""
-        return self._trainer.precision_plugin
-
-    @property
-    def accelerator(self) -> Any:
-        """Lightning's object for this kind of device."""
-        return self._trainer.accelerator
-
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
+        """Wait for all ranks."""
         collectives.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What one process has, on all."""
+        """Return the object of one rank on all ranks."""
         return collectives.broadcast_object(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes say yes, or with ``all=False`` any."""
+        """Return True if the decision is True on all ranks, or with ``all=False`` on any."""
         decision = bool(decision)
         if collectives.world_size() == 1:
             return decision
-        return (
-            not collectives.any_process(not decision)
-            if all
-            else (collectives.any_process(decision))
-        )
+        if all:
+            return not collectives.any_process(not decision)
+        return collectives.any_process(decision)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Mean or sum over the processes."""
+        """Reduce tensors over all ranks."""
         name = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
         return collectives.reduce(tensor, "mean" if name in ("mean", "avg") else name)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Tensors of all processes along a new first dimension."""
+        """Gather tensors of all ranks along a new first dimension."""
         if collectives.world_size() == 1:
             return tensor
         return collectives.map_tensors(tensor, lambda one: collectives.gather(one[None]))
 
     def remove_checkpoint(self, filepath: str) -> None:
-        """Remove what ``trainer.save_checkpoint`` wrote in this run, on the main process."""
+        """Remove a checkpoint that this run has saved, on rank 0."""
         if self.is_global_zero:
             remove_saved(str(filepath), self._trainer.accel_run.run_id)
 
@@ -344,12 +316,12 @@ class _FitLoop(Part):
 
     @property
     def max_epochs(self) -> int | None:
-        """What ``run.epochs`` was called with."""
+        """The argument of ``run.epochs``."""
         return self._trainer.accel_run.max_epochs
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the training batch, counted over all epochs."""
+        """Index of the training batch over all epochs."""
         run = self._trainer.accel_run
         batches = run.num_training_batches
         before = 0 if math.isinf(batches) else run.current_epoch * int(batches)
@@ -361,7 +333,7 @@ class _FitLoop(Part):
         return self._trainer.accel_run.batch_idx
 
     def _should_accumulate(self) -> bool:
-        """The gradient window goes on after this batch."""
+        """Return whether the gradient window continues after this batch."""
         return self._trainer.accel_run.in_window
 
 
@@ -372,19 +344,19 @@ class _EpochLoop(Part):
 
     @property
     def _batches_that_stepped(self) -> int:
-        """What Lightning's loggers take for the step."""
+        """The step that Lightning's loggers use."""
         return self._trainer.accel_run.global_step
 
     global_step = _batches_that_stepped
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the training batch, counted over all epochs."""
+        """Index of the training batch over all epochs."""
         return int(self._trainer.fit_loop.total_batch_idx)
 
     @property
     def batch_progress(self) -> Part:
-        """How far the epoch is."""
+        """Progress within the epoch and over all epochs."""
         run, missing = self._trainer.accel_run, self._missing
         path = f"{self._path}.batch_progress"
         ready = run.batch_idx + 1
@@ -397,7 +369,7 @@ class _EpochLoop(Part):
         )
 
     def _should_check_val_epoch(self) -> bool:
-        """Whether the epoch has a validation; unknown before the first."""
+        """Return whether the epoch has a validation, False before the first one."""
         return bool(self._trainer.accel_run.num_val_batches)
 
 
@@ -409,12 +381,12 @@ class _EvaluationLoop(Part):
 
     @property
     def _has_run(self) -> bool:
-        """Whether there was such an evaluation."""
+        """True once a validation has run."""
         return bool(self._trainer.accel_run.num_val_batches)
 
     @property
     def batch_progress(self) -> Part:
-        """Batches so far, in this evaluation and in all."""
+        """Progress within this evaluation and over all."""
         path, missing = f"{self._path}.batch_progress", self._missing
         return Part(
             path,
@@ -435,7 +407,7 @@ class LoggerConnectorFacade(Part):
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether this step, or this batch of an evaluation, is one of every so many."""
+        """True if ``log_every_n_steps`` divides this step, or this batch of an evaluation."""
         trainer = self._trainer
         every = trainer.log_every_n_steps
         if not every:
@@ -443,17 +415,17 @@ class LoggerConnectorFacade(Part):
         if trainer.evaluating:
             step = trainer._evaluation_loop.batch_progress.current.ready
         else:
-            step = trainer.global_step + 1  # asked before the step too
+            step = trainer.global_step + 1  # as in Lightning: it is read before the step too
         return bool(step % every == 0 or trainer.should_stop)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """To the trackers, under the optimizer step: trackers want steps that never go back."""
+        """Log under the optimizer step, because steps of trackers must not decrease."""
         if metrics:
             self._trainer.accel_run.accelerator.log(metrics)
 
 
 def fit_loop_facade(trainer: TrainerFacade, missing: Missing) -> Part:
-    """``trainer.fit_loop`` with its epoch loop, and the validation loop in it."""
+    """Return ``trainer.fit_loop`` with its epoch loop and the validation loop in that."""
     path = "trainer.fit_loop.epoch_loop"
     val_loop = evaluation_loop_facade(trainer, missing, f"{path}.val_loop")
     epoch_loop = _EpochLoop(path, missing, _trainer=trainer, val_loop=val_loop)
@@ -461,5 +433,5 @@ def fit_loop_facade(trainer: TrainerFacade, missing: Missing) -> Part:
 
 
 def evaluation_loop_facade(trainer: TrainerFacade, missing: Missing, path: str) -> Part:
-    """An evaluation's loop, whose counts the trainer keeps."""
+    """Return the loop of an evaluation, with the trainer's counts of batches."""
     return _EvaluationLoop(path, missing, _trainer=trainer, _batches=trainer.evaluated)
