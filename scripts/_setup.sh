@@ -80,12 +80,16 @@ print(digest.hexdigest())
 PYTHON
 }
 
-# set_up EXTRA: .venv with torch, the project (editable) and the packages of one extra.
+# set_up EXTRA...: .venv with torch, the project (editable) and the packages of these extras.
 set_up() {
-    local extra="$1" stamp="$VENV/accel-setup-$1" mark torch
+    local extra mark torch ready=yes
     make_venv "$VENV"
     mark="$(fingerprint)" || fail "cannot read setup.cfg" "run this script from a complete clone"
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$mark" ]; then
+    for extra in "$@"; do
+        [ "$(cat "$VENV/accel-setup-$extra" 2>/dev/null)" = "$mark" ] || ready=no
+    done
+    extra="$(IFS=,; printf '%s' "$*")"
+    if [ "$ready" = yes ]; then
         say "environment .venv is ready for [$extra]"
         return
     fi
@@ -99,5 +103,8 @@ set_up() {
         "check the network, then run this again; rm -rf .venv starts afresh" \
         "$VENV/bin/python" -m pip install -qq -e "$ROOT[$extra]"
     # Last, so that an interrupted set-up is not taken for a finished one.
-    printf '%s\n' "$mark" >"$stamp.part" && mv "$stamp.part" "$stamp"
+    for extra in "$@"; do
+        printf '%s\n' "$mark" >"$VENV/accel-setup-$extra.part"
+        mv "$VENV/accel-setup-$extra.part" "$VENV/accel-setup-$extra"
+    done
 }

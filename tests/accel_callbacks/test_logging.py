@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
 import sys
 
 import pytest
 
 from accel_callbacks import Accelerator, MultiProcessAdapter, get_logger, tqdm
+from tests.support import warm
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_it_works_before_any_accelerator_exists(rank, options, written):
         f"get_logger('early').warning('said', {options})"
     )
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "PATH": ""}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=90
     )
     assert done.returncode == 0, done.stderr

@@ -25,13 +25,14 @@ from accel_callbacks import (
 from accel_callbacks.config import resolve_config
 from accel_callbacks.distributed.process_group import GroupOptions, backend_for, join_group
 from accel_callbacks.distributed.topology import is_initialized
+from tests.support import warm
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-c", code],
         env={**clean, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,

@@ -17,6 +17,7 @@ import torch
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
 from loggers import Tracker, read_jsonl
+from tests.support import warm
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -189,7 +190,7 @@ def test_a_plain_script_that_ends_closes_its_trackers_with_what_happened(tmp_pat
     code = SCRIPT.replace("{end}", end)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, str(tmp_path)]
-    subprocess.run(command, env=environment, check=False, timeout=60, capture_output=True)
+    warm.run(command, env=environment, check=False, timeout=60, capture_output=True)
     assert statuses(tmp_path) == [status]
     assert metrics(tmp_path) == [(0, {"a": 1})]
 
@@ -328,7 +329,7 @@ signal.pause()
 def test_sigterm_ends_a_plain_script_as_interrupted(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", TERMINATED, str(tmp_path)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+    with warm.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "logged\n"
         child.terminate()
         assert child.wait(60) == 143

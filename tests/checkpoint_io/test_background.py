@@ -20,6 +20,7 @@ import torch
 
 import checkpoint_io
 from checkpoint_io import BackgroundSaver, CheckpointError, CheckpointWarning, prepare_save
+from tests.support import warm
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 sys.path.insert(0, str(SUPPORT))
@@ -273,9 +274,7 @@ exec(compile(script, "script", "exec"), {"__name__": "__main__", "sys": sys})
 @pytest.fixture(scope="module")
 def interpreter():
     command = [sys.executable, "-c", FORKS, str(SUPPORT)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.stdin.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import uuid
@@ -29,6 +28,7 @@ from tests.checkpoint_io.scripted_s3 import (
     usual,
 )
 from tests.servers import S3Server, s3_server
+from tests.support import warm
 
 pytestmark = pytest.mark.s3
 pytest.importorskip("s3fs")
@@ -135,9 +135,7 @@ def test_of_two_processes_one_wins_each_time(obeying: S3Server) -> None:
 
     store = place(obeying)
     command = [sys.executable, "-c", RACE, store.url, json.dumps(obeying.options)]
-    racers = [
-        subprocess.Popen([*command, str(n)], stdin=-1, stdout=-1, text=True) for n in range(2)
-    ]
+    racers = [warm.Popen([*command, str(n)], stdin=-1, stdout=-1, text=True) for n in range(2)]
     for racer in racers:
         assert racer.stdout is not None
         assert racer.stdout.readline() == "ready\n"

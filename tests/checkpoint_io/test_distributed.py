@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
+
 pytestmark = pytest.mark.distributed
 
 WORKER = r"""
@@ -94,7 +96,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", WORKER, str(rank), str(port), str(root)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,

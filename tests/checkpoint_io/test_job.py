@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -27,6 +26,7 @@ from checkpoint_io import (
 )
 from checkpoint_io.format.names import MANIFEST, objects_name, temporary_name, tensors_name
 from checkpoint_io.format.safetensors import DTYPES, NAMES
+from tests.support import warm
 
 
 def prepared(url: Any, state: dict[str, Any], **options: Any) -> SaveJob:
@@ -259,7 +259,7 @@ prepare_save(
 def test_next_save_of_the_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     save(tmp_path, {"step": 1}, metadata={"run_id": "mine"})
     for run_id in ("mine", "theirs"):
-        dead = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), run_id], check=False)
+        dead = warm.run([sys.executable, "-c", KILLED, str(tmp_path), run_id], check=False)
         assert dead.returncode < 0
     litter = files_in(tmp_path) - named_by(read_manifest(tmp_path))
     assert len(litter) == 4

@@ -13,6 +13,7 @@ import pytest
 
 from checkpoint_io import CheckpointConflictError
 from checkpoint_io.storage.local import LocalStore
+from tests.support import warm
 
 HOLDER = """
 import sys
@@ -38,7 +39,7 @@ os.killpg(os.getpgid(0), 9)
 
 
 def start(code: str, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, "-c", code, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from tests.checkpoint_io.scripted_s3 import (
     usual,
 )
 from tests.servers import S3Server, s3_server
+from tests.support import warm
 
 pytestmark = pytest.mark.s3
 pytest.importorskip("s3fs")
@@ -598,7 +598,7 @@ threading.Thread(target=save).start()
 def test_a_save_may_outlive_the_main_thread(server: S3Server) -> None:
     store = place(server)
     endpoint = server.endpoint.replace("127.0.0.1", "localhost")  # a name, to be looked up
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", LATE, store.url, endpoint],
         capture_output=True,
         text=True,

@@ -26,6 +26,7 @@ from checkpoint_io import (
     verify,
 )
 from checkpoint_io.storage.open import open_store
+from tests.support import warm
 
 pytestmark = pytest.mark.distributed
 
@@ -515,7 +516,7 @@ def test_rank_that_dies_while_saving(tmp_path: Path) -> None:
     before = sorted(path.name for path in place.iterdir())
     arguments = [str(tmp_path / "store"), str(place), "4"]
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", DYING, str(rank), *arguments],
             stdout=subprocess.PIPE,
             text=True,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
+
 collect_ignore = ["accelerate_scripts"]  # they need accelerate, and are run by test_migrate_runs.py
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -58,6 +60,24 @@ def accel(start: Start) -> Run:
         process = start(*words, **extra)
         out, err = process.communicate(timeout=90)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    return run
+
+
+@pytest.fixture
+def warm_accel(tmp_path: Path) -> Run:
+    """Run ``accel`` to its end, in a fork that has torch: for what the launched script does."""
+
+    def run(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        return warm.run(
+            [sys.executable, "-m", "accel_callbacks.cli", *words],
+            cwd=tmp_path,
+            env={**clean_environment(tmp_path), **extra},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            warm_children=True,
+        )
 
     return run
 

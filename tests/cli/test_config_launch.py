@@ -34,22 +34,24 @@ accel.end_training()
 
 
 @pytest.mark.distributed
-def test_the_sample_launches_the_digits_example(accel: Run, tmp_path: Path) -> None:
+def test_the_sample_launches_the_digits_example(warm_accel: Run, tmp_path: Path) -> None:
     options = ["--epochs", "1", "--batch_size", "256", "--every_n_steps", "100"]
     options += ["--project_dir", str(tmp_path / "runs"), "--log_with", "jsonl"]
     script = str(ROOT / "examples" / "digits.py")
-    done = accel("launch", "--config_file", str(SAMPLE), script, *options, ACCEL_HOME=str(tmp_path))
+    done = warm_accel(
+        "launch", "--config_file", str(SAMPLE), script, *options, ACCEL_HOME=str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs").is_dir()
 
 
 @pytest.mark.distributed
-def test_as_accel_yaml_above_the_script_it_is_found(accel: Run, tmp_path: Path) -> None:
+def test_as_accel_yaml_above_the_script_it_is_found(warm_accel: Run, tmp_path: Path) -> None:
     data = yaml.safe_load(SAMPLE.read_text()) | {"mixed_precision": "bf16", "debug": True}
     (tmp_path / "accel.yaml").write_text(yaml.safe_dump(data))
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "probe.py").write_text(PROBE)
-    done = accel("launch", "src/probe.py")
+    done = warm_accel("launch", "src/probe.py")
     assert done.returncode == 0, done.stderr
     facts = json.loads(next(line for line in done.stdout.splitlines() if "world" in line))
     assert facts == {

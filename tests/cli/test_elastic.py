@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "elastic.py")
 LAUNCHERS = {
@@ -44,10 +46,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         env |= {"OMP_NUM_THREADS": "1"}
         if launcher == "torchrun" and not shared:  # `accel launch` sets it
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        process = subprocess.Popen(
+        process = warm.Popen(
             [*LAUNCHERS[launcher], *words],
             cwd=tmp_path, env=env, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, warm_children=True,
         )  # fmt: skip
         started.append(process)
         return process

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from accel_callbacks.cli.main import main
+from tests.support import warm
 
 SCRIPTS = Path(__file__).parent / "accelerate_scripts"
 # As accelerate 1.15 prints it.
@@ -36,7 +36,7 @@ def printed(script: Path) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCEL_CPU": "1"}
     words = [sys.executable, str(script)]
     words += [str(script.parent / "out")] if script.stem == "checkpointing" else []
-    result = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    result = warm.run(words, env=env, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -18,6 +18,7 @@ from accel_callbacks.selftest.__main__ import main as selftest
 from accel_callbacks.selftest.check import Check, Expectations, Failed, Lab, Skipped
 from accel_callbacks.selftest.checks import CHECKS
 from accel_callbacks.selftest.runner import run_checks
+from tests.support import warm
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -93,8 +94,13 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     (folder / "faulty.py").write_text(FAULTY)
     launch = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu", "--num_processes=2"]
     words = ["--mixed_precision=bf16", "--num_cpu_threads_per_process=1", "faulty.py", str(folder)]
-    done = subprocess.run(
-        [*launch, *words], cwd=folder, capture_output=True, text=True, timeout=110
+    done = warm.run(
+        [*launch, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        warm_children=True,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"found{rank}").read_text()) for rank in range(2)]
@@ -120,9 +126,9 @@ def test_an_error_on_one_process_fails_the_check_on_all(faulty: list[dict[str, A
 
 
 @pytest.mark.distributed
-def test_all_holds_on_two_processes(accel: Run, tmp_path: Path) -> None:
+def test_all_holds_on_two_processes(warm_accel: Run, tmp_path: Path) -> None:
     words = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16", "--folder", "kept"]
-    done = accel("test", *words, OMP_NUM_THREADS="1")
+    done = warm_accel("test", *words, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, last = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines] == [["ok", name] for name in NAMES]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Listener
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import warm
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -43,7 +44,7 @@ class Pool:
         }
         with Listener(address, authkey=b"pool") as listener:
             self.processes = [
-                subprocess.Popen(
+                warm.Popen(
                     [sys.executable, str(WORKER), address],
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 )

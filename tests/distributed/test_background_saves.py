@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -18,6 +17,7 @@ import checkpoint_io
 from accel_callbacks import Accelerator, Callback, LocalSGD
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.checkpoint.async_save import SaveCallbacks
+from tests.support import warm
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 sys.path.insert(0, str(SUPPORT))
@@ -577,12 +577,14 @@ def test_processes_end_after_their_save_and_with_its_error(tmp_path, how):
     script = tmp_path / "script.py"
     script.write_text(ENDS)
     command = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
-    done = subprocess.run(
+    done = warm.run(
         [*command, "--num_processes", "2", str(script), str(SUPPORT), str(tmp_path), how],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        warm_children=True,
+        destructors=True,
     )
     gate = Gate(tmp_path)
     if how == "fails":

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from accel_callbacks.distributed.topology import destroy_topology
+from tests.support import warm
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "by_feature"
 STARTERS = {
@@ -32,10 +33,10 @@ pytestmark = [
 
 def start(command: list[str], example: str, folder: Path, *options: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
+    return warm.Popen(
         [*command, str(FOLDER / example), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, warm_children=True,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from datetime import timedelta
 
@@ -23,6 +22,7 @@ from accel_callbacks import (
     synchronize,
 )
 from accel_callbacks.distributed.topology import resolve_topology
+from tests.support import warm
 
 pytestmark = pytest.mark.distributed
 
@@ -256,12 +256,13 @@ def test_the_launcher_hands_it_on(tmp_path):
         "(gather if state.is_main_process else reduce)(torch.ones(2))\n"
     )
     words = ["launch", "--cpu", "--num_processes", "2", "--debug", str(script)]
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "accel_callbacks.cli", *words],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        warm_children=True,
     )
     assert done.returncode == 1
     assert "process 0: gather() at script.py:4" in done.stderr

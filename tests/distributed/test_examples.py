@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTERS = {
@@ -26,10 +27,10 @@ pytestmark = [
 
 
 def run(starter: str, example: str, *options: str) -> str:
-    done = subprocess.run(
+    done = warm.run(
         [*STARTERS[starter], str(ROOT / "examples" / example), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=120, warm_children=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

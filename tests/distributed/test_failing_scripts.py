@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
+
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 pytestmark = pytest.mark.distributed
@@ -77,11 +79,12 @@ def run_script(*args: str, code: str = SCRIPT) -> list[tuple[int, str]]:
         "OMP_NUM_THREADS": "1",
     }
     processes = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", code, *args],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
+            destructors=True,
         )
         for rank in range(2)
     ]

@@ -14,6 +14,7 @@ import checkpoint_io
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint, EarlyStopping
 from loggers import Tracker
+from tests.support import warm
 
 pytestmark = pytest.mark.distributed
 
@@ -216,7 +217,7 @@ def test_a_group_that_the_script_made_is_known_before_and_after(tmp_path):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     processes = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", OWN_GROUP, str(tmp_path / "store"), str(rank)],
             env={**environment, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from loggers import read_jsonl
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS_PER_EPOCH = {1: 45, 2: 23}
@@ -34,11 +35,12 @@ def start(processes: int, folder: Path) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     folder.mkdir(exist_ok=True)
     with open(folder / "log", "ab") as log:
-        return subprocess.Popen(
+        return warm.Popen(
             command(processes, folder),
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
+            warm_children=True,
         )
 
 

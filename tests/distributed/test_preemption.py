@@ -19,6 +19,7 @@ import torch
 
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint, EarlyStopping, Timer
+from tests.support import warm
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "preempted.py"
 SPEC = importlib.util.spec_from_file_location("preempted", SCRIPT)
@@ -209,7 +210,7 @@ def start(folder: Path, pace: float) -> list[subprocess.Popen]:
     environment = {**os.environ, **world, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     with open(folder / "log", "ab") as log:
         return [
-            subprocess.Popen(
+            warm.Popen(
                 [sys.executable, str(SCRIPT), str(folder), str(pace)],
                 stdout=log,
                 stderr=log,

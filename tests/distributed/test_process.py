@@ -29,6 +29,7 @@ from accel_callbacks import (
 from accel_callbacks.distributed import failures
 from accel_callbacks.distributed.rng import RNGType
 from accel_callbacks.distributed.topology import resolve_topology
+from tests.support import warm
 
 pytestmark = pytest.mark.distributed
 
@@ -426,7 +427,7 @@ def two_processes(code: str, **environment: str) -> list[str]:
     clean = {name: text for name, text in os.environ.items() if not name.startswith("MASTER_")}
     common = {**clean, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", **environment}
     running = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", code],
             env={**common, "RANK": str(rank)},
             stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ import torch
 
 import checkpoint_io
 from accel_callbacks import Accelerator, ProjectConfiguration
+from tests.support import warm
 
 pytestmark = pytest.mark.distributed
 
@@ -111,7 +112,7 @@ def test_with_a_disk_of_its_own_each_node_gets_the_model(tmp_path):
         "OMP_NUM_THREADS": "1",
     }
     nodes = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-c", textwrap.dedent(NODE), str(tmp_path / f"disk{rank}")],
             env={**common, "RANK": str(rank)},
             stdout=subprocess.PIPE,

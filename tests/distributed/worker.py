@@ -8,6 +8,9 @@ import sys
 import traceback
 from multiprocessing.connection import Client
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(ROOT)  # for the test modules, which import what tests share
+
 
 def load(path: str, name: str):
     """A function by file and name: test modules are not importable by name in a new process."""

@@ -17,6 +17,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint, Preemption
+from tests.support import warm
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "preempted.py"
 SPEC = importlib.util.spec_from_file_location("preempted", SCRIPT)
@@ -40,7 +41,7 @@ def nobody_else_listens():
 def start(folder: Path, pace: float, **environment: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with open(folder / "log", "ab") as log:
-        return subprocess.Popen(
+        return warm.Popen(
             [sys.executable, str(SCRIPT), str(folder), str(pace)],
             stdout=log,
             stderr=log,
@@ -294,7 +295,5 @@ print(os.waitpid(child, 0)[1], catcher.caught, flush=True)
 )
 def test_a_process_ends_by_its_signal_after_all(body, patience, says, code):
     program = PROGRAM.format(patience=patience, body=body)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    done = warm.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.returncode) == (says, code), done.stderr

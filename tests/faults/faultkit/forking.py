@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
+
+from tests.support import warm
 
 KEY = b"faults"
 PATIENCE = 60.0  # no victim takes that long unless it hangs
@@ -104,7 +105,7 @@ class ForkServer:
         self._listener = Listener(str(folder / "victims.sock"), authkey=KEY, backlog=16)
         control = str(folder / "control.sock")
         with Listener(control, authkey=KEY) as listener:
-            self._process = subprocess.Popen(
+            self._process = warm.Popen(
                 [sys.executable, "-c", _START, str(self._listener.address), control],
                 cwd=folder,  # "-c" puts it on the path, where it must not hide a package
                 env={
