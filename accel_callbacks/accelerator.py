@@ -27,7 +27,6 @@ from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
 from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
 from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
-from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.checkpoint.selection import Only, Rename
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
@@ -193,6 +192,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.config.gradient_accumulation_steps,
             gradient_accumulation_plugin,
             averaged_over=self.strategy.averaged_over,
+            data_world=self.strategy.data_world,
         )
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -220,6 +220,8 @@ class Accelerator(ProcessControl, MediaLogging):
             self.schedulers,
             self.loaders,
         )
+        self.registered = self.training_state.registered
+        self.pre_hooks = self.training_state.pre_hooks
         self.checkpointer = Checkpointer(self.training_state)
         self._step = StepEngine(
             self.strategy,
@@ -709,7 +711,7 @@ class Accelerator(ProcessControl, MediaLogging):
         tensors = () if use_gather_object else input_data
         collectives.begin("gather_for_metrics", self.debug, lambda: collectives.rows_held(tensors))
         gather = gather_counted_objects if use_gather_object else gather_counted
-        return gather(input_data, self.loop.active)
+        return gather(input_data, self.loop.active, self.strategy.data_ranks)
 
     def reduce(
         self,
@@ -905,16 +907,6 @@ class Accelerator(ProcessControl, MediaLogging):
     def save_iteration(self) -> int:
         """The lowest number that the next automatically named checkpoint can have."""
         return self.project_configuration.iteration
-
-    @property
-    def registered(self) -> Registered:
-        """The registered objects."""
-        return self.training_state.registered
-
-    @property
-    def pre_hooks(self) -> PreHooks:
-        """The hooks that run before ``save_state`` and ``load_state``."""
-        return self.training_state.pre_hooks
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Save and restore objects with the training state.

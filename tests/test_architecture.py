@@ -347,6 +347,18 @@ def test_files_are_named_after_things() -> None:
     assert gerunds(SOURCES) == set()
 
 
+def test_no_module_hides_a_public_name_of_its_package() -> None:
+    # To import such a module would put it in the place of the function or class.
+    hidden = {}
+    for module, path in SOURCES.items():
+        if path.name == "__init__.py":
+            names = set(getattr(importlib.import_module(module), "__all__", []))
+            inside = {one.name.partition(".")[0] for one in path.parent.iterdir()}
+            if found := {name for name in names & inside if f"{module}.{name}" in SOURCES}:
+                hidden[module] = found
+    assert hidden == {}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_are_marked_as_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -12,6 +12,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from accel_callbacks import collectives
 
 __all__ = ["Tally", "gather_counted", "gather_counted_objects"]
+
+T = TypeVar("T")
 
 
 class Tally(Protocol):
@@ -23,12 +25,13 @@ class Tally(Protocol):
     trained: bool
 
 
-def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
+def gather_counted(data: Any, active: Sequence[Tally], ranks: Sequence[int] | None = None) -> Any:
     """Collective: gather the tensors and the lists of objects of a structure, each sample once.
 
     Args:
         data: tensors of shape ``(batch, ...)``, or lists of objects, in any nesting.
         active: the loaders that are being iterated, the innermost last.
+        ranks: one rank for each data rank, whose samples count; all ranks if None.
 
     Example:
         >>> import torch
@@ -40,20 +43,21 @@ def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
     # Before any branch that depends on ``data``: it raises on all ranks if their structures differ.
     sizes = collectives.sizes_on_all(tensors)
     if not tensors:
-        return gather_counted_objects(data, active)
+        return gather_counted_objects(data, active, ranks)
     if not isinstance(data, torch.Tensor):
-        data = _gather_lists(data, active)
+        data = _gather_lists(data, active, ranks)
     numbers = iter(range(len(tensors)))
     world = collectives.world_size()
 
     def keep_real(gathered: torch.Tensor) -> torch.Tensor:
         index = next(numbers)
         each = [len(gathered) // world] * world if sizes is None else [s[index] for s in sizes]
+        own = _of_ranks(each, ranks)
         # A tensor without dimensions becomes one with an entry for each rank, not each sample.
-        keep = _counts(each, active, per_sample=tensors[index].dim() > 0)
+        keep = _counts(own, active, per_sample=tensors[index].dim() > 0)
         if keep == each:
             return gathered
-        pieces = zip(torch.split(gathered, each), keep, strict=True)
+        pieces = zip(_of_ranks(torch.split(gathered, each), ranks), keep, strict=True)
         return torch.cat([piece[:count] for piece, count in pieces])
 
     counted = collectives.map_tensors(collectives.gather_sized(data, sizes), keep_real)
@@ -61,7 +65,9 @@ def gather_counted(data: Any, active: Sequence[Tally]) -> Any:
     return apply_to_collection(counted, _Joined, lambda joined: joined.items)
 
 
-def gather_counted_objects(data: Any, active: Sequence[Tally]) -> list[Any]:
+def gather_counted_objects(
+    data: Any, active: Sequence[Tally], ranks: Sequence[int] | None = None
+) -> list[Any]:
     """Collective: gather lists and tuples into one list, each sample once, else one entry a rank.
 
     Example:
@@ -69,7 +75,12 @@ def gather_counted_objects(data: Any, active: Sequence[Tally]) -> list[Any]:
         >>> gather_counted_objects(["a", "b"], []), gather_counted_objects({"a": 1}, [])
         (['a', 'b'], [{'a': 1}])
     """
-    return _join(collectives.all_objects(data), active)
+    return _join(_of_ranks(collectives.all_objects(data), ranks), active)
+
+
+def _of_ranks(pieces: Sequence[T], ranks: Sequence[int] | None) -> list[T]:
+    """Return the pieces of these ranks: other ranks have read the same samples."""
+    return list(pieces) if ranks is None else [pieces[rank] for rank in ranks]
 
 
 def _join(parts: Sequence[Any], active: Sequence[Tally]) -> list[Any]:
@@ -117,13 +128,13 @@ class _Joined:
         self.items = items
 
 
-def _gather_lists(data: Any, active: Sequence[Tally]) -> Any:
+def _gather_lists(data: Any, active: Sequence[Tally], ranks: Sequence[int] | None) -> Any:
     """Join lists without tensors, such as the texts of a batch, over all ranks."""
     found: list[list[Any]] = []
     _map_plain_lists(data, found.append)
     if not found:
         return data
-    on_all = collectives.all_objects(found)
+    on_all = _of_ranks(collectives.all_objects(found), ranks)
     joined = iter([_Joined(_join(parts, active)) for parts in zip(*on_all, strict=True)])
     return _map_plain_lists(data, lambda _: next(joined))
 

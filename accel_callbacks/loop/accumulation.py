@@ -26,6 +26,7 @@ class Normalizer:
 
     Args:
         averaged_over: number of ranks over which the strategy averages gradients, 1 if it does not.
+        data_world: number of ranks that read different data; the world size if None.
 
     Attributes:
         active: the current gradients come from losses given to :meth:`add`.
@@ -42,9 +43,10 @@ class Normalizer:
         2.0
     """
 
-    def __init__(self, averaged_over: int = 1) -> None:
+    def __init__(self, averaged_over: int = 1, data_world: int | None = None) -> None:
         self.active = self.pending = self.closed = False
         self._averaged_over = averaged_over
+        self._data_world = data_world
         self._base: float | None = None
         self._total: Count = 0.0
         self._factor: Count | None = None
@@ -88,13 +90,20 @@ class Normalizer:
     def factor(self) -> Count:
         """Collective, once a step: return the factor for the gradients."""
         if self._factor is None:
-            total = _summed(self._total)
+            total = self._over_data_ranks(_summed(self._total))
             wanted = (self._base or 1.0) * self._averaged_over
             if isinstance(total, torch.Tensor):
                 self._factor = torch.where(total > 0, wanted / total, 0.0)
             else:
                 self._factor = wanted / total if total > 0 else 0.0
         return self._factor
+
+    def _over_data_ranks(self, total: Count) -> Count:
+        """Return the part of a sum over all ranks that counts each sample once."""
+        world = collectives.world_size()
+        if self._data_world is None or self._data_world == world:
+            return total
+        return total * self._data_world / world
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Multiply the gradients of this optimizer by the factor, once a step."""
@@ -139,6 +148,7 @@ class GradientWindow:
         num_steps: micro-batches of a full window, at least 1.
         plugin: the same with more options; instead of ``num_steps``.
         averaged_over: number of ranks over which the strategy averages gradients, 1 if it does not.
+        data_world: number of ranks that read different data; the world size if None.
 
     Attributes:
         sync: True in the last micro-batch of a window, and outside of ``accumulate``: gradients
@@ -181,8 +191,9 @@ class GradientWindow:
         num_steps: int = 1,
         plugin: GradientAccumulationPlugin | None = None,
         averaged_over: int = 1,
+        data_world: int | None = None,
     ) -> None:
-        self.normalizer = Normalizer(averaged_over)
+        self.normalizer = Normalizer(averaged_over, data_world)
         self.plugin = plugin or GradientAccumulationPlugin(num_steps)
         self.position = 0
         self.resize(self.plugin.num_steps)

@@ -410,6 +410,8 @@ class TrainingRun(TrainerAttributes):
         """
         return self.resumed_from is None and self.global_step == 0
 
+    begins_anew = starts_fresh  # the name that callbacks written for earlier versions use
+
     @property
     def awaits_training(self) -> bool:
         """True if a checkpoint was loaded, and no step was taken since."""

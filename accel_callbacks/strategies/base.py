@@ -73,9 +73,14 @@ class Strategy(ABC):
         return self.topology.world_size
 
     @property
+    def data_ranks(self) -> Sequence[int]:
+        """For each data rank, the rank whose samples count in metrics."""
+        return range(self.data_world)
+
+    @property
     def averaged_over(self) -> int:
         """Processes over which backward averages gradients."""
-        return self.topology.world_size if self.has_gradient_sync else 1
+        return self.data_world if self.has_gradient_sync else 1
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
