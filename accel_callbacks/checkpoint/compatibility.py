@@ -182,7 +182,7 @@ def _other_world(
     if exact and selection.takes("loaders/0"):
         parts.append("the order of samples goes on exactly, but")
     if selection.takes("rng"):
-        parts.append(f"random generators start anew except on {alike};")
+        parts.append(f"random generators are not restored, except on {alike};")
     if local is not None and "window" in local and selection.takes("window"):
         parts.append("the gradients of the open window are dropped;")
     start = f"the checkpoint was saved by {saved} processes and is loaded by {here}: "

@@ -239,15 +239,15 @@ class Loop:
             >>> loop.half_loaded = "runs/step-1"
             >>> loop.require_loaded("backward")
             Traceback (most recent call last):
-            accel_callbacks.errors.ResumeError: backward: loading runs/step-1 broke off half-way, \
-and models and optimizers hold a mixture of it and of what was there before. Load a checkpoint \
-first: load_state() takes the newest that is whole.
+            accel_callbacks.errors.ResumeError: backward: loading runs/step-1 failed midway, and \
+models and optimizers hold a mixture of it and of their state before. Load a checkpoint first: \
+load_state() takes the newest valid one.
         """
         if self.half_loaded is not None:
             raise ResumeError(
-                f"{action}: loading {self.half_loaded} broke off half-way, and models and "
-                "optimizers hold a mixture of it and of what was there before. Load a checkpoint "
-                "first: load_state() takes the newest that is whole."
+                f"{action}: loading {self.half_loaded} failed midway, and models and optimizers "
+                "hold a mixture of it and of their state before. Load a checkpoint first: "
+                "load_state() takes the newest valid one."
             )
 
     def fire(self, hook: str, *args: Any) -> None:

@@ -361,7 +361,7 @@ def test_after_a_load_that_broke_off_half_way_nothing_goes_on_until_one_succeeds
         lambda: accel.save_state(older),
         lambda: accel.save_model(model, tmp_path / "model"),
     ):
-        with pytest.raises(ResumeError, match=r"step-00000002 broke off half-way.*load_state\(\)"):
+        with pytest.raises(ResumeError, match=r"step-00000002 failed midway.*load_state\(\)"):
             refused()
     with pytest.raises(ResumeError), accel.accumulate(model):
         accel.backward(model(torch.ones(1, 32)).sum())
@@ -501,7 +501,7 @@ def test_if_the_last_one_breaks_off_half_way_the_run_refuses(tmp_path):
         pytest.raises(checkpoint_io.CorruptCheckpointError, match="all are damaged"),
     ):
         accel.load_state()
-    with pytest.raises(ResumeError, match="half-way"):
+    with pytest.raises(ResumeError, match="failed midway"):
         step(accel, model, optimizer)
 
 

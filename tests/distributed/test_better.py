@@ -145,9 +145,9 @@ def test_random_generators_are_stored_per_rank(pool, tmp_path):
 def test_a_restore_that_cannot_be_exact_is_not_swallowed(pool, tmp_path):
     pool.run(draws_after_a_resume, str(tmp_path / "saved"))
     accel = accelerator()
-    with pytest.warns(UserWarning, match="random generators start anew"):
+    with pytest.warns(UserWarning, match="random generators are not restored"):
         accel.load_state(str(tmp_path / "saved"))
-    with pytest.raises(RuntimeError, match="random generators start anew"):
+    with pytest.raises(RuntimeError, match="random generators are not restored"):
         accel.load_state(str(tmp_path / "saved"), strict=True)
 
 

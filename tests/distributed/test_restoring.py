@@ -210,7 +210,7 @@ def test_a_run_goes_on_on_another_number_of_processes(pool, pool_of_4, tmp_path,
         assert len(told) == (before != after)
         kept = min(before, after) - 1
         alike = "rank 0" if kept == 0 else f"ranks 0 to {kept}"
-        assert all(f"random generators start anew except on {alike}" in text for text in told)
+        assert all(f"random generators are not restored, except on {alike}" in text for text in told)
     if before != after:
         for (text,) in on(after, loads_all, path, True):
             assert "pass strict=False" in text

@@ -1,4 +1,4 @@
-"""What may be registered, and with which options."""
+"""Registration of callbacks: what is accepted, and the options of one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _check_hooks(callback: Any) -> None:
 
 
 def overrides(callback: Any, hook: str) -> bool:
-    """Whether the callback has this hook, of its own and not from the base class."""
+    """Return whether the callback defines this hook itself, unlike the base class."""
     if hook in getattr(callback, "__dict__", {}):
         return True
     own = getattr(type(callback), hook, None)
@@ -75,13 +75,13 @@ def overrides(callback: Any, hook: str) -> bool:
 
 
 def saves(callback: Any) -> bool:
-    """Whether it saves checkpoints, and knows where a run can be resumed from."""
+    """Return whether the callback saves checkpoints that a run can be resumed from."""
     return callable(getattr(callback, "resume_root", None))
 
 
 @dataclass(frozen=True)
 class Configured:
-    """What :func:`configured` returns; the Accelerator takes the callback out of it.
+    """A callback with options; :func:`configured` makes it.
 
     Args:
         callback: the object with hooks.
