@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_callbacks import Accelerator, DistributedType, strategies
+from accel_callbacks import Accelerator
 from accel_callbacks.strategies import DDP
+from tests.support.strategies import strategy
 
 pytestmark = pytest.mark.distributed
 
@@ -23,17 +23,6 @@ class Paired(DDP):
     data_rank = property(lambda self: self.topology.rank // 2)
     data_world = property(lambda self: self.topology.world_size // 2)
     data_ranks = property(lambda self: range(0, self.topology.world_size, 2))
-
-
-@contextmanager
-def strategy(kind):
-    registry = strategies._REGISTRY
-    before = registry[DistributedType.MULTI_CPU]
-    registry[DistributedType.MULTI_CPU] = kind
-    try:
-        yield
-    finally:
-        registry[DistributedType.MULTI_CPU] = before
 
 
 def counted():

@@ -16,6 +16,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, ResumeError
 from accel_callbacks.strategies.single_device import SingleDevice
+from tests.support.strategies import strategy
 
 pytestmark = pytest.mark.distributed
 
@@ -210,7 +211,9 @@ def test_a_run_goes_on_on_another_number_of_processes(pool, pool_of_4, tmp_path,
         assert len(told) == (before != after)
         kept = min(before, after) - 1
         alike = "rank 0" if kept == 0 else f"ranks 0 to {kept}"
-        assert all(f"random generators are not restored, except on {alike}" in text for text in told)
+        assert all(
+            f"random generators are not restored, except on {alike}" in text for text in told
+        )
     if before != after:
         for (text,) in on(after, loads_all, path, True):
             assert "pass strict=False" in text
@@ -230,8 +233,8 @@ def spread_job(seed: int, steps: int, mesh_shape: tuple[int, ...]) -> tuple:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     torch.manual_seed(seed)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
-    accel.strategy = Spread(accel.topology)
+    with strategy(Spread):
+        accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [Shard(0), Replicate()][: len(mesh_shape)]
     if len(mesh_shape) == 2:
