@@ -26,7 +26,7 @@ from accel_callbacks.testing import (
     tiny_training,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Counts(Callback):

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the workers impo
 
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks.adapters import to_lightning, to_transformers
-from tests.adapters.small_loop import data, train
+from tests.integrations.small_loop import data, train
 
 cb = pytest.importorskip(
     "lightning.pytorch.callbacks", reason="Lightning is not installed: scripts/test_adapters"
@@ -134,7 +134,7 @@ def test_a_wish_of_one_process_stops_its_trainer_on_both(
 
 
 def stop_transformers(folder: str, can_vote: bool) -> tuple[int, list[str]]:
-    from tests.adapters.test_to_transformers import make_trainer
+    from tests.integrations.test_to_transformers import make_trainer
 
     Accelerator(cpu=True, **SHORT)
     trainer = make_trainer(Path(folder), 4, save_strategy="no", eval_strategy="no")

@@ -29,7 +29,7 @@ from accel_callbacks.callbacks import (
     configured,
 )
 from accel_callbacks.callbacks.adapters import NotInAPlainLoop, to_lightning
-from tests.adapters.small_loop import data
+from tests.integrations.small_loop import data
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="Lightning is not installed: scripts/test_adapters"

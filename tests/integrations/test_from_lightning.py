@@ -14,7 +14,7 @@ import torch
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import configured
 from accel_callbacks.callbacks.adapters import NotInAPlainLoop, from_lightning
-from tests.adapters.small_loop import Net, data, train, weights
+from tests.integrations.small_loop import Net, data, train, weights
 
 cb = pytest.importorskip(
     "lightning.pytorch.callbacks", reason="Lightning is not installed: scripts/test_adapters"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import checkpoint_io
 from accel_callbacks import Callback
-from tests.adapters.small_loop import Net, prepare, same, train, weights
+from tests.integrations.small_loop import Net, prepare, same, train, weights
 
 cb = pytest.importorskip(
     "lightning.pytorch.callbacks", reason="Lightning is not installed: scripts/test_adapters"
