@@ -164,7 +164,7 @@ def uploads(place: Server, data: np.ndarray) -> dict[str, Method]:
     """Ways to send the data, a name for each; those that are not installed are left out."""
     import fsspec
 
-    from checkpoint_io.storage.open import open_store
+    from checkpoint_io.storage import open_store
 
     size, key = len(data), f"up-{len(data)}"
     view = memoryview(data)
@@ -204,8 +204,8 @@ def downloads(place: Server, data: np.ndarray) -> dict[str, Method]:
     """Ways to read the data back into memory."""
     import fsspec
 
+    from checkpoint_io.storage import open_store
     from checkpoint_io.storage.base import Span
-    from checkpoint_io.storage.open import open_store
 
     size, name = len(data), f"down-{len(data)}"
     target = np.empty(size, dtype=np.uint8)

@@ -15,6 +15,7 @@ from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.flops import FlopCounter
 from accel_callbacks.collectives import tensors_in
 from accel_callbacks.modeling.undisturbed import undisturbed_eval
+from accel_callbacks.utils.text import table
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -24,7 +25,6 @@ __all__ = [
     "LayerSummary",
     "ModelSummary",
     "Summary",
-    "as_table",
     "count_text",
     "run_example",
     "size_text",
@@ -162,7 +162,9 @@ class Summary:
             lines[0] += ", and lazy parameters, whose shapes depend on the first batch"
         if total.flops is not None:
             lines.append(f"FLOPs of one forward pass with the example: {count_text(total.flops)}")
-        return "\n".join([*as_table(_columns(self.layers)), *lines])
+        columns = _columns(self.layers)
+        rows = list(zip(*columns.values(), strict=True))
+        return "\n".join([table(tuple(columns), rows), *lines] if rows else lines)
 
 
 @dataclass(frozen=True)
@@ -327,24 +329,6 @@ def _columns(layers: Iterable[LayerSummary]) -> dict[str, list[str]]:
 
 def _shapes_text(shapes: Shapes) -> str:
     return " ".join(str(list(shape)) for shape in shapes)
-
-
-def as_table(columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Format columns left-aligned under their titles, as lines; none without rows.
-
-    Example:
-        >>> from accel_callbacks.callbacks.model_summary import as_table
-        >>> as_table({"name": ["a", "bcd"], "size": ["1", "2"]})
-        ['name  size', 'a     1', 'bcd   2']
-    """
-    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
-    if len(rows) == 1:
-        return []
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def count_text(count: float) -> str:

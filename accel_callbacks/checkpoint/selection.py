@@ -39,7 +39,7 @@ class Selection:
     """
 
     def __init__(self, only: Only | None = None, rename: Rename | None = None) -> None:
-        from checkpoint_io.loader.selection import renamer, selector
+        from checkpoint_io.loader import renamer, selector
 
         if only is not None and not callable(only):
             only = [only] if isinstance(only, str) else list(only)

@@ -20,13 +20,14 @@ _INSTEAD = (
 
 
 def local_path(url: str) -> str | None:
-    """The path that a URL means on this machine, None if it is elsewhere.
+    """Return the path that a URL names on this machine, None for a remote URL.
 
     Example:
         >>> from accel_callbacks.checkpoint.tensor_file import local_path
         >>> local_path("file:///runs/digits"), local_path("s3://bucket/digits")
         ('/runs/digits', None)
     """
+    # Not that of `checkpoint_io`: `accel.save` works also where a file of the user hides that package.
     protocol, found, rest = url.partition("://")
     if found and protocol not in ("file", "local"):
         return None
@@ -35,10 +36,10 @@ def local_path(url: str) -> str | None:
 
 @contextmanager
 def writable_folder(url: str) -> Iterator[str]:
-    """A folder for files beside a checkpoint: there while the block runs, where it is local.
+    """Create the local folder of a checkpoint, for the files of save hooks.
 
-    Gives the path, or the URL of a folder that is elsewhere. Where the block raises, a folder
-    that is empty is removed again.
+    Yield its path, or the URL as it is if it is remote. If the block raises, an empty folder is
+    removed again.
 
     Example:
         >>> import os, tempfile
@@ -51,7 +52,7 @@ def writable_folder(url: str) -> Iterator[str]:
     if path is None:
         yield url
         return
-    from checkpoint_io.storage.local import make_folders
+    from checkpoint_io.storage import make_folders
 
     path = os.path.abspath(path)
     make_folders(path)

@@ -17,12 +17,12 @@ import checkpoint_io
 from accel_callbacks.cli.ckpt_copy import copy
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.utils.text import age_of, printable, shape_of, size_of, table, to_json
-from checkpoint_io.folder.removal import remove_all, remove_checkpoint
-from checkpoint_io.format.manifest import Manifest
-from checkpoint_io.format.names import MANIFEST, save_id_of
-from checkpoint_io.loader.files import manifest_of
-from checkpoint_io.storage.open import Store, open_store
-from checkpoint_io.weights.find import open_weights
+from checkpoint_io import Manifest
+from checkpoint_io.folder import remove_all, remove_checkpoint
+from checkpoint_io.format import MANIFEST, save_id_of
+from checkpoint_io.loader import manifest_of
+from checkpoint_io.storage import Store, open_store
+from checkpoint_io.weights import open_weights
 
 
 def run(args: Namespace) -> int:

@@ -19,15 +19,11 @@ import numpy as np
 import checkpoint_io
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.utils.text import printable, size_of
-from checkpoint_io.folder.removal import extra_files
-from checkpoint_io.format.manifest import Manifest, same_manifest
-from checkpoint_io.format.names import MANIFEST, save_id_of, temporary_name
-from checkpoint_io.format.parse import parse_manifest
-from checkpoint_io.loader.files import check_sizes, manifest_of
-from checkpoint_io.loader.source import Source
-from checkpoint_io.loader.transfer import Bytes, Want
-from checkpoint_io.storage.base import protocol_of
-from checkpoint_io.storage.open import Store, open_store
+from checkpoint_io import Manifest
+from checkpoint_io.folder import extra_files
+from checkpoint_io.format import MANIFEST, parse_manifest, same_manifest, save_id_of, temporary_name
+from checkpoint_io.loader import Bytes, Source, Want, check_sizes, manifest_of
+from checkpoint_io.storage import Store, open_store, protocol_of
 
 WINDOW = 32 << 20
 _PIECE = 8 << 20

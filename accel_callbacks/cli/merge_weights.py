@@ -55,8 +55,8 @@ def run(args: Namespace) -> int:
     import torch
 
     from accel_callbacks.cli.ckpt_actions import storage_options
-    from checkpoint_io.errors import CheckpointError, CheckpointWarning
-    from checkpoint_io.weights.merge import merge_weights
+    from checkpoint_io import CheckpointError, CheckpointWarning
+    from checkpoint_io.weights import merge_weights
 
     if args.destination.endswith((".safetensors", ".bin", ".json")):
         raise CommandError(f"{args.destination} is the name of a file: name a folder")

@@ -161,8 +161,8 @@ def _load_and_send(
     strict: bool,
 ) -> None:
     """Load on rank 0, then broadcast every loaded tensor to the other ranks."""
-    from checkpoint_io.sharding.dtensor import is_dtensor
-    from checkpoint_io.weights.load import ModelTargets
+    from checkpoint_io.sharding import is_dtensor
+    from checkpoint_io.weights import ModelTargets
 
     where = "load_checkpoint_in_model"
     with shared_failure(where):

@@ -21,8 +21,8 @@ from accel_callbacks.config import AcceleratorConfig
 from accel_callbacks.distributed.rng import set_seed
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.selftest.check import Check, Expectations, Lab, Skipped
-from checkpoint_io.format.names import MANIFEST, new_save_id
-from checkpoint_io.storage.open import open_store
+from checkpoint_io.format import MANIFEST, new_save_id
+from checkpoint_io.storage import open_store
 
 __all__ = [
     "CHECKS",

@@ -233,8 +233,8 @@ def remove_saved(path: str, run_id: str) -> None:
     """
     require_neighbour("checkpoint_io")
     from checkpoint_io import CheckpointError, read_manifest
-    from checkpoint_io.folder.removal import remove_checkpoint
-    from checkpoint_io.storage.open import open_store
+    from checkpoint_io.folder import remove_checkpoint
+    from checkpoint_io.storage import open_store
 
     store = open_store(path, {})
     present = set(store.sizes())
