@@ -37,7 +37,7 @@ from accel_callbacks.data.config import (
     checked_rng_types,
 )
 from accel_callbacks.data.loader import DataLoaderShard
-from accel_callbacks.data.loaders import Loaders
+from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.process_control import ProcessControl
@@ -48,8 +48,9 @@ from accel_callbacks.distributed.topology import (
 )
 from accel_callbacks.distributed.trigger import Trigger
 from accel_callbacks.integrations.adapt import adapt
-from accel_callbacks.loop.accumulation import GradientWindow
-from accel_callbacks.loop.contexts import Accumulate, Evaluate, RunContext, join_uneven_inputs
+from accel_callbacks.loop.accumulation import Accumulate
+from accel_callbacks.loop.contexts import Evaluate, RunContext, join_uneven_inputs
+from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun

@@ -27,7 +27,7 @@ from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard
-    from accel_callbacks.loop.accumulation import GradientWindow
+    from accel_callbacks.loop.gradient_window import GradientWindow
     from accel_callbacks.loop.loop import Loop
 
 __all__ = [

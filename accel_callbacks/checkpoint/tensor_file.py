@@ -27,7 +27,7 @@ def local_path(url: str) -> str | None:
         >>> local_path("file:///runs/digits"), local_path("s3://bucket/digits")
         ('/runs/digits', None)
     """
-    # Not that of `checkpoint_io`: `accel.save` works also where a file of the user hides that package.
+    # Not that of `checkpoint_io`: `accel.save` works where a file of the user hides that package.
     protocol, found, rest = url.partition("://")
     if found and protocol not in ("file", "local"):
         return None

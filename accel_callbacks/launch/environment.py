@@ -1,28 +1,77 @@
-"""Set environment variables for child processes; the only place that writes ``os.environ``."""
+"""The environment variables of launched processes; the only place that writes ``os.environ``."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["changed_environment"]
+from accel_callbacks.launch.rendezvous import Host
+from accel_callbacks.launch.resolve import Resolved
+
+__all__ = ["changed_environment", "child_environment", "exports", "rank_variables"]
+
+_VISIBLE_DEVICES = {
+    "MULTI_XPU": "ZE_AFFINITY_MASK",
+    "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
+    "MULTI_MLU": "MLU_VISIBLE_DEVICES",
+    "MULTI_SDAA": "SDAA_VISIBLE_DEVICES",
+    "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
+    "MULTI_HPU": "HABANA_VISIBLE_MODULES",
+}
+
+
+def rank_variables(
+    rank: int, world: int, local: int, local_world: int, address: str, port: int | None
+) -> dict[str, str]:
+    """Return the variables that torch's launcher sets for a process."""
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": local_world,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in variables.items() if value is not None}
+
+
+def child_environment(resolved: Resolved, host: Host, cores: int) -> dict[str, str]:
+    """Return variables for the processes: settings that were given, and a default thread count."""
+    settings = resolved.settings
+    env = {}
+    if settings.num_cpu_threads_per_process is not None:
+        env["OMP_NUM_THREADS"] = str(settings.num_cpu_threads_per_process)
+    elif "OMP_NUM_THREADS" not in host.environment:
+        env["OMP_NUM_THREADS"] = str(max(1, cores))
+    if settings.gpu_ids is not None and not settings.use_cpu:
+        env[_VISIBLE_DEVICES.get(settings.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = (
+            settings.gpu_ids.replace(" ", "")
+        )
+    return {**env, **resolved.variables()}
+
+
+def exports(env: Mapping[str, str]) -> list[str]:
+    """Return the shell commands that set the variables."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
 
 
 @contextmanager
 def changed_environment(extra: Mapping[str, str]) -> Iterator[None]:
     """Set variables for processes started in the block; restore the whole environment after it.
 
-    Changes that others make in the block, as torch's launcher does, are undone too.
+        Changes that others make in the block, as torch's launcher does, are undone too.
 
-    Example:
-        >>> import os
-        >>> from accel_callbacks.launch.environment import changed_environment
-        >>> with changed_environment({"ACCEL_EXAMPLE": "1"}):
-        ...     os.environ["ACCEL_EXAMPLE"]
-        '1'
-        >>> "ACCEL_EXAMPLE" in os.environ
-        False
+        Example:
+            >>> import os
+    import shlex
+            >>> from accel_callbacks.launch.environment import changed_environment
+            >>> with changed_environment({"ACCEL_EXAMPLE": "1"}):
+            ...     os.environ["ACCEL_EXAMPLE"]
+            '1'
+            >>> "ACCEL_EXAMPLE" in os.environ
+            False
     """
     before = dict(os.environ)
     os.environ.update(extra)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_callbacks.launch import worker
+from accel_callbacks.launch.environment import child_environment, exports, rank_variables
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.rendezvous import (
     Host,
@@ -21,14 +22,6 @@ from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import LaunchSettings, all_options
 from accel_callbacks.launch.slurm import SlurmPlace, slurm_place
 
-_VISIBLE_DEVICES = {
-    "MULTI_XPU": "ZE_AFFINITY_MASK",
-    "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
-    "MULTI_MLU": "MLU_VISIBLE_DEVICES",
-    "MULTI_SDAA": "SDAA_VISIBLE_DEVICES",
-    "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
-    "MULTI_HPU": "HABANA_VISIBLE_MODULES",
-}
 # Already among the options of the rendezvous.
 _RENDEZVOUS_OPTIONS = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "local_addr")
 # Options that only torch's launcher implements; without them a single process runs directly.
@@ -67,7 +60,7 @@ class DirectPlan:
     def as_shell(self) -> str:
         """Return equivalent shell commands."""
         notes = [f"# {self.note}"] if self.note else []
-        return "\n".join([*_exports(self.env), shlex.join(self.command), *notes])
+        return "\n".join([*exports(self.env), shlex.join(self.command), *notes])
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ class AgentPlan:
         program = self.program
         kind = {"module": ["--module"], "program": ["--no-python"]}.get(program.kind, [])
         words = [*self.torchrun, *kind, program.name, *escaped(program.arguments)]
-        return "\n".join([*_exports(self.env), shlex.join(["torchrun", *words]), *self._ranks()])
+        return "\n".join([*exports(self.env), shlex.join(["torchrun", *words]), *self._ranks()])
 
     def _ranks(self) -> Iterator[str]:
         rendezvous = self.rendezvous
@@ -97,7 +90,7 @@ class AgentPlan:
         world = rendezvous.most * rendezvous.local
         for local in range(rendezvous.local):
             rank = rendezvous.first_rank + local
-            variables = _rank_variables(
+            variables = rank_variables(
                 *(rank, world, local, rendezvous.local, rendezvous.address, rendezvous.port)
             )
             shown = " ".join(f"{name}={value}" for name, value in variables.items())
@@ -117,7 +110,7 @@ class TpuPlan:
         """Describe the call in a comment, as there is no equivalent command."""
         call = f"{self.program.name}: {self.function}()"
         where = "in one process" if self.one else "on each core of the TPU"
-        return "\n".join([*_exports(self.env), f"# torch_xla calls {call} {where}"])
+        return "\n".join([*exports(self.env), f"# torch_xla calls {call} {where}"])
 
 
 Plan = DirectPlan | AgentPlan | TpuPlan
@@ -126,10 +119,6 @@ Plan = DirectPlan | AgentPlan | TpuPlan
 def escaped(arguments: Sequence[str]) -> list[str]:
     """Escape ``$`` in arguments of the script, where torchrun would expand macros."""
     return [word.replace("$", "$$") for word in arguments]
-
-
-def _exports(env: Mapping[str, str]) -> list[str]:
-    return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
 
 
 def build_plan(
@@ -164,11 +153,11 @@ def build_plan(
         return _tpu_plan(resolved, program)
     knows_rank = resolved.given("machine_rank") or settings != resolved.settings
     rendezvous = plan_rendezvous(settings, extras, host, knows_rank)
-    env = _child_environment(resolved, host, host.cores // rendezvous.local)
+    env = child_environment(resolved, host, host.cores // rendezvous.local)
     alone = rendezvous.most * rendezvous.local == 1 and rendezvous.first_rank is not None
     if alone and not _needs_agent(settings, extras):
         port = rendezvous.port or host.free_port()
-        variables = _rank_variables(0, 1, 0, 1, rendezvous.address, port)
+        variables = rank_variables(0, 1, 0, 1, rendezvous.address, port)
         return DirectPlan(tuple(program.command()), env | variables)
     repeats = settings.max_restarts > 0 or rendezvous.least != rendezvous.most
     if repeats and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in host.environment:
@@ -241,10 +230,10 @@ def _task_plan(
             "--ntasks-per-node=1"
         )
     port = settings.main_process_port or place.port
-    variables = _rank_variables(
+    variables = rank_variables(
         *(place.rank, place.tasks, place.local_rank, place.tasks_here, place.hosts[0], port)
     )
-    env = _child_environment(resolved, host, _cores_of_a_task(place, host))
+    env = child_environment(resolved, host, _cores_of_a_task(place, host))
     return DirectPlan(tuple(program.reporting_command()), env | variables)
 
 
@@ -266,33 +255,3 @@ def _tpu_plan(resolved: Resolved, program: Program) -> TpuPlan:
         env["XLA_DOWNCAST_BF16"] = "1"
     one = settings.num_processes == 1
     return TpuPlan(program, settings.main_training_function, one, env)
-
-
-def _rank_variables(
-    rank: int, world: int, local: int, local_world: int, address: str, port: int | None
-) -> dict[str, str]:
-    """Return the variables that torch's launcher sets for a process."""
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": local_world,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
-    return {name: str(value) for name, value in variables.items() if value is not None}
-
-
-def _child_environment(resolved: Resolved, host: Host, cores: int) -> dict[str, str]:
-    """Return variables for the processes: settings that were given, and a default thread count."""
-    settings = resolved.settings
-    env = {}
-    if settings.num_cpu_threads_per_process is not None:
-        env["OMP_NUM_THREADS"] = str(settings.num_cpu_threads_per_process)
-    elif "OMP_NUM_THREADS" not in host.environment:
-        env["OMP_NUM_THREADS"] = str(max(1, cores))
-    if settings.gpu_ids is not None and not settings.use_cpu:
-        env[_VISIBLE_DEVICES.get(settings.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = (
-            settings.gpu_ids.replace(" ", "")
-        )
-    return {**env, **resolved.variables()}

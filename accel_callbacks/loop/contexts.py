@@ -1,10 +1,10 @@
-"""Context managers of a loop: accumulate, evaluate, join_uneven_inputs, and the run around it."""
+"""Context managers around a loop: evaluate, join_uneven_inputs, and the run."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
 from accel_callbacks.checkpoint.restore import LoadOptions
-from accel_callbacks.data.loaders import Loaders
+from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import nearest
@@ -24,54 +24,9 @@ from accel_callbacks.strategies import Strategy
 from accel_callbacks.strategies.join import state_from
 from accel_callbacks.tracking.trackers import Tracking
 
-__all__ = ["Accumulate", "Evaluate", "RunContext", "join_uneven_inputs"]
+__all__ = ["Evaluate", "RunContext", "join_uneven_inputs"]
 
 _STAGES = ("validation", "test")
-
-
-class Accumulate(AbstractContextManager["Accumulate"]):
-    """One micro-batch of a gradient window; see ``Accelerator.accumulate``.
-
-    Example:
-        >>> from accel_callbacks import Accelerator
-        >>> accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        >>> for _ in range(2):
-        ...     with accel.accumulate():
-        ...         print(accel.sync_gradients)
-        False
-        True
-    """
-
-    __slots__ = ("_loop", "_models", "_stack", "_strategy")
-
-    def __init__(self, loop: Loop, strategy: Strategy, models: tuple[torch.nn.Module, ...]) -> None:
-        self._loop = loop
-        self._strategy = strategy
-        self._models = models
-        self._stack: ExitStack | None = None
-
-    def __enter__(self) -> Accumulate:
-        loop = self._loop
-        if loop.window.dirty:
-            loop.drop_gradients()
-        remaining, last = loop.progress.remaining(loop.active[-1] if loop.active else None)
-        loop.window.enter(remaining, last)
-        window = loop.window
-        local = not window.sync and not window.plugin.sync_each_batch
-        if local and self._strategy.has_gradient_sync:
-            self._stack = ExitStack()
-            for model in self._models:
-                self._stack.enter_context(self._strategy.no_sync(model))
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self._stack is not None:
-            self._stack.close()
-        if error is None:
-            self._loop.worked = True
-            self._loop.window.leave()
-        else:
-            self._loop.window.abandon()
 
 
 class Evaluate(AbstractContextManager["Evaluate"]):

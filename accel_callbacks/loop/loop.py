@@ -20,7 +20,7 @@ from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import ResumeError
-from accel_callbacks.loop.accumulation import GradientWindow
+from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.gradients import has_gradients
-from accel_callbacks.loop.contexts import Accumulate
+from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.optimizer import AcceleratedOptimizer
