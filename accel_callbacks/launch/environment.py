@@ -61,17 +61,16 @@ def exports(env: Mapping[str, str]) -> list[str]:
 def changed_environment(extra: Mapping[str, str]) -> Iterator[None]:
     """Set variables for processes started in the block; restore the whole environment after it.
 
-        Changes that others make in the block, as torch's launcher does, are undone too.
+    Changes that others make in the block, as torch's launcher does, are undone too.
 
-        Example:
-            >>> import os
-    import shlex
+    Example:
+        >>> import os
             >>> from accel_callbacks.launch.environment import changed_environment
-            >>> with changed_environment({"ACCEL_EXAMPLE": "1"}):
-            ...     os.environ["ACCEL_EXAMPLE"]
-            '1'
-            >>> "ACCEL_EXAMPLE" in os.environ
-            False
+        >>> with changed_environment({"ACCEL_EXAMPLE": "1"}):
+        ...     os.environ["ACCEL_EXAMPLE"]
+        '1'
+        >>> "ACCEL_EXAMPLE" in os.environ
+        False
     """
     before = dict(os.environ)
     os.environ.update(extra)
