@@ -65,7 +65,7 @@ def changed_environment(extra: Mapping[str, str]) -> Iterator[None]:
 
     Example:
         >>> import os
-            >>> from accel_callbacks.launch.environment import changed_environment
+        >>> from accel_callbacks.launch.environment import changed_environment
         >>> with changed_environment({"ACCEL_EXAMPLE": "1"}):
         ...     os.environ["ACCEL_EXAMPLE"]
         '1'
