@@ -36,11 +36,14 @@ class Accumulate(AbstractContextManager["Accumulate"]):
 
     def __enter__(self) -> Accumulate:
         loop = self._loop
+        # The window before was left early, by an error or at the end of a pass.
         if loop.window.dirty:
             loop.drop_gradients()
         remaining, last = loop.progress.remaining(loop.active[-1] if loop.active else None)
         loop.window.enter(remaining, last)
         window = loop.window
+        # Only the last backward of a window communicates: the others keep their gradients on the
+        # rank, and the last one averages the sums.
         local = not window.sync and not window.plugin.sync_each_batch
         if local and self._strategy.has_gradient_sync:
             self._stack = ExitStack()

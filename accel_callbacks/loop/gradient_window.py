@@ -84,12 +84,15 @@ class Normalizer:
 
     def _agree_on_base(self, count: Count, expected: int) -> float:
         """Return a power of two near the mean count of a step, the same on all ranks."""
+        # About the count of one rank in a whole window: divided by it, gradients stay in the range
+        # of fp16, and a power of two loses no bit. It is agreed on once, and kept.
         typical = float(_summed(count)) / collectives.world_size() * expected
         return 2.0 ** round(math.log2(typical)) if typical > 0 else 1.0
 
     def factor(self) -> Count:
         """Collective, once a step: return the factor for the gradients."""
         if self._factor is None:
+            # The sum of counts stays on its device: reading it would wait for the backward pass.
             total = self._over_data_ranks(_summed(self._total))
             wanted = (self._base or 1.0) * self._averaged_over
             if isinstance(total, torch.Tensor):
@@ -107,6 +110,7 @@ class Normalizer:
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Multiply the gradients of this optimizer by the factor, once a step."""
+        # Clipping settles before the step does, and must not scale twice.
         if id(optimizer) not in self._settled:
             self._settled.add(id(optimizer))
             multiply_gradients(optimizer, self.factor())
@@ -211,6 +215,7 @@ class GradientWindow:
         if num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={num_steps} must be at least 1.")
         self.num_steps = num_steps
+        # Losses of an open window were divided by its own length.
         if self.position == 0:
             self.divisor = num_steps
 
@@ -223,6 +228,7 @@ class GradientWindow:
         """
         if not self.plugin.sync_with_dataloader:
             remaining, last = None, False
+        # The length is fixed at the first micro-batch, because its loss is divided already.
         if self.position == 0:
             known = remaining is not None and remaining < self.num_steps
             self.divisor = remaining if known and remaining else self.num_steps
@@ -256,6 +262,8 @@ class GradientWindow:
     @property
     def may_clear(self) -> bool:
         """True if ``zero_grad`` clears no gradients of earlier micro-batches of this window."""
+        # `zero_grad` may stand before the backward or after the step: before it, only the first
+        # micro-batch of a window may clear; after it, only the last.
         return self.sync if self.touched else self.position <= 1
 
     @property

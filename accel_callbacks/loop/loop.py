@@ -63,6 +63,7 @@ class LoaderProgress:
         before, self._before = self._before, now
         if len(now) <= 1:
             return (None, False) if innermost is None else (innermost.left, innermost.on_last)
+        # Loaders that delivered in this and in the last micro-batch are iterated in lockstep.
         chosen = {one for one in now if one in before} | ({innermost} if innermost else set())
         known = [one.left for one in chosen if one.left is not None]
         return min(known, default=None), any(one.on_last for one in chosen)
@@ -276,6 +277,7 @@ load_state() takes the newest valid one.
             wanted: the callback, or what ``configured`` returned.
         """
         (entry,) = self.dispatch.add(wanted)
+        # A rank without it would not take part in its collectives.
         if entry.votes or entry.collective:
             self.dispatch.require_same_on_all_ranks()
         if self.fitting and "setup" in entry.calls:
@@ -291,8 +293,9 @@ load_state() takes the newest valid one.
             ValueError: it is not registered.
         """
         entry = self.dispatch.remove(callback)
+        # A removed entry is disabled, so that the round of hooks being fired skips it.
         if self.fitting and "teardown" in entry.calls:
-            entry.disabled = False  # for this one call
+            entry.disabled = False
             try:
                 entry.calls["teardown"](self.run, self.model, "fit")
             finally:
@@ -338,6 +341,7 @@ load_state() takes the newest valid one.
         """Fire ``setup``, restore a checkpoint, fire ``on_fit_start``; once a run."""
         if self._fit_started:
             return
+        # Before the hooks, because a `setup` that logs or saves comes here again.
         self._fit_started, self.stop_consumed = True, False
         self.fire("setup", "fit")
         if restore is not None:
@@ -369,10 +373,12 @@ load_state() takes the newest valid one.
             self.settle()
             if self._train_started:
                 self.fire("on_train_end")
+        # A run succeeds only if its last save does, so the wait comes before on_fit_end.
         self.saves.wait()
         if not self._fit_started:
             return
         self.fire("on_fit_end")
+        # If a teardown raises, fail_fit calls those that are left, and none twice.
         self._pending_teardowns = left = list(self.dispatch.hooks["teardown"])
         while left:
             left.pop(0)(self.run, self.model, "fit")
@@ -386,6 +392,7 @@ load_state() takes the newest valid one.
             self._call_safely(hooks["on_exception"], error)
             self._call_safely(hooks["teardown"] if left is None else left, "fit")
             self._reset()
+        # Last: on_exception may save, and other ranks may be gone, so this is not collective.
         self.saves.abandon()
 
     def _call_safely(self, methods: Sequence[Callable[..., None]], *args: Any) -> None:
@@ -399,6 +406,7 @@ load_state() takes the newest valid one.
     def _reset(self) -> None:
         """Reset, so that another run can start."""
         self._fit_started = self._train_started = self.epochs_counted = False
+        # The stop of a run that is over must not end a plain loop that follows in the script.
         self._pending_teardowns, self.stop_consumed = None, self.run.should_stop
         self._drop_passes()
 
@@ -437,6 +445,7 @@ load_state() takes the newest valid one.
 
     def open_plain_epoch(self, epoch: int) -> None:
         """Start an epoch at the first batch of a pass, in a loop without ``run.epochs``."""
+        # A resume in the middle of an epoch continues it: on_train_epoch_start has fired before.
         if not self.epochs_counted and not self.run.epoch_open:
             self.run.current_epoch = epoch
             self.open_epoch(counted=False)
@@ -450,6 +459,8 @@ load_state() takes the newest valid one.
 
     def close_plain_epoch(self, epoch: int) -> None:
         """Defer the end of the epoch to the next call of the script."""
+        # Code after the loop, such as an evaluation, still belongs to the epoch for the user: hooks
+        # at its end fire when the script calls the library again.
         if not self.epochs_counted and self.run.epoch_open:
             self.deferred.append(lambda: self.end_epoch(epoch, counted=False))
 
@@ -499,6 +510,7 @@ load_state() takes the newest valid one.
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer step; optimizers that alternate within one batch count as one."""
+        # The same optimizer twice in one batch is two steps, as in several passes over one batch.
         stepped, own = self.stepped, id(optimizer)
         if not stepped or own in stepped:
             stepped.clear()
@@ -517,6 +529,7 @@ load_state() takes the newest valid one.
 
     def drop_gradients(self) -> None:
         """Clear the gradients of an abandoned window."""
+        # Through the prepared optimizers, so that on_before_zero_grad fires and fp16 forgets them.
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.window.normalizer.forget()

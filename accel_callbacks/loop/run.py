@@ -399,6 +399,7 @@ class TrainingRun(TrainerAttributes):
 
     def start_over(self) -> None:
         """Reset the position for another training; name, id and config stay."""
+        # In place, because callbacks and the user's `with` block hold this very object.
         kept = {name: getattr(self, name) for name in ("run_id", "config")}
         vars(self).update({**vars(TrainingRun(self._host, self.name)), **kept})
 
@@ -429,6 +430,7 @@ class TrainingRun(TrainerAttributes):
         Args:
             reason: shown at the end of the run and kept in :attr:`stop_reason`.
         """
+        # One rank needs no vote, and a stop must work where no callback may vote.
         if collectives.world_size() == 1:
             self._stopped(reason, 0)
         else:

@@ -95,17 +95,20 @@ class StepEngine:
         loop = self._loop
         if loop.half_loaded is not None:
             loop.require_loaded("backward")
+        # Without a prepared loader, nothing else marks the boundary between two steps.
         if loop.saves.pending:
             self._boundary.poll_before_backward()
         hooks = loop.dispatch.hooks
         for hook in hooks["on_before_backward"]:
             hook(loop.run, loop.model, loss)
         window = loop.window
+        # As the user computed it, before any division; kept only for a callback that gets it.
         loop.last_loss = loss.detach() if hooks["on_train_batch_end"] else None
         divisor = window.divisor
         if normalizer is not None or window.normalizer.active:
             loss, divisor = self._normalized(loss, normalizer)
         loop.worked = window.touched = True
+        # GradScaler multiplies the loss itself, so the loss is divided here and not the seed.
         if self._precision.scales_loss:
             loss = self._precision.scale(loss if divisor == 1 else loss / divisor)
         elif divisor != 1:
