@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from datetime import timedelta
 from functools import cached_property
 from os import PathLike
@@ -15,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from accel_callbacks import collectives
+from accel_callbacks import collectives, plugins
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher, firing_plan
 from accel_callbacks.callbacks.dispatch.functions import (
     CallbackHandle,
@@ -31,22 +33,15 @@ from accel_callbacks.checkpoint.selection import Only, Rename
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
 from accel_callbacks.config import launched_handlers, launched_plugin, resolve_config
-from accel_callbacks.data.config import (
-    DataLoaderConfiguration,
-    checked_config,
-    checked_rng_types,
-)
+from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.process_control import ProcessControl
-from accel_callbacks.distributed.topology import (
-    DistributedType,
-    destroy_topology,
-    resolve_topology,
-)
-from accel_callbacks.distributed.trigger import Trigger
+from accel_callbacks.distributed.topology import DistributedType, destroy_topology, resolve_topology
+from accel_callbacks.distributed.votes import Trigger
+from accel_callbacks.errors import nearest
 from accel_callbacks.integrations.adapt import adapt
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.contexts import Evaluate, RunContext, join_uneven_inputs
@@ -64,7 +59,6 @@ from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.plugins.process_group import group_options
-from accel_callbacks.plugins.unknown import unknown_option
 from accel_callbacks.precision import create_precision
 from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
@@ -75,6 +69,14 @@ from accel_callbacks.tracking.trackers import Tracking
 
 __all__ = ["Accelerator"]
 
+_STRATEGIES = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "torch_tp_plugin",
+)
 T = TypeVar("T")
 
 
@@ -1508,3 +1510,36 @@ def _is_scheduler(item: Any) -> bool:
     """Return whether an argument of ``prepare`` is a scheduler, and not a look-alike."""
     others = (torch.nn.Module, torch.optim.Optimizer, DataLoader, SkipDataLoader)
     return not isinstance(item, others) and is_scheduler(item)
+
+
+def unknown_option(name: str, owner: type[Any]) -> str:
+    """Return one line with what to pass instead of this argument of a constructor.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.accelerator import unknown_option
+        >>> unknown_option("mixed_precison", Accelerator)
+        "Accelerator() has no option 'mixed_precison'. Did you mean 'mixed_precision'?"
+    """
+    text = f"{owner.__name__}() has no option {name!r}."
+    if name in _STRATEGIES:
+        return f"{text} This version trains with data parallelism, in which it has no place."
+    for argument, part in _parts():
+        if name in (field.name for field in fields(part)):
+            return f"{text} Give {argument.format(f'{part.__name__}({name}=...)')}."
+    return text + nearest(name, inspect.signature(owner).parameters)
+
+
+def _parts() -> list[tuple[str, type[Any]]]:
+    """Return the arguments that take the options of one part, with the class of the options."""
+    from accel_callbacks.checkpoint.project import ProjectConfiguration
+    from accel_callbacks.data.config import DataLoaderConfiguration
+
+    own = [
+        ("dataloader_config={}", DataLoaderConfiguration),
+        ("project_config={}", ProjectConfiguration),
+        ("gradient_accumulation_plugin={}", plugins.GradientAccumulationPlugin),
+        ("dynamo_plugin={}", plugins.TorchDynamoPlugin),
+    ]
+    handlers = (plugins.DistributedDataParallelKwargs, plugins.GradScalerKwargs)
+    return own + [("kwargs_handlers=[{}]", handler) for handler in handlers]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from loggers.base import RunInfo, Status, Tracker, check_status
@@ -28,12 +28,14 @@ from loggers.multimedia.convert import (
 )
 from loggers.queue import Pump
 from loggers.registry import ConfiguredTracker, TrackerSpec
-from loggers.shutdown import close_all, wait_for_replies
 from loggers.trackers.null import NullTracker
 from loggers.values import flatten, plain_config
 from loggers.worker import Guard, Media, Pending, Reply, Row, TrackerReport, Writer
 
-__all__ = ["TrackerHub"]
+__all__ = ["TrackerHub", "close_all", "wait_for_replies"]
+
+_GRACE = 5.0  # seconds that the trackers still get when closing them is interrupted
+_DELIVERY_SHARE = 0.8  # of the time in which rows are delivered; the rest is for closing
 
 
 class TrackerHub:
@@ -605,3 +607,62 @@ def _eval_mode(model: Any) -> Iterator[None]:
 
 def _is_ours(module: str) -> bool:
     return module.partition(".")[0] in ("loggers", "accel_callbacks")
+
+
+def close_all(pump: Pump, writers: Sequence[Writer], status: Status, seconds: float) -> None:
+    """Deliver what is left and finish every tracker, all concurrently.
+
+    Rows that are left when most of the time is over are dropped, so that the tool is still closed.
+    A tracker that does not return is left to its daemon thread. An interrupt (Ctrl-C) shortens the
+    wait, and is raised after it.
+    """
+    begin, reply = time.monotonic(), Reply()
+    try:
+        pump.submit(lambda: _request_finish(writers, status, reply))
+        pump.end()
+        late = _wait(writers, status, reply, begin, seconds)
+    except BaseException:
+        now = time.monotonic()
+        left = min(_GRACE, max(begin + seconds - now, 0.0))
+        _report(_wait(writers, status, reply, now, left), left)
+        raise
+    _report(late, seconds)
+
+
+def wait_for_replies(reply: Reply, count: int, deadline: float) -> dict[str, Any]:
+    """Collect the replies of ``count`` trackers by name, until a time of ``time.monotonic``."""
+    got: dict[str, Any] = {}
+    while len(got) < count:
+        try:
+            name, result = reply.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            break
+        got[name] = result
+    return got
+
+
+def _request_finish(writers: Sequence[Writer], status: Status, reply: Reply) -> None:
+    for writer in writers:
+        writer.finish(status, reply)
+
+
+def _wait(
+    writers: Sequence[Writer], status: Status, reply: Reply, begin: float, seconds: float
+) -> list[Writer]:
+    """Return the writers that did not finish in time."""
+    count = sum(not writer.finished for writer in writers)
+    wait_for_replies(reply, count, begin + _DELIVERY_SHARE * seconds)
+    late = [writer for writer in writers if not writer.finished]
+    for writer in late:
+        writer.abandon()
+        # Requested again: if a device blocks the pump, its request never reached the writer.
+        writer.finish(status, SimpleQueue())
+    deadline = begin + seconds
+    for writer in late:
+        writer.join(max(0.0, deadline - time.monotonic()))
+    return [writer for writer in late if not writer.finished]
+
+
+def _report(late: Sequence[Writer], seconds: float) -> None:
+    for writer in late:
+        writer.report_unfinished(seconds)

@@ -1,4 +1,4 @@
-"""Votes: all ranks do what one rank asks for, at the same step."""
+"""Votes and triggers: all ranks do what one rank asks for, at the same place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 
-__all__ = ["KINDS", "Votes"]
+__all__ = ["KINDS", "Trigger", "Votes"]
 
 #: The kinds of requests, in the order in which they are carried out.
 KINDS = ("save", "preempt", "stop")
@@ -68,3 +68,28 @@ def _any_request(asked: dict[str, str]) -> bool:
     ballot = collectives.on_backend(ballot)
     dist.all_reduce(ballot, dist.ReduceOp.MAX)
     return any(ballot.tolist())
+
+
+class Trigger:
+    """A flag that any rank may raise, and all ranks read together.
+
+    Example:
+        >>> from accel_callbacks.distributed.votes import Trigger
+        >>> trigger = Trigger()
+        >>> trigger.set()
+        >>> trigger.check(), trigger.check()
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._raised = False
+
+    def set(self) -> None:
+        """Raise the flag of this rank."""
+        self._raised = True
+
+    def check(self) -> bool:
+        """Collective: return whether any rank has raised it, and lower it on all ranks."""
+        raised = collectives.any_process(self._raised)
+        self._raised = False
+        return raised
