@@ -3,7 +3,7 @@
 Usable in any script. Importing this package imports neither a tool nor torch nor numpy.
 """
 
-from loggers.base import MEDIA, RunInfo, Scalar, Status, Tracker, media
+from loggers.base import MEDIA, NullTracker, RunInfo, Scalar, Status, Tracker, media
 from loggers.config import NanPolicy, TrackerConfig
 from loggers.hub import TrackerHub
 from loggers.registry import (
@@ -23,7 +23,6 @@ from loggers.trackers.csv import CSVTracker, read_csv
 from loggers.trackers.dvclive import DVCLiveTracker
 from loggers.trackers.jsonl import JSONLTracker, read_jsonl
 from loggers.trackers.mlflow import MLflowTracker
-from loggers.trackers.null import NullTracker
 from loggers.trackers.swanlab import SwanLabTracker
 from loggers.trackers.tensorboard import TensorBoardTracker
 from loggers.trackers.trackio import TrackioTracker

@@ -14,7 +14,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from loggers.base import RunInfo, Status, Tracker, check_status
+from loggers.base import NullTracker, RunInfo, Status, Tracker, check_status
 from loggers.config import NanPolicy, TrackerConfig
 from loggers.multimedia.convert import (
     Channels,
@@ -28,7 +28,6 @@ from loggers.multimedia.convert import (
 )
 from loggers.queue import Pump
 from loggers.registry import ConfiguredTracker, TrackerSpec
-from loggers.trackers.null import NullTracker
 from loggers.values import flatten, plain_config
 from loggers.worker import Guard, Media, Pending, Reply, Row, TrackerReport, Writer
 

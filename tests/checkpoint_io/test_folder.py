@@ -22,7 +22,7 @@ from checkpoint_io import (
     read_manifest,
     save,
 )
-from checkpoint_io.folder.fallback import Fallback
+from checkpoint_io.folder.folder import Fallback
 
 
 def fill(folder: CheckpointFolder, *steps: int, run_id: str = "r1") -> None:
