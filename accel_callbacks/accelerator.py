@@ -242,7 +242,6 @@ class Accelerator(ProcessControl, MediaLogging):
             self.models,
             self.optimizers,
             self.schedulers,
-            device_placement=device_placement,
             scheduler_options={
                 "step_with_optimizer": step_scheduler_with_optimizer,
                 "steps_at_once": self.strategy.data_world if scheduler_steps_per_process else 1,
@@ -252,7 +251,6 @@ class Accelerator(ProcessControl, MediaLogging):
             loader_config,
             self.rng_types,
             self.topology.device,
-            device_placement=device_placement,
             data_rank=self.strategy.data_rank,
             data_world=self.strategy.data_world,
             events=self.passes,
@@ -359,7 +357,11 @@ class Accelerator(ProcessControl, MediaLogging):
             raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects.")
         placed = list(zip(args, places, strict=True))
         ready = self._preparer.prepare(
-            [ModelRequest(one, place) for one, place in placed if isinstance(one, torch.nn.Module)],
+            [
+                ModelRequest(one, self._placement(place))
+                for one, place in placed
+                if isinstance(one, torch.nn.Module)
+            ],
             [one for one in args if isinstance(one, torch.optim.Optimizer)],
             [one for one in args if _is_scheduler(one)],
         )
@@ -385,7 +387,7 @@ class Accelerator(ProcessControl, MediaLogging):
         Raises:
             ValueError: the model is sharded over devices or ranks, or has no weights yet.
         """
-        request = ModelRequest(model, device_placement, evaluation_mode)
+        request = ModelRequest(model, self._placement(device_placement), evaluation_mode)
         prepared: torch.nn.Module = self._preparer.prepare([request])[id(model)]
         return prepared
 
@@ -426,7 +428,11 @@ class Accelerator(ProcessControl, MediaLogging):
         Raises:
             ValueError: the loader is sharded already, or cannot be sharded with these options.
         """
-        return self._loaders.prepare(data_loader, device_placement, slice_fn_for_dispatch)
+        place = self._placement(device_placement)
+        return self._loaders.prepare(data_loader, place, slice_fn_for_dispatch)
+
+    def _placement(self, device_placement: bool | None) -> bool:
+        return self.device_placement if device_placement is None else device_placement
 
     def skip_first_batches(
         self, dataloader: DataLoader[Any] | SkipDataLoader, num_batches: int = 0

@@ -55,13 +55,10 @@ class Loaders:
         config: how loaders share their data among the ranks.
         rng_types: random generators that each pass synchronises.
         device: the device of batches.
-        device_placement: move batches to it.
         data_rank: rank among those that read different data.
         data_world: number of ranks that read different data.
         events: adds the hooks around batches.
-
-    Attributes:
-        prepared: the prepared loaders, in the order of ``prepare``.
+        prepared: the prepared loaders, a list that grows.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -77,7 +74,6 @@ class Loaders:
         rng_types: Sequence[Any],
         device: torch.device,
         *,
-        device_placement: bool,
         data_rank: int,
         data_world: int,
         events: LoopEvents,
@@ -87,7 +83,6 @@ class Loaders:
         self.prepared = prepared
         self._rng_types = rng_types
         self._device = device
-        self._device_placement = device_placement
         self._data_rank = data_rank
         self._data_world = data_world
         self._events = events
@@ -95,7 +90,7 @@ class Loaders:
     def prepare(
         self,
         data_loader: DataLoader[Any] | SkipDataLoader,
-        device_placement: bool | None = None,
+        device_placement: bool = True,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Prepare one loader; see ``Accelerator.prepare_data_loader``."""
@@ -108,13 +103,12 @@ class Loaders:
         for known in self.prepared:
             if origin is known.origin or data_loader is known:
                 return known
-        place = self._device_placement if device_placement is None else device_placement
         config = self.config
         loader = prepare_loader(
             origin,
             Setting(self._data_rank, self._data_world, config, slice_fn_for_dispatch),
             events=self._events,
-            feed=device_feed(self._device, config.non_blocking) if place else None,
+            feed=device_feed(self._device, config.non_blocking) if device_placement else None,
             seed=order_seed(origin, config, len(self.prepared)),
             rng_types=self._rng_types,
         )

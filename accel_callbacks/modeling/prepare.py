@@ -24,12 +24,12 @@ class ModelRequest(NamedTuple):
 
     Args:
         model: the model, prepared or not.
-        device_placement: move it to the device; as the Accelerator does if ``None``.
+        device_placement: move it to the device.
         evaluation_mode: it is not trained, so that its gradients are not averaged.
     """
 
     model: torch.nn.Module
-    device_placement: bool | None = None
+    device_placement: bool = True
     evaluation_mode: bool = False
 
 
@@ -44,7 +44,6 @@ class Preparer:
         models: the prepared models; the new ones are added.
         optimizers: the prepared optimizers, likewise.
         schedulers: the prepared schedulers, likewise.
-        device_placement: move models to the device.
         scheduler_options: keywords of :class:`AcceleratedScheduler`.
 
     Example:
@@ -65,7 +64,6 @@ class Preparer:
         optimizers: list[AcceleratedOptimizer],
         schedulers: list[AcceleratedScheduler],
         *,
-        device_placement: bool,
         scheduler_options: dict[str, Any],
     ) -> None:
         self._strategy = strategy
@@ -75,7 +73,6 @@ class Preparer:
         self._models = models
         self._optimizers = optimizers
         self._schedulers = schedulers
-        self._device_placement = device_placement
         self._scheduler_options = scheduler_options
 
     def prepare(
@@ -124,10 +121,8 @@ class Preparer:
         Return the model inside, or the strategy's wrapper that is around it already.
         """
         self._strategy.check(inner)
-        place = request.device_placement
-        place = self._device_placement if place is None else place
         model = adopt(request.model)
-        if place and not is_on_several_devices(inner):
+        if request.device_placement and not is_on_several_devices(inner):
             model = model.to(self._strategy.topology.device)
         # The precision changes the forward of the inner model, so the wrapper stays valid.
         compile_model(self._precision.wrap(inner), self._compile_plugin)
