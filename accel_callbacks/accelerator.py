@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from accel_callbacks import collectives, plugins
+from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher, firing_plan
 from accel_callbacks.callbacks.dispatch.functions import (
     CallbackHandle,
@@ -32,7 +33,7 @@ from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_proj
 from accel_callbacks.checkpoint.selection import Only, Rename
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
-from accel_callbacks.config import launched_handlers, launched_plugin, resolve_config
+from accel_callbacks.config import PRECISIONS, launched_handlers, launched_plugin, resolve_config
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.prepare import Loaders
@@ -97,8 +98,9 @@ class Accelerator(ProcessControl, MediaLogging):
         log_with: names (``"jsonl"``, ``"tensorboard"``, ``"wandb"``) or instances of trackers.
         project_dir: folder of the run's logs and checkpoints.
         project_config: the same with more options; instead of ``project_dir``.
-        callbacks: objects with hooks, called in this order as far as their ``before``, ``after``
-            and ``runs_last`` allow; :func:`accel_callbacks.callbacks.configured` sets these.
+        callbacks: objects with hooks, or a single one; called in this order as far as their
+            ``before``, ``after`` and ``runs_last`` allow, which
+            :func:`accel_callbacks.callbacks.configured` sets.
         gradient_accumulation_plugin: the same with more options; instead of
             ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: let prepared schedulers step only where the optimizer does,
@@ -142,7 +144,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
     def __init__(
         self,
-        *,
+        *unnamed: Any,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
@@ -159,12 +161,14 @@ class Accelerator(ProcessControl, MediaLogging):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
         rng_types: Iterable[Any] | None = None,
-        callbacks: Iterable[Any] = (),
+        callbacks: Any = (),
         timeout: timedelta | None = None,
         strict_trackers: bool = False,
         tracker_config: Any = None,
         **unknown: Any,
     ) -> None:
+        if unnamed:
+            raise TypeError(_unnamed_option(unnamed[0], type(self)))
         if unknown:
             raise TypeError(unknown_option(next(iter(unknown)), type(self)))
         # Check all options before joining the process group: an invalid one must not cost the
@@ -182,7 +186,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.device_placement = device_placement
         loader_config = checked_config(dataloader_config)
         self.rng_types = checked_rng_types(rng_types)
-        dispatch = Dispatcher(callbacks, adapters=(adapt,))
+        dispatch = Dispatcher(_several(callbacks), adapters=(adapt,))
         self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
@@ -1504,6 +1508,24 @@ class Accelerator(ProcessControl, MediaLogging):
         return release_memory(*objects)
 
     clear = free_memory
+
+
+def _several(callbacks: Any) -> Iterable[Any]:
+    """Return the callbacks of an argument that may be one, several or None."""
+    if callbacks is None:
+        return ()
+    one = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
+    return (callbacks,) if one else callbacks
+
+
+def _unnamed_option(value: Any, owner: type[Any]) -> str:
+    """Return the error text for an argument without a name, with the name if its value tells."""
+    text = f"{owner.__name__}() takes its options by name"
+    if isinstance(value, str) and value in PRECISIONS:
+        return f"{text}: {owner.__name__}(mixed_precision={value!r})."
+    if isinstance(value, Callback):
+        return f"{text}: {owner.__name__}(callbacks=[{type(value).__name__}(...)])."
+    return f"{text}, and {value!r} has none."
 
 
 def _as_list(log_with: Any) -> list[Any]:

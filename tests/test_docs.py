@@ -147,7 +147,7 @@ def arguments_of(name: str) -> set[str]:
     return {
         parameter.name
         for parameter in inspect.signature(owner).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)  # only refused
     }
 
 

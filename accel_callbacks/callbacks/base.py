@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from accel_callbacks.errors import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +54,15 @@ HOOKS = (
     "teardown",
 )
 EXIT_HOOKS = ("on_train_end", "on_fit_end", "teardown")
+# Names of Lightning's options, whose meaning is under another name here.
+_OPTIONS_OF_LIGHTNING = {
+    "save_top_k": "keep_best",
+    "save_last": "keep_last",
+    "every_n_train_steps": "every_n_steps",
+    "train_time_interval": "every_seconds",
+    "refresh_rate": "refresh_every",
+    "filename": "dirpath",
+}
 
 
 class Callback:
@@ -99,6 +112,11 @@ class Callback:
     on_error: str = "raise"
     before: Any = ()
     after: Any = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def state_key(self) -> str:
@@ -240,3 +258,27 @@ class Callback:
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
         """Called when this exception ends the run; call no collectives, other ranks may be gone."""
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a constructor: an option that it lacks is answered with the one that was meant."""
+    parameters = inspect.signature(init).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return init
+    known = list(parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Callback, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                raise TypeError(_unknown_option(type(self).__name__, name, known))
+        init(self, *args, **options)
+
+    return checked
+
+
+def _unknown_option(owner: str, name: str, known: Sequence[str]) -> str:
+    ours = _OPTIONS_OF_LIGHTNING.get(name)
+    hint = f" Did you mean {ours!r}?" if ours in known else nearest(name, known)
+    options = f" It has {', '.join(known)}." if known and not hint else ""
+    return f"{owner}() has no option {name!r}.{hint}{options}"
