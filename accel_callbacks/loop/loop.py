@@ -172,11 +172,23 @@ class Loop:
 
     @property
     def phase(self) -> str:
-        """``"train"``, ``"validation"`` or ``"test"``: what iterating a loader would count as."""
+        """``"train"``, ``"validation"`` or ``"test"``: what iterating a loader would count as.
+
+        Outside of ``evaluate``, a pass with gradients off, or with models in eval mode, is
+        validation.
+        """
         if self.stages:
             return self.stages[-1]
-        training = not self.models or any(model.training for model in self.models)
-        return "train" if training else "validation"
+        return "train" if torch.is_grad_enabled() and self._in_train_mode() else "validation"
+
+    def _in_train_mode(self) -> bool:
+        """Return whether a model that is trained is in train mode: of several, a teacher is not."""
+        models = self.models
+        if len(models) > 1:
+            groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+            stepped = {id(parameter) for group in groups for parameter in group["params"]}
+            models = [m for m in models if any(id(p) in stepped for p in m.parameters())] or models
+        return not models or any(model.training for model in models)
 
     @property
     def evaluating(self) -> int:
