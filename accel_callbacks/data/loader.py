@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ _TAKEN_OVER = (
     "position in its data: prepare a second DataLoader(...) over the dataset, and use that inside "
     "of (or beside) the loop over this one."
 )
+_inherited: list[Any] = []  # iterators whose workers belong to a process that was forked
 
 
 def keep_workers(loader: DataLoader[Any]) -> None:
@@ -32,9 +34,19 @@ def keep_workers(loader: DataLoader[Any]) -> None:
     known: tuple[Any, Any] = getattr(loader, "_workers_end", (None, None))
     if iterator is None or (known[0] is not None and known[0]() is iterator):
         return
-    end = weakref.finalize(loader, iterator._shutdown_workers)
+    end = weakref.finalize(loader, _shut_down, iterator, os.getpid())
     end.atexit = False  # torch itself stops the workers at exit
     loader._workers_end = weakref.ref(iterator), end
+
+
+def _shut_down(iterator: Any, owner: int) -> None:
+    # A fork, such as a worker of another loader, has copies of the loader and of its iterator. To
+    # collect these must not end the workers of the process that was forked, and torch's own
+    # finalizer fails there with "can only test a child process": the fork keeps its copy.
+    if os.getpid() == owner:
+        iterator._shutdown_workers()
+    else:
+        _inherited.append(iterator)
 
 
 def stop_workers(loader: DataLoader[Any]) -> None:
