@@ -54,14 +54,14 @@ def read_while(alive: Callable[[], bool], url: str, options: Any = None) -> list
 
 
 def check_jobs(counts: Counter[str], found: list[tuple[int, int]], rounds: int) -> None:
-    """Each save was made or refused for the other job's sake; each job's steps came in order."""
-    assert sum(counts.values()) == 2 * rounds
+    """Each save was made in the end, refused only for the other job's sake, each job's in order."""
+    # A refusal takes far less time than a save, so how many there are says nothing.
     assert set(counts) <= {"ok", "CheckpointConflictError"}, counts
-    assert counts["ok"] >= rounds // 4, f"hardly any save gets through: {counts}"
+    assert counts["ok"] == 2 * rounds
     for job in (0, 1):
         steps = [step for step, j in found if j == job]
         assert steps == sorted(steps), f"job {job} went back: {steps}"
-    assert found[-1][0] <= rounds
+    assert found[-1][0] == rounds
 
 
 # --- two jobs --------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
@@ -267,17 +269,20 @@ def save_rounds(
     numel: int,
     options: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Save some steps as one of several jobs; return what became of each."""
+    """Save some steps as one of several jobs, each until it gets through; return every outcome."""
     outcomes = []
     for step in range(1, rounds + 1):
-        kinds, text = attempt(
-            lambda s=step: save_step(
-                url, s, job=job, options=options, numel=numel, run=f"{RUN}-{job}"
+        while outcomes.count("ok") < step:
+            kinds, text = attempt(
+                lambda s=step: save_step(
+                    url, s, job=job, options=options, numel=numel, run=f"{RUN}-{job}"
+                )
             )
-        )
-        outcomes.append(kinds.split(",")[0])
-        if outcomes[-1] not in ("ok", "CheckpointConflictError"):
-            raise RuntimeError(f"step {step}: {kinds}: {text}")
+            outcomes.append(kinds.split(",")[0])
+            if outcomes[-1] == "CheckpointConflictError":
+                time.sleep(random.uniform(0, 0.02))
+            elif outcomes[-1] != "ok":
+                raise RuntimeError(f"step {step}: {kinds}: {text}")
     return outcomes
 
 
@@ -291,8 +296,6 @@ def fill_rounds(link: Connection, url: str, start: int, rounds: int, numel: int)
 
 def save_and_rest(link: Connection, url: str, step: int, numel: int) -> None:
     """Stop in the middle of a save."""
-    import time
-
     def rest(call: Call) -> None:
         link.send(("resting",))
         time.sleep(1000)
