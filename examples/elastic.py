@@ -84,8 +84,9 @@ def main() -> None:
     set_seed(0)
     accel = Accelerator(
         project_dir=args.project_dir,
-        # One batch is shared by all processes, so fewer of them take the same steps.
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        # One batch is shared by all processes, so fewer of them take the same steps. Orders by seed
+        # depend on no other draw: fewer processes draw less for dropout.
+        dataloader_config=DataLoaderConfiguration(split_batches=True, seeded_order=True),
         # A machine that is cut off closes no connection: this is how soon that is noticed.
         timeout=timedelta(seconds=30),
         callbacks=[Checkpoint(every_n_steps=args.every_n_steps), Preemption()],

@@ -93,6 +93,9 @@ class TrainingState:
     pre_hooks: PreHooks = field(default_factory=PreHooks)
     load_report: RestoreReport | None = None
 
+    def __post_init__(self) -> None:
+        self.loop.capture_random = self._random_state
+
     @property
     def bare_models(self) -> list[torch.nn.Module]:
         """The prepared models as the user built them."""
@@ -120,12 +123,20 @@ class TrainingState:
             "trackers": self.tracking.state_dict(),
             "registered": self.registered.state_dict(),
         }
-        local: dict[str, Any] = {"rng": capture_rng(self.device)}
+        random = self.loop.random_at_stop if self.loop.run.epoch_open else None
+        rng, own = random or self._random_state()
+        for state, generators in zip(shared["loaders"].values(), own, strict=False):
+            state["order"]["generators"] = generators
+        local: dict[str, Any] = {"rng": rng}
         if streams := split_local_states(shared["loaders"]):
             local["streams"] = streams
         if loop.window.is_open:
             local["window"] = self._open_window()
         return shared, local
+
+    def _random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the state of the random generators, and of those that belong to the loaders."""
+        return capture_rng(self.device), [loader.random_state() for loader in self.loaders]
 
     def _position(self, loader: DataLoaderShard) -> dict[str, Any]:
         """Return the position of a loader.

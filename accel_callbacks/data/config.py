@@ -36,13 +36,17 @@ class DataLoaderConfiguration:
             their shards are uneven and would lose samples otherwise.
         use_seedable_sampler: ``shuffle=True`` gives the orders of
             :class:`accel_callbacks.SeedableRandomSampler`, which are those of Hugging Face
-            Accelerate. Off by default. The order is a function of seed and epoch either way.
-        data_seed: the seed of the order; torch's seed if ``None``.
+            Accelerate, a function of seed and epoch. Off by default.
+        data_seed: the seed of orders that are a function of seed and epoch. Giving it turns
+            ``seeded_order`` on, unless ``use_seedable_sampler`` is. ``None`` is torch's seed.
         non_blocking: do not wait for copies from pinned memory to the device. On by default.
         use_stateful_dataloader: resume a stream from its ``state_dict``, if it has one (default).
             If off, the stream is read again up to its position, which is also exact for what such
             a state lacks: that of a Hugging Face dataset does not hold the samples in its shuffle
             buffer.
+        seeded_order: any sampler gives an order that is a function of seed and epoch, independent
+            of every other draw, and nothing is drawn from the program's generators. ``None``
+            (default) is ``False`` without a ``data_seed``: the sampler draws as in a plain loop.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -62,12 +66,21 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = True
     use_stateful_dataloader: bool = True
+    seeded_order: bool | None = None
+
+    @property
+    def seeds_orders(self) -> bool:
+        """True if orders are a function of seed and epoch for any sampler."""
+        if self.seeded_order is None:
+            return self.data_seed is not None and not self.use_seedable_sampler
+        return self.seeded_order
 
     def __post_init__(self) -> None:
         for name in _SWITCHES:
             self._check(name, bool, "True or False")
-        if self.dispatch_batches is not None:
-            self._check("dispatch_batches", bool, "True, False or None")
+        for name in ("dispatch_batches", "seeded_order"):
+            if getattr(self, name) is not None:
+                self._check(name, bool, "True, False or None")
         if self.data_seed is not None:
             self._check("data_seed", int, "a whole number or None")
             if self.data_seed < 0:

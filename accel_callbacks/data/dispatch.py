@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_callbacks.collectives.nested import leaves, map_leaves, map_tensors
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.shard import ShareSource
 from accel_callbacks.data.sources import Delivery, Setting
 from accel_callbacks.data.stream import State, StatefulSource, StreamSource
@@ -308,7 +309,9 @@ class WholeShares(ShareSource):
     """
 
     def __init__(self, source: ShareSource, setting: Setting) -> None:
-        super().__init__(source._loader, source._plan, source.sampler, source._batched)
+        super().__init__(
+            source._loader, source._plan, source.sampler, source._batched, source._seeded
+        )
         self._world = setting.world_size
         whole = setting.slice_fn is not None and self._batched
         self._collate = CollatePieces(self._loader.collate_fn, whole=whole)
@@ -319,9 +322,11 @@ class WholeShares(ShareSource):
         options = {"dataset": reader, "sampler": self, "batch_size": None}
         return options | {"collate_fn": self._collate}
 
-    def __iter__(self) -> Iterator[Any]:
+    def _indices(self) -> Iterator[Any]:
         plans = [replace(self._current, rank=rank) for rank in range(self._world)]
-        parts = (plan.shares(self._order, self._position) for plan in plans)
+        parts: Any = (self._next_shares(),)
+        if self._order is not None:
+            parts = (plan.shares(self._order, self._position) for plan in plans)
         for shares in zip(*parts, strict=True):
             self._shares.append(shares[0])
             yield [share.indices if self._batched else share.indices[0] for share in shares]
@@ -424,9 +429,9 @@ class DispatchSource(StatefulSource):
         """Return the global samples before this batch of the current epoch."""
         return 0 if self._problem else self._inner.position_of(batches)
 
-    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """Return the seed of the random generators in loader workers."""
-        return self._inner.worker_seed(seed, epoch, position)
+    def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
+        """Return what the base seed of workers is drawn from, where it is not as in torch."""
+        return self._inner.worker_generator(seed, epoch, position)
 
     def restore(self, state: State | None) -> None:
         """Store where to resume; ``None`` is the beginning."""
@@ -439,13 +444,56 @@ class DispatchSource(StatefulSource):
             return self._inner.problem(state)
         return None
 
-    def begin(self, seed: int, epoch: int, position: int) -> None:
+    @property
+    def generators(self) -> Generators:
+        """The generators that belong to the sampler or to the loader."""
+        return self._inner.generators
+
+    @property
+    def draws_order(self) -> bool:
+        """True if orders are drawn at random by the user's sampler."""
+        return self._inner.draws_order
+
+    @property
+    def draws_base_seed(self) -> bool:
+        """True if torch's loader draws its base seed in the current pass as in a plain loop."""
+        return self._inner.draws_base_seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the sampler."""
+        self._inner.set_epoch(epoch)
+
+    def record(self) -> Record | None:
+        """Return what draws the order of the current pass again."""
+        return self._inner.record()
+
+    def problem_of(self, record: Record | None) -> str | None:
+        """Return why a resume from a record cannot be exact, ``None`` if it is."""
+        return self._inner.problem_of(record)
+
+    def begin(
+        self,
+        seed: int,
+        epoch: int,
+        position: int,
+        record: Record | None = None,
+        workers_start: bool = True,
+    ) -> None:
         """Prepare a pass; ranks other than 0 do not touch a stream."""
         self._problem, self._position = None, position
+        self._begin(lambda: self._inner.begin(seed, epoch, position, record, workers_start))
+
+    def seek(self, position: int) -> None:
+        """Start the pass that was just begun at another position."""
+        self._position = position
+        if self._problem is None:
+            self._begin(lambda: self._inner.seek(position))
+
+    def _begin(self, begin: Callable[[], None]) -> None:
         if self._world > 1 and not self._reads and isinstance(self._inner, StreamSource):
             return
         try:
-            self._inner.begin(seed, epoch, position)
+            begin()
         except Exception as problem:
             if self._world == 1:
                 raise

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import collectives
 from accel_callbacks.data.iterable import IterableShards, has_state
+from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery, Setting
@@ -85,7 +86,7 @@ class AgreedSource(StatefulSource):
         self._drop_last = inner.drop_last
         self._restored: State | None = None
         self._begun: tuple[int, int] | None = None
-        self._inner_position = self._skip = 0
+        self._inner_position = self._skip = self._seed = 0
 
     @property
     def even_batches(self) -> bool:
@@ -131,9 +132,9 @@ class AgreedSource(StatefulSource):
         """Return the global samples before this batch, as long as no rank has run out."""
         return batches * self._size
 
-    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """Return a seed that differs between ranks, and is the same after a resume."""
-        return mix_seed(seed, epoch, self._setting.rank)
+    def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
+        """Return a generator that differs between ranks, and is the same after a resume."""
+        return torch.Generator().manual_seed(mix_seed(seed, epoch, self._setting.rank))
 
     def restore(self, state: State | None) -> None:
         """Store where to resume; ``None`` is the beginning."""
@@ -154,8 +155,47 @@ class AgreedSource(StatefulSource):
             return "the state of this process's shards is missing"
         return self._inner.problem(state["stream"])
 
-    def begin(self, seed: int, epoch: int, position: int) -> None:
+    @property
+    def generators(self) -> Generators:
+        """The generator of the loader."""
+        return self._inner.generators
+
+    @property
+    def draws_order(self) -> bool:
+        """Always False: the order is that of the stream."""
+        return False
+
+    @property
+    def draws_base_seed(self) -> bool:
+        """Always False: the seeds of workers differ between ranks."""
+        return False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the dataset is told the epoch at the start of each pass."""
+
+    def record(self) -> Record | None:
+        """Return ``None``: the position is in the state of the stream."""
+        return None
+
+    def problem_of(self, record: Record | None) -> str | None:
+        """Return ``None``: there is no record."""
+        return None
+
+    def seek(self, position: int) -> None:
+        """Start the pass that was just begun at another position."""
+        assert self._begun is not None
+        self.begin(self._seed, self._begun[0], position)
+
+    def begin(
+        self,
+        seed: int,
+        epoch: int,
+        position: int,
+        record: Record | None = None,
+        workers_start: bool = True,
+    ) -> None:
         """Prepare a pass over this rank's shards, and count what all ranks drop together first."""
+        self._seed = seed
         if self._begun != (epoch, position):
             self._begun = (epoch, position)
             self._inner_position, self._skip = self._route_to(epoch, position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks.data.device import Feed
+from accel_callbacks.data.order import Record
 from accel_callbacks.data.sources import Delivery, Source
 from accel_callbacks.data.stream import StatefulSource
 
@@ -20,6 +22,15 @@ _TAKEN_OVER = (
     "another pass over this prepared loader was begun before this one ended, and a loader has one "
     "position in its data: prepare a second DataLoader(...) over the dataset, and use that inside "
     "of (or beside) the loop over this one."
+)
+_REPEATS = (
+    "two epochs had the same order: the sampler has set_epoch, and is not told. Call "
+    "set_epoch(epoch) of the prepared loader, or of the sampler, before each epoch."
+)
+_LEGACY = (
+    "the checkpoint is of an older version, which chose the orders of epochs itself: the open "
+    "epoch goes on in its order, the next ones have the order of the loader's own sampler. "
+    "DataLoaderConfiguration(seeded_order=True) keeps the orders of that version."
 )
 _inherited: list[Any] = []  # iterators whose workers belong to a process that was forked
 
@@ -109,7 +120,15 @@ class DataLoaderShard(DataLoader[Any]):
         **options: Any,
     ) -> None:
         super().__init__(**{**options, **source.loader_options()})
+        if origin is not None and origin.batch_sampler is not None:
+            # What a script calls set_epoch of, instead of torch's default beside a batch_sampler.
+            vars(self)["sampler"] = origin.sampler
         self._source = source
+        # Where torch's loader draws its base seed: None is the global generator.
+        self._user_generator: torch.Generator | None = options.get("generator")
+        self._record: Record | None = None  # of the pass to be resumed
+        self._told: int | None = None  # the last set_epoch
+        self._workers_known = False  # the persistent workers of a resumed run had their seed
         self._events = events
         self._feed = feed
         self.seed = seed
@@ -132,9 +151,10 @@ class DataLoaderShard(DataLoader[Any]):
         self._start: int | None = None
         self._opened = 0
         # From which a stream continues after the current batch, and after the one before it.
+        self._warned = False
         self._stream: Mapping[str, Any] | None = None
         self._stream_before: Mapping[str, Any] | None = None
-        self._before: tuple[int, int, bool, int | None, bool] = (-1, 0, False, None, False)
+        self._before: tuple[Any, ...] = (-1, 0, False, None, False, None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._events.iterate(self)
@@ -195,8 +215,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._begin()
         self.left = self._source.remaining()
         self.batch_index = self._source.first_batch()
-        assert isinstance(self.generator, torch.Generator)
-        self.generator.manual_seed(self._source.worker_seed(self.seed, self.epoch, self.position))
+        self._choose_generator()
         self._opened += 1
         opened = self._opened
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
@@ -215,9 +234,22 @@ class DataLoaderShard(DataLoader[Any]):
                 if left is not None:
                     here["left"] = left - 1
             self.finished = True
+            if self.trained and not self._warned and getattr(self._source, "repeats", False):
+                self._warned = True
+                warnings.warn(_REPEATS, stacklevel=3)
         finally:
             if opened == self._opened:  # no newer pass has replaced this one
                 self.on_last = False
+
+    def _choose_generator(self) -> None:
+        """Choose where torch's loader draws the base seed of this pass from."""
+        known, self._workers_known = self._workers_known, False
+        if self._source.draws_base_seed and not known:
+            vars(self)["generator"] = self._user_generator
+            return
+        # A resumed pass has drawn it before the checkpoint, and several ranks need different ones.
+        place = self.seed, self.epoch, self.position
+        vars(self)["generator"] = self._source.worker_generator(*place)
 
     def _deliver(self) -> Iterator[tuple[Any, Delivery]]:
         """Yield the source's batches with their counts, on the device."""
@@ -230,15 +262,20 @@ class DataLoaderShard(DataLoader[Any]):
         return pairs if self._feed is None else self._feed(pairs)
 
     def _begin(self) -> None:
-        self._before = (self.epoch, self.position, self._continue, self._next_epoch, self.finished)
+        self._before = (
+            *(self.epoch, self.position, self._continue, self._next_epoch, self.finished),
+            self._record,
+        )
         if not self._continue:
             self.epoch = self.epoch + 1 if self._next_epoch is None else self._next_epoch
             self.position = 0
         continues, start = self._continue, self._start
-        self._continue, self._next_epoch, self._start = False, None, None
+        record = self._record if continues else None
+        self._continue, self._next_epoch, self._start, self._record = False, None, None, None
         self.finished = self._nothing_left = False
         self._synchronize()
-        self._source.begin(self.seed, self.epoch, self.position)
+        workers_start = self._iterator is None
+        self._source.begin(self.seed, self.epoch, self.position, record, workers_start)
         if start is not None:
             self._seek(start, continues)
 
@@ -247,11 +284,11 @@ class DataLoaderShard(DataLoader[Any]):
         if continues and start < self._source.first_batch() and self._source.remaining() == 0:
             self.epoch += 1
             self.position = 0
-            self._source.begin(self.seed, self.epoch, 0)
+            self._source.begin(self.seed, self.epoch, 0, None, self._iterator is None)
         position = self._source.position_of(start)
         if position != self.position:
             self.position = position
-            self._source.begin(self.seed, self.epoch, position)
+            self._source.seek(position)
 
     def _synchronize(self) -> None:
         """Set random generators to their state on rank 0, if ``rng_types`` names any."""
@@ -265,7 +302,13 @@ class DataLoaderShard(DataLoader[Any]):
         synchronize_rng_states(types, own)
 
     def set_epoch(self, epoch: int) -> None:
-        """Use this epoch's order in the next pass; by default passes count up from 0."""
+        """Call ``set_epoch`` of the sampler and of the batch sampler, if they have it.
+
+        Orders that are a function of seed and epoch use this epoch in the next pass; by default
+        passes count up from 0.
+        """
+        self._told = epoch
+        self._source.set_epoch(epoch)
         if epoch != self.epoch:
             self._continue = False
         self._next_epoch = epoch
@@ -299,7 +342,10 @@ class DataLoaderShard(DataLoader[Any]):
 
     def undo_pass(self) -> None:
         """Undo the start of this pass, which only peeked at the first batch."""
-        self.epoch, self.position, self._continue, self._next_epoch, self.finished = self._before
+        (self.epoch, self.position, self._continue, self._next_epoch, self.finished) = self._before[
+            :5
+        ]
+        self._record = self._before[5]
         self._stream = self._stream_before
 
     def skip_next_pass(self) -> None:
@@ -321,11 +367,31 @@ class DataLoaderShard(DataLoader[Any]):
             "trained": self.trained,
             "done": self.done,
             "last": self.on_last and not again,
+            "order": self._order_state(),
             **({} if stream is None else {"stream": stream}),
+        }
+
+    def random_state(self) -> dict[str, Any]:
+        """Return the states of the random generators of the sampler and of the loader."""
+        return self._source.generators.capture()
+
+    def _order_state(self) -> dict[str, Any]:
+        """Return what the orders of this pass and of the next ones are drawn from."""
+        opened = self.trained and not self.finished
+        # A resumed pass that has not begun yet is still that of its own record.
+        record = self._record if self._record is not None else self._source.record()
+        return {
+            "record": record if opened else None,
+            "generators": self.random_state(),
+            "told": self._told,
+            "workers": self._iterator is not None or self._workers_known,
         }
 
     def resume_problem(self, state: Mapping[str, Any]) -> str | None:
         """Return why a resume from this state cannot be exact, ``None`` if it is."""
+        problem = self._source.problem_of((state.get("order") or {}).get("record"))
+        if problem is not None:
+            return problem
         if isinstance(self._source, StatefulSource):
             return self._source.problem(state.get("stream"))
         return None
@@ -343,3 +409,21 @@ class DataLoaderShard(DataLoader[Any]):
             self._source.restore(self._stream)
         # Only training is continued; an evaluation starts over.
         self._continue = self.epoch >= 0 and self.trained and not self.finished
+        self._restore_order(state.get("order"))
+
+    def _restore_order(self, order: Mapping[str, Any] | None) -> None:
+        self._record = None
+        if order is None:
+            if self._continue:
+                self._record = {"seeded": True}
+                if self._source.draws_order:
+                    warnings.warn(_LEGACY, stacklevel=2)
+            return
+        self._record = order["record"] if self._continue else None
+        self._source.generators.restore(order["generators"])
+        self._told = order["told"]
+        if self._told is not None:
+            self._source.set_epoch(self._told)
+        self._workers_known = bool(
+            order["workers"] and self.persistent_workers and self._iterator is None
+        )

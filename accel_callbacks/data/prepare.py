@@ -249,8 +249,7 @@ def prepare_loader(
         ValueError: the loader shards already, or cannot be sharded with these options.
     """
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-    # torch draws a base seed at every iter(), from the global generator if there is no other.
-    options["generator"] = torch.Generator()
+    options["generator"] = loader.generator
     options |= {"origin": loader, "rng_types": rng_types}
     source = _source_of(loader, setting)
     kind = DataLoaderDispatcher if setting.config.dispatch_batches else DataLoaderShard
@@ -279,6 +278,7 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
     """Return the source of a map-style dataset: ready batches, samples, or a custom sampler's."""
     config, rank, world = setting.config, setting.rank, setting.world_size
     batches: Any = loader.batch_sampler
+    seeded = config.seeds_orders
     size = share_of(getattr(batches, "batch_size", None), setting)
     if batches is None:
         if config.split_batches:
@@ -287,13 +287,13 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
                 "split them: give it a batch_size."
             )
         plan: Any = SamplePlan(1, False, rank, world)
-        source = ShareSource(loader, plan, _seedable(loader.sampler, config), batched=False)
+        source = ShareSource(loader, plan, _seedable(loader.sampler, config), False, seeded)
     elif type(batches) is BatchSampler:
         plan = SamplePlan(size or 1, batches.drop_last, rank, world)
-        source = ShareSource(loader, plan, _seedable(batches.sampler, config), batched=True)
+        source = ShareSource(loader, plan, _seedable(batches.sampler, config), True, seeded)
     else:
         plan = BatchPlan(rank, world, split=config.split_batches, batch_size=size)
-        source = ShareSource(loader, plan, _seedable(batches, config), batched=True)
+        source = ShareSource(loader, plan, _seedable(batches, config), True, seeded)
     source.even_batches = config.even_batches
     if config.dispatch_batches:
         return DispatchSource(WholeShares(source, setting), loader, setting)
@@ -324,9 +324,10 @@ def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
     )
     shards.even = config.even_batches
     if not every_rank:
-        return StreamSource(loader, shards)
+        return StreamSource(loader, shards, seeded=config.seeds_orders)
     whole = setting.slice_fn is not None and batch_size is not None
-    stream = StreamSource(loader, shards, CollatePieces(loader.collate_fn, whole=whole))
+    collate = CollatePieces(loader.collate_fn, whole=whole)
+    stream = StreamSource(loader, shards, collate, config.seeds_orders)
     return DispatchSource(stream, loader, setting)
 
 

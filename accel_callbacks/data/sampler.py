@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-__all__ = ["BatchSamplerShard", "SeedableRandomSampler", "epoch_order", "mix_seed"]
+__all__ = [
+    "BatchSamplerShard",
+    "SeedableRandomSampler",
+    "epoch_order",
+    "mix_seed",
+    "set_seed_and_epoch",
+    "with_inner",
+]
 
 _MASK = (1 << 64) - 1
 
@@ -233,23 +240,43 @@ def epoch_order(sampler: Iterable[Any], seed: int, epoch: int) -> Sequence[Any]:
         with _seeded(mixed):
             for generator in own:
                 generator.manual_seed(mixed)
-            for owner in _with_inner(sampler):
-                _set_epoch(owner, seed, epoch)
+            for owner in with_inner(sampler):
+                set_seed_and_epoch(owner, seed, epoch)
+                _set_epoch(owner, epoch)
             return list(sampler)
     finally:
         for generator, state in zip(own, before, strict=True):
             generator.set_state(state)
 
 
-def _with_inner(sampler: Any) -> tuple[Any, Any]:
-    """Return the sampler and the sampler inside it, as a batch sampler has one."""
+def with_inner(sampler: Any) -> tuple[Any, Any]:
+    """Return the sampler and the sampler inside it, as a batch sampler has one.
+
+    Example:
+        >>> from accel_callbacks.data.sampler import with_inner
+        >>> with_inner(range(2))
+        (range(0, 2), None)
+    """
     return sampler, getattr(sampler, "sampler", None)
 
 
-def _set_epoch(sampler: Any, seed: int, epoch: int) -> None:
-    """Set the epoch of a sampler that has ``set_epoch``, and the seed of one that has its own."""
+def set_seed_and_epoch(sampler: Any, seed: int, epoch: int) -> None:
+    """Set the seed and the epoch of a :class:`SeedableRandomSampler`; do nothing to another one.
+
+    Example:
+        >>> from accel_callbacks import SeedableRandomSampler
+        >>> from accel_callbacks.data.sampler import set_seed_and_epoch
+        >>> sampler = SeedableRandomSampler(range(6))
+        >>> set_seed_and_epoch(sampler, 5, 2)
+        >>> sampler.initial_seed, sampler.epoch
+        (5, 2)
+    """
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = seed
+        sampler.set_epoch(epoch)
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
     set_epoch = getattr(sampler, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -257,7 +284,7 @@ def _set_epoch(sampler: Any, seed: int, epoch: int) -> None:
 
 def _generators_of(sampler: Any) -> list[torch.Generator]:
     """Return the generators of a sampler and of the sampler inside it."""
-    found = (getattr(owner, "generator", None) for owner in _with_inner(sampler))
+    found = (getattr(owner, "generator", None) for owner in with_inner(sampler))
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 

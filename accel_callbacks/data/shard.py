@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
 
-from accel_callbacks.data.sampler import epoch_order, mix_seed
+from accel_callbacks import collectives
+from accel_callbacks.data.order import (
+    GLOBAL,
+    Draws,
+    Generators,
+    Record,
+    draws_at_random,
+    length_of,
+    own_generators,
+    preserved_generators,
+)
+from accel_callbacks.data.sampler import (
+    SeedableRandomSampler,
+    epoch_order,
+    mix_seed,
+    set_seed_and_epoch,
+    with_inner,
+)
 from accel_callbacks.data.sources import Delivery
 
 __all__ = [
@@ -28,6 +47,12 @@ __all__ = [
 
 Batches = Sequence[Sequence[Any]]
 
+_OTHER_ORDER = (
+    "{} does not draw again what it drew before the checkpoint, so the rest of this epoch is not "
+    "what was left of it: call its set_epoch before the pass, or let it draw from generators of "
+    "torch, Python or NumPy only."
+)
+
 
 class Share(NamedTuple):
     """The part of one global batch that this rank reads.
@@ -38,11 +63,13 @@ class Share(NamedTuple):
         real: samples of the global batch, each counted once.
         padded: samples that all ranks read together; the last ``padded - real`` of them, in rank
             order, are repetitions.
+        last: True if it is the last of its epoch; ``None`` if the loader counts its batches.
     """
 
     indices: Sequence[Any]
     real: int
     padded: int
+    last: bool | None = None
 
 
 class Plan(Protocol):
@@ -228,7 +255,7 @@ class BatchPlan:
 
     def _groups(self, order: Batches, position: int) -> list[list[Sequence[Any]]]:
         """Return the sampler's batches of each step."""
-        first, count = self._batches_before(order, position), self._per_step
+        first, count = self.batches_before(order, position), self._per_step
         groups = [list(order[i : i + count]) for i in range(first, len(order), count)]
         return groups if self.even else self._joined(groups)
 
@@ -258,7 +285,7 @@ class BatchPlan:
         opening = list(chain(*order[:world]))
         return Share(fill_up(samples, opening, self.rank, world), real, -(-real // world) * world)
 
-    def _batches_before(self, order: Batches, position: int) -> int:
+    def batches_before(self, order: Batches, position: int) -> int:
         """Return the number of the sampler's batches that end at or before ``position``."""
         first = seen = 0
         while first < len(order) and seen + len(order[first]) <= position:
@@ -318,6 +345,17 @@ class ShareSource:
 
     It is the ``batch_sampler`` of the prepared loader (its ``sampler`` if ``batch_size=None``).
 
+    A single process asks the sampler for the next batch when torch's loader asks for it, so that
+    everything is drawn as in a plain loop. Several processes draw the whole order at the start of
+    a pass, from the generators of rank 0.
+
+    Args:
+        loader: the user's.
+        plan: the distribution of samples over steps and ranks.
+        sampler: the source of the order: a batch sampler for a :class:`BatchPlan`.
+        batched: the loader has a batch size or a batch sampler.
+        seeded: the order is a function of seed and epoch.
+
     Attributes:
         batch_size: of one rank, ``None`` if unknown.
         drop_last: that of the user's loader.
@@ -325,18 +363,30 @@ class ShareSource:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], plan: SamplePlan | BatchPlan, sampler: Any, batched: bool
+        self,
+        loader: DataLoader[Any],
+        plan: SamplePlan | BatchPlan,
+        sampler: Any,
+        batched: bool,
+        seeded: bool = False,
     ) -> None:
         self._loader = loader
         self._plan = self._current = plan
         self.sampler = sampler
         self._batched = batched
+        self._seeded = seeded
         total = plan.total_batch_size
         self.batch_size = None if total is None else total // plan.world_size
         self.drop_last = plan.drop_last
         self._shares: deque[Share] = deque()
+        # Of the current pass: the sampler's draws, None if seeded; the whole order, if it is known.
+        self._draws: Draws | None = None
         self._order: Any = None
         self._position = 0
+        self._skip = 0  # batches of a batch sampler before the position
+        self._fresh = self._workers_start = True
+        self._counted = True  # the sampler has as many items as it says
+        self._passes: tuple[int | None, int | None] = (None, None)  # digests of the last two
 
     @property
     def even_batches(self) -> bool:
@@ -360,13 +410,33 @@ class ShareSource:
     @property
     def remainder(self) -> int:
         """Samples of an epoch over its full global batches; -1 if unknown or dropped."""
-        size = self.total_batch_size
-        if size is None or self.drop_last or isinstance(self._plan, BatchPlan):
+        size, total = self.total_batch_size, length_of(self.sampler)
+        if size is None or total is None or self.drop_last or isinstance(self._plan, BatchPlan):
             return -1
-        try:
-            return len(self.sampler) % size
-        except TypeError:
-            return -1
+        return total % size
+
+    @property
+    def generators(self) -> Generators:
+        """The generators that belong to the sampler or to the loader."""
+        return own_generators(self.sampler, self._loader.generator)
+
+    @property
+    def draws_order(self) -> bool:
+        """True if orders are drawn at random by the user's sampler."""
+        return not self._seeded and draws_at_random(self.sampler)
+
+    @property
+    def draws_base_seed(self) -> bool:
+        """True if torch's loader draws its base seed in the current pass as in a plain loop."""
+        return self._draws is not None and self._fresh and self._plan.world_size == 1
+
+    @property
+    def repeats(self) -> bool:
+        """True if the last two passes had one order, of a sampler that can be told the epoch."""
+        before, last = self._passes
+        told = [one for one in with_inner(self.sampler) if callable(_epoch_setter(one))]
+        shuffles = all(getattr(one, "shuffle", True) for one in told)
+        return last is not None and before == last and bool(told) and shuffles
 
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments with which a torch loader reads from this source."""
@@ -376,42 +446,208 @@ class ShareSource:
             return options | {"batch_sampler": self}
         return options | {"sampler": self, "batch_size": None}
 
+    def set_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the sampler and of the one inside it, if they have it."""
+        for one in with_inner(self.sampler):
+            set_epoch = _epoch_setter(one)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    # --- counting -------------------------------------------------------------------------------
+
     def steps(self) -> int:
         """Return the batches of an epoch; if their sizes decide, those of the current epoch."""
         steps = self._plan.steps(len(self.sampler))
         if steps is None:
-            order = epoch_order(self.sampler, 0, 0) if self._order is None else self._order
+            order = self._order
+            if order is None:
+                with preserved_generators():
+                    order = list(self.sampler)
             steps = self._plan.remaining(order, 0)
         return steps
 
-    def remaining(self) -> int:
-        """Return the batches left in the current epoch."""
-        return self._current.remaining(self._order, self._position)
+    def remaining(self) -> int | None:
+        """Return the batches left in the current epoch, ``None`` if unknown."""
+        if self._order is not None:
+            return self._current.remaining(self._order, self._position)
+        total = length_of(self.sampler) if self._counted else None
+        if total is None:
+            return None
+        if isinstance(self._current, BatchPlan):
+            return max(total - self._skip, 0)
+        return self._current.remaining(range(total), self._position)
 
     def first_batch(self) -> int:
         """Return the index in the epoch of the first batch of this pass."""
-        return self._current.remaining(self._order, 0) - self.remaining()
+        if self._order is not None:
+            before = self._current.remaining(self._order, 0)
+            return before - self._current.remaining(self._order, self._position)
+        if isinstance(self._current, BatchPlan):
+            return self._skip
+        total = length_of(self.sampler)
+        if total is None:
+            return -(-self._position // self._current.total_batch_size)
+        before = self._current.remaining(range(total), 0)
+        return before - self._current.remaining(range(total), self._position)
 
     def position_of(self, batches: int) -> int:
         """Return the global samples before this batch of the current epoch (its end at most)."""
+        if self._order is None:
+            if isinstance(self._current, SamplePlan):
+                total = length_of(self.sampler)
+                size = self._current.total_batch_size
+                if total is None:
+                    return batches * size
+                return self._current.position_of(range(total), batches)
+            assert self._draws is not None
+            # Batches of any size: only the order knows.
+            self._order = self._draw_all(self._draws, self._fresh and self._workers_start)
+            self._fresh = False
         return self._current.position_of(self._order, batches)
 
-    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """Return a seed for the workers that differs between ranks and after each resume."""
-        return mix_seed(seed, epoch, position, self._plan.rank)
+    def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
+        """Return a generator that differs between ranks and after each resume."""
+        return torch.Generator().manual_seed(mix_seed(seed, epoch, position, self._plan.rank))
 
-    def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Compute the order of this epoch, for a pass from this position on."""
-        self._order = epoch_order(self.sampler, seed, epoch)
+    # --- the start of a pass --------------------------------------------------------------------
+
+    def begin(
+        self,
+        seed: int,
+        epoch: int,
+        position: int,
+        record: Record | None = None,
+        workers_start: bool = True,
+    ) -> None:
+        """Prepare a pass over this epoch from this position on."""
         self._current = self._plan
-        self._current.check(self._order)
-        self._position = position
         self._shares.clear()
+        self._position, self._skip, self._fresh = position, 0, record is None
+        self._workers_start = workers_start
+        self._draws = self._order = None
+        if self._seeded if record is None else record.get("seeded", False):
+            self._order = epoch_order(self.sampler, seed, epoch)
+        else:
+            for one in with_inner(self.sampler):
+                set_seed_and_epoch(one, seed, epoch)
+            self._draws = Draws(self.sampler, record, self._loader.generator)
+            if self._draws.differs:
+                warnings.warn(_OTHER_ORDER.format(type(self.sampler).__name__), stacklevel=2)
+            if self._plan.world_size > 1:
+                self._order = self._agreed_order(self._draws)
+            elif record is not None and isinstance(self._plan, BatchPlan):
+                self._skip = self._plan.batches_before(self._draws.held, position)
+        if self._order is not None:
+            self._current.check(self._order)
+
+    def seek(self, position: int) -> None:
+        """Start the pass that was just begun at another position."""
+        self._position = position
+
+    def _agreed_order(self, draws: Draws) -> Sequence[Any]:
+        """Collective: return the order that rank 0 draws, drawing as a single process would."""
+        if type(self.sampler) is SequentialSampler:
+            return range(len(self.sampler))
+        if not draws.draws:
+            return draws.take(None)
+        own = draws.generators.capture()
+        base = self._fresh and self._workers_start
+        agreed, base = collectives.broadcast_object((own, base))
+        draws.generators.restore(agreed)
+        order = self._draw_all(draws, base)
+        # Where ranks draw different numbers (dropout), they go on with their own; but a generator
+        # that is alike on all has advanced on all.
+        draws.generators.restore(
+            {name: own[name] for name in GLOBAL if name in own and own[name] != agreed[name]}
+        )
+        self._note_end(draws)
+        return order
+
+    def _draw_all(self, draws: Draws, base: bool) -> Sequence[Any]:
+        """Draw the whole order, with the draws and in the sequence of torch's loader."""
+        early = self._fresh and self._opens_early
+        if early:
+            draws.open()
+        if base:
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            if early and self._loader.num_workers:
+                draws.open()
+        return draws.take(None)
+
+    @property
+    def _opens_early(self) -> bool:
+        # torch calls __iter__ of what it asks for batches before it draws the base seed. It matters
+        # for samplers that are no generator functions.
+        asked = isinstance(self._plan, BatchPlan) or not self._batched
+        return asked and self._draws is not None and self._draws.watched
+
+    def record(self) -> dict[str, Any] | None:
+        """Return what draws the order of the current pass again; None before the first."""
+        if self._draws is None:
+            return None if self._order is None else {"seeded": True}
+        return {**self._draws.record(), "total": length_of(self.sampler)}
+
+    def problem_of(self, record: Record | None) -> str | None:
+        """Return why a resume from this record cannot be exact, ``None`` if it is."""
+        there, here = (record or {}).get("total"), length_of(self.sampler)
+        if there is None or here is None or there == here:
+            return None
+        what = "batches" if isinstance(self._plan, BatchPlan) else "samples"
+        return f"its sampler had {there} {what} and has {here}"
+
+    # --- a pass ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        for share in self._current.shares(self._order, self._position):
+        if self._order is None and self._fresh and self._opens_early:
+            assert self._draws is not None
+            self._draws.open()
+        return self._indices()
+
+    def _indices(self) -> Iterator[Any]:
+        for share in self._next_shares():
             self._shares.append(share)
             yield share.indices if self._batched else share.indices[0]
+
+    def _next_shares(self) -> Iterator[Share]:
+        if self._order is not None:
+            return self._current.shares(self._order, self._position)
+        assert self._draws is not None
+        return self._drawn_shares(self._draws)
+
+    def _drawn_shares(self, draws: Draws) -> Iterator[Share]:
+        """Yield the batches of a single process, each drawn when it is asked for."""
+        expected, count = self.remaining(), 0
+        draws.take(self._skip if isinstance(self._current, BatchPlan) else self._position)
+        batch = self._next_batch(draws)
+        while batch is not None:
+            # One batch ahead only where the sampler does not say how many there are.
+            ahead = self._next_batch(draws) if expected is None else None
+            last = None if expected is not None else ahead is None
+            yield Share(batch, len(batch), len(batch), last)
+            count += 1
+            batch = self._next_batch(draws) if expected is not None else ahead
+        self._note_end(draws)
+        if expected is not None and count != expected:
+            self._counted = False
+            warnings.warn(
+                f"{type(self.sampler).__name__} said that {expected} batches were left and gave "
+                f"{count}, so the last accumulation window may have been cut: make its __len__ "
+                "exact, or leave it out.",
+                stacklevel=2,
+            )
+
+    def _next_batch(self, draws: Draws) -> Sequence[Any] | None:
+        """Return the next batch of indices, None at the end."""
+        if isinstance(self._current, BatchPlan):
+            batches = draws.take(1)
+            return batches[0] if batches else None
+        items = draws.take(self._current.batch_size)
+        short = len(items) < self._current.batch_size
+        return items if items and not (short and self._current.drop_last) else None
+
+    def _note_end(self, draws: Draws) -> None:
+        """Keep the digest of a complete pass."""
+        self._passes = (self._passes[1], draws.digest)
 
     def __len__(self) -> int:
         return self.steps()
@@ -421,15 +657,23 @@ class ShareSource:
         full = Delivery(0, 0)
         for item in items:
             # torch delivers batches in the order of their indices, with workers too.
-            _, real, padded = share = self._shares.popleft()
-            if real != padded:
+            _, real, padded, last = share = self._shares.popleft()
+            if real != padded or last is not None:
                 # Ready batches are repeated as a whole, and their samples are not counted.
-                kept = None if self._batched else ready_kept(share.real, share.padded)
-                yield item, Delivery(real, padded, kept=kept)
+                whole = self._batched or real == padded
+                kept = None if whole else ready_kept(share.real, share.padded)
+                yield item, Delivery(real, padded, last, kept)
                 continue
             if real != full.real:  # hot path: full batches share one object
                 full = Delivery(real, padded)
             yield item, full
+
+
+def _epoch_setter(sampler: Any) -> Any:
+    """Return the ``set_epoch`` of a sampler of the user's, None if it has none."""
+    if isinstance(sampler, SeedableRandomSampler):  # it is told at the start of each pass
+        return None
+    return getattr(sampler, "set_epoch", None)
 
 
 def ready_kept(real: int, padded: int) -> list[int]:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from accel_callbacks.data.config import DataLoaderConfiguration
+from accel_callbacks.data.order import Generators, Record
 
 __all__ = ["Delivery", "Setting", "Source"]
 
@@ -76,8 +79,48 @@ class Source(Protocol):
     def steps(self) -> int:
         """Return the batches of an epoch; raise TypeError if they cannot be known."""
 
-    def begin(self, seed: int, epoch: int, position: int) -> None:
-        """Prepare a pass over this epoch from this position on."""
+    @property
+    def generators(self) -> Generators:
+        """The generators that belong to the sampler or to the loader, and are saved with it."""
+
+    @property
+    def draws_order(self) -> bool:
+        """True if orders are drawn at random by the user's sampler."""
+
+    @property
+    def draws_base_seed(self) -> bool:
+        """True if torch's loader draws its base seed in the current pass as in a plain loop."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of what the order comes from, as far as it has it."""
+
+    def begin(
+        self,
+        seed: int,
+        epoch: int,
+        position: int,
+        record: Record | None = None,
+        workers_start: bool = True,
+    ) -> None:
+        """Prepare a pass over this epoch from this position on.
+
+        Args:
+            seed: of the loader.
+            epoch: index of the pass.
+            position: global samples before the first one.
+            record: of the pass to be resumed, from :meth:`record`.
+            workers_start: torch's loader draws a base seed, for it has no workers from the last
+                pass.
+        """
+
+    def seek(self, position: int) -> None:
+        """Start the pass that was just begun at another position."""
+
+    def record(self) -> Record | None:
+        """Return what draws the order of the current pass again, ``None`` if there is no need."""
+
+    def problem_of(self, record: Record | None) -> str | None:
+        """Return why a resume from a record cannot be exact, ``None`` if it is."""
 
     def remaining(self) -> int | None:
         """Return the batches left in the current epoch, ``None`` if unknown."""
@@ -88,8 +131,8 @@ class Source(Protocol):
     def position_of(self, batches: int) -> int:
         """Return the global samples before this batch of the current epoch (its end at most)."""
 
-    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """Return the seed of the random generators in loader workers."""
+    def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
+        """Return what the base seed of workers is drawn from, where it is not as in torch."""
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
         """Yield each batch of the torch loader with its counts."""

@@ -9,9 +9,17 @@ from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks.data.iterable import CollateShare, IterableShards, Piece
+from accel_callbacks.data.order import (
+    Generators,
+    Record,
+    own_generators,
+    packed_state,
+    set_packed_state,
+)
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery
@@ -54,6 +62,7 @@ class StreamSource(StatefulSource):
         loader: the user's.
         shards: reads the stream, in each worker process.
         collate_fn: collates the batch of this rank; the loader's own if ``None``.
+        seeded: workers get a seed that is a function of seed and epoch.
     """
 
     def __init__(
@@ -61,7 +70,13 @@ class StreamSource(StatefulSource):
         loader: DataLoader[Any],
         shards: IterableShards,
         collate_fn: Callable[[Any], Any] | None = None,
+        seeded: bool = False,
     ) -> None:
+        self._loader = loader
+        self._seeded = seeded
+        self._seed = 0
+        self._base: str | None = None
+        self._fresh = True
         self._shards = shards
         self._collate = CollateShare(collate_fn or loader.collate_fn)
         self._workers = loader.num_workers
@@ -125,9 +140,13 @@ class StreamSource(StatefulSource):
         """Return the global samples before this batch of the epoch."""
         return batches * self._shards.size
 
-    def worker_seed(self, seed: int, epoch: int, position: int) -> int:
-        """Return a seed that is the same on all ranks and after a resume, as the stream must be."""
-        return mix_seed(seed, epoch)
+    def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
+        """Return a generator that is the same on all ranks and after a resume, as the stream."""
+        generator = torch.Generator()
+        if self._fresh or self._base is None:
+            return generator.manual_seed(mix_seed(seed, epoch))
+        set_packed_state(generator, self._base)
+        return generator
 
     # --- the start of a pass --------------------------------------------------------------------
 
@@ -150,8 +169,58 @@ class StreamSource(StatefulSource):
             return f"it was saved with {there} worker processes and is read with {here}"
         return None
 
-    def begin(self, seed: int, epoch: int, position: int) -> None:
+    @property
+    def generators(self) -> Generators:
+        """The generator of the loader."""
+        return own_generators((), self._loader.generator)
+
+    @property
+    def draws_order(self) -> bool:
+        """Always False: the order is that of the stream."""
+        return False
+
+    @property
+    def draws_base_seed(self) -> bool:
+        """True if torch's loader draws its base seed in the current pass as in a plain loop."""
+        return self._fresh and not self._seeded and self._shards.world_size == 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the dataset is told the epoch at the start of each pass."""
+
+    def record(self) -> Record | None:
+        """Return the generator that the seed of the workers came from, ``None`` without one."""
+        return None if self._base is None else {"base": self._base}
+
+    def problem_of(self, record: Record | None) -> str | None:
+        """Return ``None``: a record of a stream is always of use."""
+        return None
+
+    def seek(self, position: int) -> None:
+        """Start the pass that was just begun at another position."""
+        assert self._begun is not None
+        self._begin(self._seed, self._begun[0], position)
+
+    def begin(
+        self,
+        seed: int,
+        epoch: int,
+        position: int,
+        record: Record | None = None,
+        workers_start: bool = True,
+    ) -> None:
         """Set the epoch of the dataset, and choose how to reach the position."""
+        self._seed = seed
+        self._fresh = record is None
+        self._begin(seed, epoch, position)
+        if record is not None:
+            self._base = record.get("base")
+        elif workers_start or self.fresh_workers:
+            own = self._loader.generator
+            drawn_from = torch.default_generator if own is None else own
+            records = self._workers and self.draws_base_seed
+            self._base = packed_state(drawn_from) if records else None
+
+    def _begin(self, seed: int, epoch: int, position: int) -> None:
         again = self._begun == (epoch, position)
         if not again:
             self._again, self._skip = self._route_to(epoch, position)
@@ -306,7 +375,7 @@ def with_local_state(
 def stream_problems(
     prepared: Mapping[str, Any], loaders: Mapping[str, Any], local: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return why streams that are resumed in mid-epoch cannot continue exactly.
+    """Return why loaders that are resumed in mid-epoch cannot continue exactly.
 
     Args:
         prepared: the prepared loaders.

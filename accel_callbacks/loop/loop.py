@@ -167,6 +167,9 @@ class Loop:
         self.stepped: set[int] = set()
         self._outer: DataLoaderShard | None = None
         self._cut_short = self._passed = False
+        # Of random generators: how to capture it, and what it was where a stop cut an epoch short.
+        self.capture_random: Callable[[], Any] | None = None
+        self.random_at_stop: Any = None
         self._settling = self._fit_started = self._train_started = False
         self._pending_teardowns: list[Callable[..., None]] | None = None
 
@@ -433,7 +436,7 @@ load_state() takes the newest valid one.
 
     def _drop_passes(self) -> None:
         """Close all passes over loaders."""
-        self._cut_short = False
+        self._cut_short, self.random_at_stop = False, None
         for group in (self.deferred, self.active, self.progress, self.stepped, self.stages):
             group.clear()
         self._outer = None
@@ -486,6 +489,7 @@ load_state() takes the newest valid one.
         self.active.append(loader)
         self._passed = True
         if outer:
+            self.random_at_stop = None
             self._outer = self.used_loaders.training = loader
         loader.passes += 1
         return loader.passes
@@ -511,6 +515,10 @@ load_state() takes the newest valid one.
         self._cut_short = not loader.on_last
         if loader.on_last:
             loader.end_pass()
+        elif self.capture_random is not None:
+            # A resume goes on here, and what the script draws from now on, such as in an
+            # evaluation, is drawn in the unbroken run only after the rest of the epoch.
+            self.random_at_stop = self.capture_random()
 
     # --- the step -----------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_callbacks import Accelerator
+from accel_callbacks import Accelerator, DataLoaderConfiguration
 from accel_callbacks.callbacks import EMA, Checkpoint, EarlyStopping
 
 DATA = Path(__file__).resolve().parent / "checkpoint_before_rooms"
@@ -58,7 +58,7 @@ class History:
 class Training:
     """All that is prepared, registered and called back."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
@@ -70,6 +70,7 @@ class Training:
             gradient_accumulation_steps=2,
             callbacks=[self.ema, self.stopping, self.saver],
             timeout=timedelta(seconds=30),
+            **options,
         )
         # No bias before BatchNorm: its gradient is rounding noise, which AdamW would scale up, and
         # the weights would then depend on the CPU.
@@ -179,14 +180,20 @@ def _save(path: str) -> None:
                 training.end_epoch(losses)
 
 
-def resume(path: str, folder: str) -> dict[str, Any]:
+def resume(path: str, folder: str, **options: Any) -> dict[str, Any]:
     """Load a checkpoint, train to the end, and return what this rank has seen and has."""
     with inside(folder):
-        return _resume(path)
+        return _resume(path, **options)
 
 
-def _resume(path: str) -> dict[str, Any]:
-    training = Training(seed=99)
+def resume_by_seed(path: str, folder: str) -> dict[str, Any]:
+    """Resume with orders by seed, as they were when the checkpoints were made."""
+    config = DataLoaderConfiguration(seeded_order=True)
+    return resume(path, folder, dataloader_config=config)
+
+
+def _resume(path: str, **options: Any) -> dict[str, Any]:
+    training = Training(seed=99, **options)
     batches, losses = [], []
     with training.accel.run("after", resume=path) as run:
         loaded = training.state(run)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.data.make_checkpoint_before_rooms import DATA, resume
+from tests.data.make_checkpoint_before_rooms import DATA, resume_by_seed
 
 pytestmark = pytest.mark.distributed
 
@@ -17,7 +17,7 @@ CLOSE = {"rel": 1e-4, "abs": 1e-5}
 
 def test_two_processes_go_on_as_they_did(pool, tmp_path):
     expected = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))["two"]
-    resumed = pool.run(resume, str(DATA / "two"), str(tmp_path))
+    resumed = pool.run(resume_by_seed, str(DATA / "two"), str(tmp_path))
     assert len(expected) == 2
     for now, before in zip(resumed, expected, strict=True):
         assert now["loaded"] == before["loaded"]

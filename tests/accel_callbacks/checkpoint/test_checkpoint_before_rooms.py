@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.data.make_checkpoint_before_rooms import DATA, resume
+from tests.data.make_checkpoint_before_rooms import DATA, resume, resume_by_seed
 
 CLOSE = {"rel": 1e-4, "abs": 1e-5}
 
@@ -22,7 +22,7 @@ def expected() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return resume(str(DATA / "one"), str(tmp_path_factory.mktemp("resumed")))
+    return resume_by_seed(str(DATA / "one"), str(tmp_path_factory.mktemp("resumed")))
 
 
 def test_what_is_loaded_is_the_same_to_the_bit(resumed, expected):
@@ -44,6 +44,16 @@ def test_training_goes_on_as_it_did(resumed, expected):
     for name, tensor in kept.items():
         now = torch.tensor(resumed["tensors"][name])
         torch.testing.assert_close(now, tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_its_open_epoch_keeps_its_order_with_a_warning_and_the_next_is_the_samplers(
+    expected, tmp_path
+):
+    with pytest.warns(UserWarning, match="an older version, which chose the orders of epochs"):
+        now = resume(str(DATA / "one"), str(tmp_path))
+    assert now["batches"][:8] == expected["batches"][:8]
+    assert now["batches"][8:] != expected["batches"][8:]
+    assert sorted(n for batch in now["batches"][8:] for n in batch) == list(range(48))
 
 
 def test_nothing_of_the_machine_that_made_it_is_in_the_checkpoint():

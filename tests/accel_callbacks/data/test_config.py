@@ -56,6 +56,7 @@ def test_the_options_are_there_with_their_defaults_and_cannot_be_changed():
         "data_seed": None,
         "non_blocking": True,
         "use_stateful_dataloader": True,
+        "seeded_order": None,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.split_batches = True
@@ -249,15 +250,15 @@ def test_rng_types_are_checked_when_they_are_given():
 
 def test_it_works_without_an_accelerator_and_goes_on_as_one_does():
     torch.manual_seed(3)
-    loader = prepare_data_loader(DataLoader(range(7), 2, shuffle=True))
+    loader = prepare_data_loader(DataLoader(range(7), 2, shuffle=True), data_seed=3)
     epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
     assert sorted(n for batch in epochs[0] for n in batch) == list(range(7))
     torch.manual_seed(3)
-    loader = prepare_data_loader(DataLoader(range(7), 2, shuffle=True))
+    loader = prepare_data_loader(DataLoader(range(7), 2, shuffle=True), data_seed=3)
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    second = prepare_data_loader(DataLoader(range(7), 2, shuffle=True))
+    second = prepare_data_loader(DataLoader(range(7), 2, shuffle=True), data_seed=4)
     second.load_state_dict({**state, "trained": True})
     assert [batch.tolist() for batch in second] == epochs[0][1:]
     assert [batch.tolist() for batch in second] == epochs[1]
@@ -399,7 +400,8 @@ def test_a_dataset_of_hugging_face_is_one_like_others(even):
     data = datasets.Dataset.from_dict({"x": list(range(9)), "s": [f"n{i}" for i in range(9)]})
     bare = [DataLoader(data.with_format("torch"), 2, shuffle=True) for _ in range(2)]
     torch.manual_seed(1)
-    loaders = [shard(loader, rank, even_batches=even) for rank, loader in enumerate(bare)]
+    options = {"even_batches": even, "data_seed": 1}
+    loaders = [shard(loader, rank, **options) for rank, loader in enumerate(bare)]
     steps = list(zip(*loaders, strict=True))
     seen = [n for step in steps for batch in step for n in batch["x"].tolist()][:9]
     assert sorted(seen) == list(range(9)) != seen

@@ -20,13 +20,15 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accel_callbacks import Accelerator, DataLoaderShard
+from accel_callbacks import Accelerator, DataLoaderConfiguration, DataLoaderShard
 from accel_callbacks.data.prepare import prepare_loader
 from accel_callbacks.data.sources import Setting
 
 
 def prepare(loader, **options):
-    return Accelerator(cpu=True, **options).prepare(loader)
+    """Prepare with orders of their own, by seed and epoch; test_order.py has those of the sampler."""
+    config = DataLoaderConfiguration(seeded_order=True)
+    return Accelerator(cpu=True, dataloader_config=config, **options).prepare(loader)
 
 
 def values(batches):

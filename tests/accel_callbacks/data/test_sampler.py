@@ -81,10 +81,16 @@ def test_prepared_loaders_shuffle_as_accelerate_does_where_that_is_asked_for(mak
     assert order_of(loader, data_seed=5) == ORDERS
     torch.manual_seed(6)
     assert order_of(make())[:2] == ORDERS[1:]
-    torch.manual_seed(0)  # the program's own loader was not changed
+    # The program's own loader was not changed, but for its generator, of which base seeds are drawn.
+    for generator in (torch.default_generator, loader.generator):
+        if generator is not None:
+            generator.manual_seed(0)
     plain = [n for batch in loader for n in batch.tolist()]
-    torch.manual_seed(0)
-    assert plain == [n for batch in make() for n in batch.tolist()]
+    loader = make()
+    for generator in (torch.default_generator, loader.generator):
+        if generator is not None:
+            generator.manual_seed(0)
+    assert plain == [n for batch in loader for n in batch.tolist()]
 
 
 def test_without_it_the_order_is_another_and_follows_the_data_seed():

@@ -6,11 +6,19 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from accel_callbacks import Accelerator, prepare_data_loader, skip_first_batches
+from accel_callbacks import (
+    Accelerator,
+    DataLoaderConfiguration,
+    prepare_data_loader,
+    skip_first_batches,
+)
+
+
+SEEDED = DataLoaderConfiguration(seeded_order=True)
 
 
 def prepare(loader, **options):
-    return Accelerator(cpu=True, **options).prepare(loader)
+    return Accelerator(cpu=True, dataloader_config=SEEDED, **options).prepare(loader)
 
 
 def values(batches):
@@ -90,7 +98,7 @@ def test_the_usual_recipe_of_a_resume_gives_the_exact_rest_and_then_the_next_epo
     whole = [values(loader) for _ in range(epoch + 3)]
     for taken in range(1, len(whole[0]) + 1):
         torch.manual_seed(0)
-        accel = Accelerator(cpu=True)
+        accel = Accelerator(cpu=True, dataloader_config=SEEDED)
         loader = accel.prepare(make())
         for _ in range(epoch):
             values(loader)
@@ -99,7 +107,7 @@ def test_the_usual_recipe_of_a_resume_gives_the_exact_rest_and_then_the_next_epo
                 accel.save_state(tmp_path / "c")
                 break
         torch.manual_seed(99)
-        accel = Accelerator(cpu=True)
+        accel = Accelerator(cpu=True, dataloader_config=SEEDED)
         loader = accel.prepare(make())
         accel.load_state(tmp_path / "c")
         assert values(accel.skip_first_batches(loader, taken)) == whole[epoch][taken:]
@@ -110,13 +118,13 @@ def test_the_usual_recipe_of_a_resume_gives_the_exact_rest_and_then_the_next_epo
 def test_a_checkpoint_from_inside_of_a_view_leads_to_its_rest(tmp_path):
     whole = values(prepare(KINDS["shuffled"]()))
     torch.manual_seed(0)
-    accel = Accelerator(cpu=True)
+    accel = Accelerator(cpu=True, dataloader_config=SEEDED)
     loader = accel.prepare(KINDS["shuffled"]())
     for _ in accel.skip_first_batches(loader, 1):
         accel.save_state(tmp_path / "c")
         break
     torch.manual_seed(99)
-    accel = Accelerator(cpu=True)
+    accel = Accelerator(cpu=True, dataloader_config=SEEDED)
     loader = accel.prepare(KINDS["shuffled"]())
     accel.load_state(tmp_path / "c")
     assert values(loader) == whole[2:]
@@ -157,7 +165,7 @@ def test_set_epoch_and_a_look_at_the_first_batch_do_as_without_a_view():
     view.set_epoch(3)
     assert values(view) == whole[3][1:]
     torch.manual_seed(0)
-    accel = Accelerator(cpu=True)
+    accel = Accelerator(cpu=True, dataloader_config=SEEDED)
     model = torch.nn.Linear(1, 1)
     _, _, loader = accel.prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), KINDS["shuffled"]()
@@ -234,7 +242,7 @@ def test_a_plain_loader_can_be_skipped_too(make):
 
 
 def test_a_view_can_be_prepared_and_skipped_again():
-    accel = Accelerator(cpu=True)
+    accel = Accelerator(cpu=True, dataloader_config=SEEDED)
     view = skip_first_batches(DataLoader(range(8), 2), 1)
     prepared = accel.prepare(view)
     assert accel.loop.active == []

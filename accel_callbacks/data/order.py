@@ -1,0 +1,425 @@
+"""The order of a pass: drawn by the user's sampler, and recorded to be drawn again by a resume."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from array import array
+from binascii import a2b_base64, b2a_base64
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_callbacks.data.sampler import SeedableRandomSampler
+
+__all__ = [
+    "GLOBAL",
+    "Draws",
+    "Generators",
+    "Record",
+    "State",
+    "draws_at_random",
+    "length_of",
+    "own_generators",
+    "packed_state",
+    "preserved_generators",
+    "set_packed_state",
+]
+
+#: A state of :class:`Generators`, and the record of :class:`Draws`: trees of plain values.
+State = Mapping[str, Any]
+Record = Mapping[str, Any]
+
+# Samplers without state of their own: they draw from their generator, or from a private one that is
+# seeded with one draw from torch's global generator.
+_DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_DRAW_NOTHING = (SequentialSampler, SeedableRandomSampler, range, list, tuple)
+#: The global generators.
+GLOBAL = ("torch", "python", "numpy")
+# Foreign draws between those of a sampler are recorded so many times in a pass.
+_MOST_ENTRIES = 512
+
+
+class Generators:
+    """The random generators that a sampler may draw from.
+
+    Args:
+        kinds: those of the global ones, of ``"torch"``, ``"python"`` and ``"numpy"``.
+        own: the sampler's own, of torch, Python or NumPy.
+
+    Example:
+        >>> import random
+        >>> from accel_callbacks.data.order import Generators
+        >>> generators = Generators(["python"], [])
+        >>> state = generators.capture()
+        >>> first = random.random()
+        >>> generators.restore(state)
+        >>> random.random() == first
+        True
+    """
+
+    def __init__(self, kinds: Sequence[str], own: Sequence[Any]) -> None:
+        self.own = list(own)
+        self._access: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        for kind in kinds:
+            holder = _global_generator(kind)
+            if holder is not None:
+                self._access[kind] = _access_to(holder)
+        for index, holder in enumerate(self.own):
+            self._access[f"own{index}"] = _access_to(holder)
+
+    def __bool__(self) -> bool:
+        return bool(self._access)
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states by name."""
+        return {name: capture() for name, (capture, _) in self._access.items()}
+
+    def restore(self, state: State) -> None:
+        """Restore what :meth:`capture` returned; names that are not here are ignored."""
+        for name, (_, restore) in self._access.items():
+            if name in state:
+                restore(state[name])
+
+
+def _global_generator(kind: str) -> Any:
+    """Return what holds a global generator, None for NumPy where it is not imported."""
+    if kind == "torch":
+        return torch.default_generator
+    return random if kind == "python" else getattr(sys.modules.get("numpy"), "random", None)
+
+
+def _access_to(holder: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return functions that read and write a generator's state as plain values."""
+    if isinstance(holder, torch.Generator):
+        return (
+            lambda: packed_state(holder),
+            lambda state: set_packed_state(holder, state),
+        )
+    if holder is random or isinstance(holder, random.Random):
+        return lambda: _pack(holder.getstate()), lambda state: holder.setstate(_unpack(state))
+    if hasattr(getattr(holder, "bit_generator", None), "state"):  # numpy.random.Generator
+        return (
+            lambda: _without_arrays(holder.bit_generator.state),
+            lambda state: setattr(holder.bit_generator, "state", _with_arrays(state)),
+        )
+    return (
+        lambda: _without_arrays(holder.get_state(legacy=False)),
+        lambda state: holder.set_state(_with_arrays(state)),
+    )
+
+
+def packed_state(generator: torch.Generator) -> str:
+    """Return the state of a generator as text, as all states here: a loader's state is plain JSON.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.data.order import packed_state, set_packed_state
+        >>> state = packed_state(torch.Generator().manual_seed(3))
+        >>> generator = torch.Generator()
+        >>> set_packed_state(generator, state)
+        >>> generator.initial_seed()
+        3
+    """
+    return _text(generator.get_state().numpy().tobytes())
+
+
+def set_packed_state(generator: torch.Generator, state: str) -> None:
+    """Set the state of a generator to what :func:`packed_state` returned.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.data.order import packed_state, set_packed_state
+        >>> generator = torch.Generator()
+        >>> set_packed_state(generator, packed_state(generator))
+    """
+    generator.set_state(torch.frombuffer(bytearray(a2b_base64(state)), dtype=torch.uint8))
+
+
+def _text(data: bytes) -> str:
+    return b2a_base64(data, newline=False).decode("ascii")
+
+
+def _pack(state: tuple[Any, ...]) -> list[Any]:
+    version, words, gauss = state
+    return [version, _text(array("I", words).tobytes()), gauss]
+
+
+def _unpack(state: Sequence[Any]) -> tuple[Any, ...]:
+    version, words, gauss = state
+    found = array("I")
+    found.frombytes(a2b_base64(words))
+    return version, tuple(found), gauss
+
+
+def _without_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of NumPy with text for arrays, which compare and save as plain values."""
+    packed: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            packed[name] = _without_arrays(value)
+        elif hasattr(value, "tobytes") and hasattr(value, "shape") and value.shape:
+            packed[name] = {"dtype": value.dtype.str, "data": _text(value.tobytes())}
+        else:
+            packed[name] = value.item() if hasattr(value, "item") else value
+    return packed
+
+
+def _with_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    unpacked: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping) and value.keys() == {"dtype", "data"}:
+            unpacked[name] = np.frombuffer(a2b_base64(value["data"]), dtype=value["dtype"]).copy()
+        else:
+            unpacked[name] = _with_arrays(value) if isinstance(value, Mapping) else value
+    return unpacked
+
+
+def length_of(sampler: Any) -> int | None:
+    """Return what a sampler says of its length, None if it says nothing.
+
+    Example:
+        >>> from accel_callbacks.data.order import length_of
+        >>> length_of([4, 5]), length_of(iter([4, 5]))
+        (2, None)
+    """
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Context manager: restore the global generators of torch, Python and NumPy afterwards."""
+    generators = Generators(GLOBAL, ())
+    before = generators.capture()
+    try:
+        yield
+    finally:
+        generators.restore(before)
+
+
+class _Sources(NamedTuple):
+    """What a sampler draws from, and when.
+
+    Args:
+        kinds: the global generators.
+        own: the sampler's own generators.
+        watched: it may draw again in the middle of a pass, or has state of its own.
+    """
+
+    kinds: Sequence[str]
+    own: list[Any]
+    watched: bool
+
+
+def _sources_of(sampler: Any) -> _Sources:
+    kind = type(sampler)
+    if kind is BatchSampler:
+        return _sources_of(sampler.sampler)
+    if kind in _DRAW_NOTHING:
+        return _Sources((), [], False)
+    if kind in _DRAW_ONCE:
+        if sampler.generator is None:
+            return _Sources(("torch",), [], False)
+        again = kind is RandomSampler and (
+            sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        )
+        return _Sources((), [sampler.generator], again)
+    return _Sources(GLOBAL, _generators_in(sampler), True)
+
+
+def _generators_in(sampler: Any, depth: int = 3) -> list[Any]:
+    """Return the generators among the attributes of a sampler, and of samplers inside of it."""
+    found: list[Any] = []
+    for value in getattr(sampler, "__dict__", {}).values():
+        inner = isinstance(value, Sampler) and depth
+        for one in _generators_in(value, depth - 1) if inner else [value]:
+            if _is_generator(one) and not any(one is known for known in found):
+                found.append(one)
+    return found
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, (torch.Generator, random.Random)):
+        return not isinstance(value, random.SystemRandom)
+    numpy: Any = sys.modules.get("numpy")
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, kinds)
+
+
+class Draws:
+    """One pass over a sampler (or batch sampler), which records what the sampler draws from.
+
+    The record holds the state of the generators at the start; and, for a sampler that draws again
+    later, at each of its draws before which something else had drawn. With it the same items are
+    drawn again.
+
+    Args:
+        sampler: any iterable of indices or of batches.
+        record: of the pass to be drawn again.
+        loader_generator: the generator of the loader; part of :attr:`generators`.
+
+    Attributes:
+        drawn: number of items drawn.
+        differs: the items drawn again are not those of the record.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import RandomSampler
+        >>> from accel_callbacks.data.order import Draws
+        >>> draws = Draws(RandomSampler(range(5)))
+        >>> first = draws.take(3)
+        >>> again = Draws(RandomSampler(range(5)), draws.record())
+        >>> again.take(3) == first, again.take(9) == draws.take(9)
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        record: Record | None = None,
+        loader_generator: torch.Generator | None = None,
+    ) -> None:
+        sources = _sources_of(sampler)
+        self.generators = Generators(sources.kinds, _with_loaders(sources.own, loader_generator))
+        self.watched = sources.watched
+        self.draws = bool(sources.kinds or sources.own)
+        self.drawn = 0
+        self.differs = False
+        self._sampler = sampler
+        self._iterator: Iterator[Any] | None = None
+        self._entries: list[tuple[int, State]] = []
+        self._last: State | None = None  # after the sampler's last draw
+        self._digest = 0
+        self._ahead: deque[Any] = deque()
+        if record is not None:
+            self._draw_again(record)
+
+    @property
+    def held(self) -> Sequence[Any]:
+        """The items that were drawn again and not taken yet."""
+        return list(self._ahead)
+
+    @property
+    def digest(self) -> int | None:
+        """A checksum of the items drawn, None for a sampler that needs none."""
+        return self._digest if self.watched else None
+
+    def record(self) -> Record:
+        """Return what is needed to draw the same items again."""
+        entries = [[place, dict(state)] for place, state in self._entries]
+        return {"drawn": self.drawn, "entries": entries, "digest": self.digest}
+
+    def open(self) -> None:
+        """Call the sampler's ``__iter__``; anew, if it was called and nothing was drawn.
+
+        With workers, torch's loader calls it twice: before and after it draws its base seed.
+        """
+        if self.drawn:
+            return
+        if self.draws:
+            # Captured before __iter__, where some samplers shuffle.
+            self._last = self.generators.capture()
+            self._entries = [(0, self._last)]
+        self._iterator = iter(self._sampler)
+
+    def take(self, count: int | None) -> list[Any]:
+        """Return the next items, all that are left for None; fewer at the end."""
+        items: list[Any] = []
+        while self._ahead and (count is None or len(items) < count):
+            items.append(self._ahead.popleft())
+        if count is None or len(items) < count:
+            items += self._draw(None if count is None else count - len(items))
+        return items
+
+    def _draw(self, count: int | None) -> list[Any]:
+        if self._iterator is None:
+            self.open()
+        assert self._iterator is not None
+        before = self.generators.capture() if self.watched else None
+        place = self.drawn
+        items = list(islice(self._iterator, count))
+        self.drawn += len(items)
+        if before is not None:
+            self._note(place, before)
+            for item in items:
+                self._digest = zlib.crc32(repr(item).encode(), self._digest)
+        return items
+
+    def _note(self, place: int, before: State) -> None:
+        """Record the state before a draw, if something else has drawn since the last one."""
+        after = self.generators.capture()
+        foreign = before != self._last and before != after
+        if foreign and len(self._entries) < _MOST_ENTRIES:
+            self._entries.append((place, before))
+        if before != after or self._last is None:
+            self._last = after
+
+    def _draw_again(self, record: Record) -> None:
+        """Draw the items of a record, and hold them; the generators are as before afterwards."""
+        now = self.generators.capture()
+        try:
+            for place, state in record["entries"]:
+                if place > self.drawn:
+                    self._ahead.extend(self._draw(place - self.drawn))
+                self.generators.restore(state)
+                self._last = None
+                self.open()
+            self._ahead.extend(self._draw(record["drawn"] - self.drawn))
+        finally:
+            self.generators.restore(now)
+        self._entries = [(place, state) for place, state in record["entries"]]
+        self._last = None
+        known = record["digest"]
+        self.differs = self.drawn != record["drawn"] or (
+            self.watched and known is not None and known != self._digest
+        )
+
+
+def draws_at_random(sampler: Any) -> bool:
+    """Return whether a sampler may draw from a generator.
+
+    Example:
+        >>> from torch.utils.data import RandomSampler
+        >>> from accel_callbacks.data.order import draws_at_random
+        >>> draws_at_random(RandomSampler(range(3))), draws_at_random(range(3))
+        (True, False)
+    """
+    sources = _sources_of(sampler)
+    return bool(sources.kinds or sources.own)
+
+
+def own_generators(sampler: Any, loader_generator: torch.Generator | None) -> Generators:
+    """Return the generators that belong to a sampler or to its loader.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.data.order import own_generators
+        >>> len(own_generators(range(3), torch.Generator()).own)
+        1
+    """
+    return Generators((), _with_loaders(_sources_of(sampler).own, loader_generator))
+
+
+def _with_loaders(own: list[Any], generator: torch.Generator | None) -> list[Any]:
+    """Return a sampler's own generators and that of its loader, each once."""
+    if generator is None or any(one is generator for one in own):
+        return own
+    return [*own, generator]
