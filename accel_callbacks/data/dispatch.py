@@ -455,6 +455,11 @@ class DispatchSource(StatefulSource):
         return self._inner.draws_order
 
     @property
+    def base_seed_first(self) -> bool:
+        """True if a pass from its start first draws the base seed, as in a plain loop."""
+        return self._inner.base_seed_first
+
+    @property
     def draws_base_seed(self) -> bool:
         """True if torch's loader draws its base seed in the current pass as in a plain loop."""
         return self._inner.draws_base_seed

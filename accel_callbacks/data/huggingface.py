@@ -166,6 +166,11 @@ class AgreedSource(StatefulSource):
         return False
 
     @property
+    def base_seed_first(self) -> bool:
+        """Always False: several ranks draw by seed and epoch."""
+        return False
+
+    @property
     def draws_base_seed(self) -> bool:
         """Always False: the seeds of workers differ between ranks."""
         return False

@@ -127,6 +127,7 @@ class DataLoaderShard(DataLoader[Any]):
         # Where torch's loader draws its base seed: None is the global generator.
         self._user_generator: torch.Generator | None = options.get("generator")
         self._record: Record | None = None  # of the pass to be resumed
+        self._drawn_early: torch.Generator | None = None
         self._told: int | None = None  # the last set_epoch
         self._workers_known = False  # the persistent workers of a resumed run had their seed
         self._events = events
@@ -157,7 +158,22 @@ class DataLoaderShard(DataLoader[Any]):
         self._before: tuple[Any, ...] = (-1, 0, False, None, False, None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        fresh = not (self._continue or self._skip_pass or self._workers_known)
+        if fresh and self.num_workers == 0 and self._source.base_seed_first:
+            self._drawn_early = self._draw_base_seed()
         return self._events.iterate(self)
+
+    def _draw_base_seed(self) -> torch.Generator:
+        """Draw the base seed now, and return a generator that gives it again.
+
+        torch draws it in ``iter``, and all else of a pass at the first ``next``; it is the same
+        but for loaders that are zipped.
+        """
+        own = self._user_generator
+        again = torch.Generator()
+        again.set_state((torch.default_generator if own is None else own).get_state())
+        torch.empty((), dtype=torch.int64).random_(generator=own)
+        return again
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -244,6 +260,10 @@ class DataLoaderShard(DataLoader[Any]):
     def _choose_generator(self) -> None:
         """Choose where torch's loader draws the base seed of this pass from."""
         known, self._workers_known = self._workers_known, False
+        early, self._drawn_early = self._drawn_early, None
+        if early is not None and self._source.draws_base_seed:
+            vars(self)["generator"] = early
+            return
         if self._source.draws_base_seed and not known:
             vars(self)["generator"] = self._user_generator
             return

@@ -31,6 +31,7 @@ __all__ = [
     "Generators",
     "Record",
     "State",
+    "draws_again",
     "draws_at_random",
     "length_of",
     "own_generators",
@@ -308,6 +309,7 @@ class Draws:
         self._entries: list[tuple[int, State]] = []
         self._last: State | None = None  # after the sampler's last draw
         self._digest = 0
+        self._ended = False
         self._ahead: deque[Any] = deque()
         if record is not None:
             self._draw_again(record)
@@ -325,7 +327,12 @@ class Draws:
     def record(self) -> Record:
         """Return what is needed to draw the same items again."""
         entries = [[place, dict(state)] for place, state in self._entries]
-        return {"drawn": self.drawn, "entries": entries, "digest": self.digest}
+        return {
+            "drawn": self.drawn,
+            "ended": self._ended,
+            "entries": entries,
+            "digest": self.digest,
+        }
 
     def open(self) -> None:
         """Call the sampler's ``__iter__``; anew, if it was called and nothing was drawn.
@@ -350,6 +357,8 @@ class Draws:
         return items
 
     def _draw(self, count: int | None) -> list[Any]:
+        if self._ended:
+            return []
         if self._iterator is None:
             self.open()
         assert self._iterator is not None
@@ -357,6 +366,8 @@ class Draws:
         place = self.drawn
         items = list(islice(self._iterator, count))
         self.drawn += len(items)
+        # RandomSampler draws once more at its end, which a resume must not repeat.
+        self._ended = self._ended or count is None or len(items) < count
         if before is not None:
             self._note(place, before)
             for item in items:
@@ -382,7 +393,8 @@ class Draws:
                 self.generators.restore(state)
                 self._last = None
                 self.open()
-            self._ahead.extend(self._draw(record["drawn"] - self.drawn))
+            left = record["drawn"] - self.drawn
+            self._ahead.extend(self._draw(left + 1 if record["ended"] else left))
         finally:
             self.generators.restore(now)
         self._entries = [(place, state) for place, state in record["entries"]]
@@ -404,6 +416,18 @@ def draws_at_random(sampler: Any) -> bool:
     """
     sources = _sources_of(sampler)
     return bool(sources.kinds or sources.own)
+
+
+def draws_again(sampler: Any) -> bool:
+    """Return whether a sampler may draw other than once, when its first item is asked for.
+
+    Example:
+        >>> from torch.utils.data import RandomSampler
+        >>> from accel_callbacks.data.order import draws_again
+        >>> draws_again(RandomSampler(range(3))), draws_again(iter(range(3)))
+        (False, True)
+    """
+    return _sources_of(sampler).watched
 
 
 def own_generators(sampler: Any, loader_generator: torch.Generator | None) -> Generators:

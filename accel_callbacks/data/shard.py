@@ -19,6 +19,7 @@ from accel_callbacks.data.order import (
     Draws,
     Generators,
     Record,
+    draws_again,
     draws_at_random,
     length_of,
     own_generators,
@@ -426,6 +427,13 @@ class ShareSource:
         return not self._seeded and draws_at_random(self.sampler)
 
     @property
+    def base_seed_first(self) -> bool:
+        """True if a pass from its start first draws the base seed, as in a plain loop."""
+        plain = not self._seeded and self._plan.world_size == 1
+        # Some samplers shuffle where __iter__ is called, which torch does before.
+        return plain and not (self._is_asked and draws_again(self.sampler))
+
+    @property
     def draws_base_seed(self) -> bool:
         """True if torch's loader draws its base seed in the current pass as in a plain loop."""
         return self._draws is not None and self._fresh and self._plan.world_size == 1
@@ -546,12 +554,11 @@ class ShareSource:
 
     def _agreed_order(self, draws: Draws) -> Sequence[Any]:
         """Collective: return the order that rank 0 draws, drawing as a single process would."""
-        if type(self.sampler) is SequentialSampler:
-            return range(len(self.sampler))
-        if not draws.draws:
-            return draws.take(None)
-        own = draws.generators.capture()
         base = self._fresh and self._workers_start
+        if not draws.draws:
+            order = self._draw_all(draws, base)
+            return range(len(order)) if type(self.sampler) is SequentialSampler else order
+        own = draws.generators.capture()
         agreed, base = collectives.broadcast_object((own, base))
         draws.generators.restore(agreed)
         order = self._draw_all(draws, base)
@@ -578,8 +585,12 @@ class ShareSource:
     def _opens_early(self) -> bool:
         # torch calls __iter__ of what it asks for batches before it draws the base seed. It matters
         # for samplers that are no generator functions.
-        asked = isinstance(self._plan, BatchPlan) or not self._batched
-        return asked and self._draws is not None and self._draws.watched
+        return self._is_asked and self._draws is not None and self._draws.watched
+
+    @property
+    def _is_asked(self) -> bool:
+        """True if torch's loader would ask the sampler itself, and not a BatchSampler around it."""
+        return isinstance(self._plan, BatchPlan) or not self._batched
 
     def record(self) -> dict[str, Any] | None:
         """Return what draws the order of the current pass again; None before the first."""

@@ -88,6 +88,10 @@ class Source(Protocol):
         """True if orders are drawn at random by the user's sampler."""
 
     @property
+    def base_seed_first(self) -> bool:
+        """True if a pass from its start first draws the base seed, as in a plain loop."""
+
+    @property
     def draws_base_seed(self) -> bool:
         """True if torch's loader draws its base seed in the current pass as in a plain loop."""
 

@@ -180,9 +180,14 @@ class StreamSource(StatefulSource):
         return False
 
     @property
+    def base_seed_first(self) -> bool:
+        """True if a pass from its start first draws the base seed, as in a plain loop."""
+        return not self._seeded and self._shards.world_size == 1
+
+    @property
     def draws_base_seed(self) -> bool:
         """True if torch's loader draws its base seed in the current pass as in a plain loop."""
-        return self._fresh and not self._seeded and self._shards.world_size == 1
+        return self._fresh and self.base_seed_first
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the dataset is told the epoch at the start of each pass."""

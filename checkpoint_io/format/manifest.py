@@ -13,7 +13,9 @@ from checkpoint_io.format.names import MANIFEST
 __all__ = ["Chunk", "FileEntry", "Manifest", "TensorEntry"]
 
 FORMAT = "accel-callbacks-checkpoint"
-VERSION = 2
+VERSION = 3
+#: Version 2 has the same layout; its training states do not record the order of samples.
+READABLE = (2, 3)
 ALGORITHM = "xxh3-64"
 PART_SIZE = 1 << 20
 

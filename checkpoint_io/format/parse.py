@@ -12,6 +12,7 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import (
     ALGORITHM,
     FORMAT,
+    READABLE,
     VERSION,
     Chunk,
     FileEntry,
@@ -56,10 +57,11 @@ def _parse(document: Any, data: bytes, where: str, with_tensors: bool) -> Manife
     if document.get("format") != FORMAT:
         raise _Invalid(f"not a checkpoint manifest (format is {_show(document.get('format'))})")
     version = _integer(document.get("version"), "version")
-    if version != VERSION:
+    if version not in READABLE:
         advice = "upgrade accel-callbacks" if version > VERSION else "save it again"
         raise ManifestVersionError(
-            f"{where} has format version {version}, this package reads version {VERSION}: {advice}"
+            f"{where} has format version {version}, this package reads versions {READABLE[0]} to "
+            f"{VERSION}: {advice}"
         )
     if not digest_matches(data):
         raise _Invalid("its digest does not match: the file was damaged or edited")

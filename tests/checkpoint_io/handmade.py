@@ -114,7 +114,7 @@ def handmade(
         )
     document = {
         "format": "accel-callbacks-checkpoint",
-        "version": 2,
+        "version": 3,
         "id": save_id,
         "generation": 1,
         "created": "2025-01-31T12:00:00.000Z",

@@ -154,7 +154,12 @@ def test_sealing_unchanged_is_accepted(place: Path) -> None:
     assert load(place).state["step"] == 1
 
 
-@pytest.mark.parametrize(("version", "advice"), [(1, "save it again"), (3, "upgrade accel-call")])
+def test_the_version_before_is_read(place: Path) -> None:
+    edit(place, lambda d: d.update(version=2))
+    assert load(place).state["step"] == 1
+
+
+@pytest.mark.parametrize(("version", "advice"), [(1, "save it again"), (4, "upgrade accel-call")])
 def test_other_versions_say_what_to_do(place: Path, version: int, advice: str) -> None:
     edit(place, lambda d: d.update(version=version, files="another shape"))
     with pytest.raises(ManifestVersionError, match=advice):
