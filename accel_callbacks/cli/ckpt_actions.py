@@ -26,6 +26,7 @@ from checkpoint_io.weights import open_weights
 
 _LABELS = ("step", "run_name", "run_id")  # what save_state writes into the metadata
 
+
 def run(args: Namespace) -> int:
     """Run one action; print its warnings to standard error."""
     options = storage_options(args.storage_option)
