@@ -149,8 +149,8 @@ def _require_cached(name: str) -> None:
             return
     raise CommandError(
         f"{name!r} is no file or folder here (looked from {os.getcwd()}), {_hub()} does not answer "
-        "(or HF_HUB_OFFLINE is set), and its cache on this machine has no such model: give a local folder or config.json, or "
-        "module:factory",
+        "(or HF_HUB_OFFLINE is set), and its cache on this machine has no such model: give a local "
+        "folder or config.json, or module:factory",
         1,
     )
 
