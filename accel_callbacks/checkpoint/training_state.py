@@ -120,6 +120,8 @@ class TrainingState:
             "trackers": self.tracking.state_dict(),
             "registered": self.registered.state_dict(),
         }
+        if options := loop.dispatch.options():
+            shared["callback_options"] = options
         local: dict[str, Any] = {"rng": capture_rng(self.device)}
         if streams := split_local_states(shared["loaders"]):
             local["streams"] = streams

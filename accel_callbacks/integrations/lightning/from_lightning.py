@@ -271,6 +271,12 @@ class StatefulLightningAdapter(LightningAdapter):
         if pending is not None:
             self._load_state(pending)
 
+    def use_state_key(self, key: str) -> None:
+        """Save under another key than the callback's own, which several callbacks may have."""
+        self.state_key = key
+        if self._checkpoint is not None:
+            self._checkpoint.key = key
+
     def state_dict(self) -> dict[str, Any]:
         """Return the callback's state; a save raises an error that names values it cannot hold."""
         state = self.lightning_callback.state_dict()
