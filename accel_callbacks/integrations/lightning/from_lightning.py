@@ -138,7 +138,9 @@ class LightningAdapter:
         if hook == "on_before_optimizer_step" or hook == "on_before_zero_grad":
             args = tuple(unwrap_optimizer(one) for one in args)
         with self._package.as_rank(run.global_rank):
-            getattr(self.lightning_callback, hook)(trainer, self._module, *args)
+            response = getattr(self.lightning_callback, hook)(trainer, self._module, *args)
+        if response == -1 and hook == "on_train_batch_start":  # as of a LightningModule's own hook
+            run.end_epoch(f"{type(self.lightning_callback).__name__} returned -1")
         if trainer.stop_requested:
             trainer.stop_requested = False
             reason = self._stop_reason()
