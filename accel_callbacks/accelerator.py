@@ -42,7 +42,7 @@ from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.topology import DistributedType, destroy_topology, resolve_topology
 from accel_callbacks.distributed.votes import Trigger
-from accel_callbacks.errors import nearest
+from accel_callbacks.errors import unknown_option
 from accel_callbacks.integrations.adapt import adapt
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.contexts import Evaluate, RunContext, join_uneven_inputs
@@ -170,7 +170,10 @@ class Accelerator(ProcessControl, MediaLogging):
         if unnamed:
             raise TypeError(_unnamed_option(unnamed[0], type(self)))
         if unknown:
-            raise TypeError(unknown_option(next(iter(unknown)), type(self)))
+            name = next(iter(unknown))
+            parameters = inspect.signature(type(self)).parameters.values()
+            known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+            raise TypeError(unknown_option(type(self).__name__, name, known, _instead(name)))
         # Check all options before joining the process group: an invalid one must not cost the
         # other ranks a timeout.
         self.project_configuration = chosen_project(project_dir, project_config)
@@ -1540,22 +1543,14 @@ def _is_scheduler(item: Any) -> bool:
     return not isinstance(item, others) and is_scheduler(item)
 
 
-def unknown_option(name: str, owner: type[Any]) -> str:
-    """Return one line with what to pass instead of this argument of a constructor.
-
-    Example:
-        >>> from accel_callbacks import Accelerator
-        >>> from accel_callbacks.accelerator import unknown_option
-        >>> unknown_option("mixed_precison", Accelerator)
-        "Accelerator() has no option 'mixed_precison'. Did you mean 'mixed_precision'?"
-    """
-    text = f"{owner.__name__}() has no option {name!r}."
+def _instead(name: str) -> str:
+    """Return what to pass in place of an argument that the constructor lacks; empty if unknown."""
     if name in _STRATEGIES:
-        return f"{text} This version trains with data parallelism, in which it has no place."
+        return "This version trains with data parallelism, in which it has no place."
     for argument, part in _parts():
         if name in (field.name for field in fields(part)):
-            return f"{text} Give {argument.format(f'{part.__name__}({name}=...)')}."
-    return text + nearest(name, inspect.signature(owner).parameters)
+            return f"Give {argument.format(f'{part.__name__}({name}=...)')}."
+    return ""
 
 
 def _parts() -> list[tuple[str, type[Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = ["DistributedOperationException", "RemoteError", "ResumeError"]
 
@@ -49,6 +49,27 @@ class ResumeError(RuntimeError):
         >>> issubclass(ResumeError, RuntimeError)
         True
     """
+
+
+def unknown_option(owner: str, name: str, known: Sequence[str], instead: str = "") -> str:
+    """Return one line for an argument that a constructor lacks, with what to pass instead.
+
+    Args:
+        owner: name of the class.
+        name: the argument.
+        known: the arguments that it has.
+        instead: a sentence, in place of the nearest name.
+
+    Example:
+        >>> from accel_callbacks.errors import unknown_option
+        >>> unknown_option("EMA", "decey", ["decay", "name"])
+        "EMA() has no option 'decey'. Did you mean 'decay'?"
+        >>> unknown_option("EMA", "speed", ["decay", "name"])
+        "EMA() has no option 'speed'. It has decay, name."
+    """
+    hint = f" {instead}" if instead else nearest(name, known)
+    options = f" It has {', '.join(known)}." if known and not hint else ""
+    return f"{owner}() has no option {name!r}.{hint}{options}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_callbacks.errors import nearest
+from accel_callbacks.errors import unknown_option
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +61,12 @@ _OPTIONS_OF_LIGHTNING = {
     "every_n_train_steps": "every_n_steps",
     "train_time_interval": "every_seconds",
     "refresh_rate": "refresh_every",
-    "filename": "dirpath",
 }
+_NO_FILENAME = (
+    "Checkpoints are named step-<global step>, so that a resume finds the newest: leave it out. "
+    "dirpath names their folder, monitor puts a metric into them (accel ckpt ls shows it), and "
+    "accel.save_state(path) saves under any name."
+)
 
 
 class Callback:
@@ -86,6 +90,8 @@ class Callback:
         before: callbacks, their classes or state keys, that this one is called before; one or a
             tuple.
         after: those that it is called after.
+        name_option: the option of the constructor that gives instances of the class different
+            ``state_key``; messages about several of them name it.
 
     Example:
         >>> import torch
@@ -112,6 +118,7 @@ class Callback:
     on_error: str = "raise"
     before: Any = ()
     after: Any = ()
+    name_option: str = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -120,7 +127,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name under which this callback's state is saved; unique among the callbacks."""
+        """The name under which this callback's state is saved; further ones get a number."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,14 +278,16 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
     def checked(self: Callback, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in known:
-                raise TypeError(_unknown_option(type(self).__name__, name, known))
+                instead = _instead(name, known)
+                raise TypeError(unknown_option(type(self).__name__, name, known, instead))
         init(self, *args, **options)
 
     return checked
 
 
-def _unknown_option(owner: str, name: str, known: Sequence[str]) -> str:
+def _instead(name: str, known: Sequence[str]) -> str:
+    """Return what to pass in place of an option of Lightning; empty if that is unknown."""
+    if name == "filename" and "dirpath" in known:
+        return _NO_FILENAME
     ours = _OPTIONS_OF_LIGHTNING.get(name)
-    hint = f" Did you mean {ours!r}?" if ours in known else nearest(name, known)
-    options = f" It has {', '.join(known)}." if known and not hint else ""
-    return f"{owner}() has no option {name!r}.{hint}{options}"
+    return f"Did you mean {ours!r}?" if ours in known else ""

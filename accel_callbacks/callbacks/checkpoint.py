@@ -109,6 +109,7 @@ class Checkpoint(ResumableState):
 
     runs_last = True
     collective = True
+    name_option = "dirpath"
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ class GradientNorm(Callback):
     """
 
     collective = True  # the norm of sharded gradients is reduced over the ranks
+    name_option = "log_name"
     after = (Freeze,)  # which drops the gradients of frozen parameters
 
     def __init__(

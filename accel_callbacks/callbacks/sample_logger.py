@@ -58,6 +58,8 @@ class SampleLogger(ResumableState):
         ...         pass
     """
 
+    name_option = "prefix"
+
     def __init__(
         self,
         function: Callable[[TrainingRun, Any, Any, Any], Mapping[str, Any]],

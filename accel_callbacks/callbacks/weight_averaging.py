@@ -39,6 +39,7 @@ class Averaging(ResumableState, ABC):
 
     rolls_back = True  # the state is derived from weights, so a rollback restores it with them
     saves_alike = True
+    name_option = "name"
 
     def __init__(
         self,

@@ -156,7 +156,12 @@ class Checkpointer:
             training.choose_weights(shared, url, trainable_only=trainable_only)
             training.loop.fire("on_save_checkpoint", shared)
         run = training.loop.run
-        labels = {"run_id": run.run_id, "step": run.global_step, "epoch": run.current_epoch}
+        labels = {
+            "run_id": run.run_id,
+            "run_name": run.name,
+            "step": run.global_step,
+            "epoch": run.current_epoch,
+        }
         return shared, local, labels if extra is None else {**labels, **extra.labels()}
 
     def wait(self) -> None:

@@ -299,6 +299,9 @@ def make_ready(
         _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
     local = rank_part(training, reader.manifest, part, content.local, selection, options.strict)
     _optimizer_states(training, part, indices["optimizers"])
+    if selection.takes("callbacks"):
+        dispatch = training.loop.dispatch
+        dispatch.claim_keys(state["callbacks"], state.get("callback_options", {}))
     if not content.lazy:
         if hooked:
             left = {id(model) for model in training.pre_hooks.load(training.models, reader.path)}

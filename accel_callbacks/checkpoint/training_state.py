@@ -128,6 +128,8 @@ class TrainingState:
         for state, generators in zip(shared["loaders"].values(), own, strict=False):
             state["order"]["generators"] = generators
         local: dict[str, Any] = {"rng": rng}
+        if options := loop.dispatch.options():
+            shared["callback_options"] = options
         if streams := split_local_states(shared["loaders"]):
             local["streams"] = streams
         if loop.window.is_open:

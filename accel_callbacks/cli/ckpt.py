@@ -8,9 +8,9 @@ from collections.abc import Callable
 from accel_callbacks.cli.parser import CommandParser, positive_int
 
 ACTIONS = {
-    "ls": "list the checkpoints of a folder: step, size, age, status",
+    "ls": "list the checkpoints of a folder: step, run, score, size, age, status",
     "latest": "print the path of the newest valid checkpoint of a folder",
-    "show": "list the tensors of a checkpoint, or of a file or folder of model weights",
+    "show": "list the tensors of a checkpoint, of the newest in a folder, or of model weights",
     "verify": "verify every byte of a checkpoint, or of all in a folder",
     "prune": "remove old checkpoints of one run",
     "rm": "remove checkpoints, after asking",
@@ -67,8 +67,16 @@ def _verify_options(parser: CommandParser) -> None:
 
 def _prune_options(parser: CommandParser) -> None:
     """Options of ``accel ckpt prune``."""
+    whose = parser.add_mutually_exclusive_group()
     parser.option(
-        "--run_id", required=True, metavar="ID", help="run whose checkpoints may be removed"
+        "--run", group=whose, metavar="NAME", help="run whose checkpoints may be removed, by name"
+    )
+    parser.option("--run_id", group=whose, metavar="ID", help="the same by its id, as ls shows it")
+    parser.option(
+        "--all_runs",
+        group=whose,
+        action="store_true",
+        help="every run of the folder, each by itself; without any of the three: its only run",
     )
     parser.option("--keep_last", type=positive_int, metavar="N", help="keep the newest N")
     parser.option("--keep_every", type=positive_int, metavar="N", help="keep every N-th step")

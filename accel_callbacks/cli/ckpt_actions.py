@@ -24,6 +24,8 @@ from checkpoint_io.loader import manifest_of
 from checkpoint_io.storage import Store, open_store
 from checkpoint_io.weights import open_weights
 
+_LABELS = ("step", "run_name", "run_id")  # what save_state writes into the metadata
+
 
 def run(args: Namespace) -> int:
     """Run one action; print its warnings to standard error."""
@@ -56,35 +58,81 @@ def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
+def _folders(
+    args: Namespace, options: Mapping[str, Any]
+) -> list[tuple[checkpoint_io.CheckpointFolder, list[checkpoint_io.FolderEntry]]]:
+    """Return the folders of checkpoints at the place and one level below it, oldest entries first.
+
+    One level, because a project keeps its checkpoints in a folder of its own.
+    """
+    here = checkpoint_io.CheckpointFolder(args.place, storage_options=options)
+    entries = here.survey()
+    below = [e.path for e in entries if e.status == "foreign" and not e.name.startswith(".")]
+    folders = [checkpoint_io.CheckpointFolder(path, storage_options=options) for path in below]
+    surveyed = [(here, entries), *((folder, folder.survey()) for folder in folders)]
+    own = [(folder, [e for e in found if e.status != "foreign"]) for folder, found in surveyed]
+    return [(folder, sorted(found, key=_age)) for folder, found in own if found]
+
+
+def _age(entry: checkpoint_io.FolderEntry) -> tuple[int, str]:
+    """Return the key that sorts entries, oldest first and those without a manifest before."""
+    return (entry.manifest.generation if entry.manifest else -1, entry.name)
+
+
 def _folder(args: Namespace, options: Mapping[str, Any]) -> checkpoint_io.CheckpointFolder:
-    """Open the folder of checkpoints."""
-    return checkpoint_io.CheckpointFolder(args.place, storage_options=options)
+    """Open the folder of checkpoints at the place, or the only one that is one level below it."""
+    found = [folder for folder, _ in _folders(args, options)]
+    here = checkpoint_io.CheckpointFolder(args.place, storage_options=options)
+    if not found or here.url in [folder.url for folder in found]:
+        return here
+    if len(found) > 1:
+        urls = ", ".join(folder.url for folder in found)
+        raise CommandError(f"{args.place} has several folders of checkpoints: name one of {urls}")
+    return found[0]
 
 
 # --- ls and latest --------------------------------------------------------------------------
 
 
 def _list(args: Namespace, options: Mapping[str, Any]) -> int:
-    """Print a line per checkpoint, the newest last."""
-    entries = [e for e in _folder(args, options).survey() if e.status != "foreign"]
-    entries.sort(key=lambda e: (e.manifest.generation if e.manifest else -1, e.name))
+    """Print a line per checkpoint, the newest of each folder last."""
+    found = _folders(args, options)
+    entries = [entry for _, entries in found for entry in entries]
     if args.json:
         print(to_json([_facts(entry) for entry in entries]))
     elif entries:
-        print(table(("NAME", "STEP", "SIZE", "AGE", "STATUS"), map(_row, entries)))
+        root = checkpoint_io.CheckpointFolder(args.place, storage_options=options).url
+        rows = [_row(entry, root) for entry in entries]
+        print(table(("NAME", "STEP", "RUN", "RUN-ID", "SCORE", "SIZE", "AGE", "STATUS"), rows))
     if not entries:
-        print(f"no checkpoints in {args.place}", file=sys.stderr)
+        print(f"no checkpoints in {args.place}{_instead(args.place, options)}", file=sys.stderr)
     return 0 if entries else 1
 
 
-def _row(entry: checkpoint_io.FolderEntry) -> tuple[str, ...]:
-    """Return the cells of one entry."""
+def _instead(place: str, options: Mapping[str, Any]) -> str:
+    """Return a hint if the place is itself a checkpoint."""
+    there = MANIFEST in open_store(place, options).sizes()
+    return f": it is one, `accel ckpt show {place}` lists its tensors" if there else ""
+
+
+def _row(entry: checkpoint_io.FolderEntry, root: str) -> tuple[str, ...]:
+    """Return the cells of one entry, its name as seen from the folder that was asked for."""
+    name = entry.path.removeprefix(root).lstrip("/")
     status = f"{entry.status}: {entry.reason}" if entry.reason else entry.status
     if entry.manifest is None:
-        return entry.name, "-", "-", "-", status
+        return name, "-", "-", "-", "-", "-", "-", status
     manifest = entry.manifest
-    step = str(manifest.metadata.get("step", "-"))
-    return entry.name, step, size_of(manifest.nbytes), age_of(manifest.created), status
+    step, run, run_id = (str(manifest.metadata.get(key, "-")) for key in _LABELS)
+    size, age = size_of(manifest.nbytes), age_of(manifest.created)
+    return name, step, run, run_id, _score(manifest), size, age, status
+
+
+def _score(manifest: Manifest) -> str:
+    """Return the monitored metric and its value as text."""
+    score = manifest.metadata.get("score")
+    if isinstance(score, Mapping) and isinstance(value := score.get("value"), int | float):
+        return f"{score.get('monitor')}={value:.6g}"
+    return f"{score:.6g}" if isinstance(score, int | float) else "-"
 
 
 def _facts(entry: checkpoint_io.FolderEntry) -> dict[str, Any]:
@@ -127,7 +175,14 @@ def _latest(args: Namespace, options: Mapping[str, Any]) -> int:
 
 def _show(args: Namespace, options: Mapping[str, Any]) -> int:
     """Print a line per tensor: name, dtype, shape, and size or the tensor it is tied to."""
-    rows = list(_tensors(args.place, options))
+    try:
+        rows = list(_tensors(args.place, options))
+    except checkpoint_io.CheckpointNotFoundError:
+        newest = _folder(args, options).latest()
+        if newest is None:
+            raise
+        print(f"{newest.path}, the newest in {args.place}:", file=sys.stderr)
+        rows = list(_tensors(newest.path, options))
     if args.pattern is not None:
         rows = [row for row in rows if fnmatch.fnmatchcase(row["name"], args.pattern)]
     if args.json:
@@ -197,7 +252,7 @@ def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str,
     try:
         checkpoint_io.read_manifest(args.place, storage_options=options)
     except checkpoint_io.CheckpointNotFoundError as error:
-        entries = [e for e in _folder(args, options).survey() if e.status != "foreign"]
+        entries = [entry for _, entries in _folders(args, options) for entry in entries]
         if not entries:
             raise CommandError(str(error), exit_code=1) from error
         paths = [entry.path for entry in entries]
@@ -227,7 +282,7 @@ def _verdict(path: str, sizes_only: bool, options: Mapping[str, Any]) -> dict[st
 
 
 def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
-    """Remove checkpoints that no rule keeps, and print them."""
+    """Remove checkpoints that no rule keeps, of each chosen run by itself, and print them."""
     rules = []
     if args.keep_last is not None:
         rules.append(checkpoint_io.keep_last(args.keep_last))
@@ -238,10 +293,32 @@ def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
     if not rules:
         raise CommandError("give a rule: --keep_last, --keep_every or --keep_best")
     folder = _folder(args, options)
-    gone = folder.prune(reduce(or_, rules), run_id=args.run_id, dry_run=args.dry_run)
-    for path in gone:
-        print(f"would remove {path}" if args.dry_run else f"removed {path}")
+    for run_id in _chosen_runs(args, folder):
+        gone = folder.prune(reduce(or_, rules), run_id=run_id, dry_run=args.dry_run)
+        for path in gone:
+            print(f"would remove {path}" if args.dry_run else f"removed {path}")
     return 0
+
+
+def _chosen_runs(args: Namespace, folder: checkpoint_io.CheckpointFolder) -> list[str]:
+    """Return the ids of the runs that the options name; the only run of the folder by default."""
+    runs: dict[str, str] = {}
+    for entry in folder.survey():
+        metadata = entry.manifest.metadata if entry.manifest else {}
+        if isinstance(run_id := metadata.get("run_id"), str):
+            runs[run_id] = str(metadata.get("run_name", "-"))
+    if args.all_runs:
+        return list(runs)
+    if args.run_id is not None:
+        return [args.run_id]  # even without a checkpoint: of what its killed saves left
+    chosen = [run_id for run_id, name in runs.items() if args.run in (None, name)]
+    if len(chosen) == 1 or (chosen and args.run is not None):
+        return chosen
+    there = ", ".join(f"{name} (--run_id {run_id})" for run_id, name in runs.items()) or "none"
+    raise CommandError(
+        f"name the run whose checkpoints may be removed, with --run NAME or --run_id ID, or all of "
+        f"them with --all_runs. Runs with checkpoints in {folder.url}: {there}"
+    )
 
 
 # --- rm ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from accel_callbacks.launch.config_file import (
     write_config,
 )
 from accel_callbacks.launch.machine import Machine, detect_machine
-from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.option import Option, SettingsError
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
 from accel_callbacks.utils.text import printable, table
@@ -374,10 +374,15 @@ def _rows(resolved: Resolved, idle: Mapping[str, str]) -> Iterator[tuple[str, st
         if one.block and one.block not in shown:
             continue
         origin = "default" if one.model is not None else resolved.origins[one.path]
-        reason = f"; no effect: {idle[one.path]}" if one.path in idle else ""
-        yield one.path, _shown(resolved.value(one.path)), f"{origin}{reason}"
+        unused = f"; no effect: {idle[one.path]}; {_purpose(one)}" if one.path in idle else ""
+        yield one.path, _shown(resolved.value(one.path)), f"{origin}{unused}"
     for key, reason in resolved.gone.items():
         yield key, "...", f"{resolved.file}; no effect: {reason}"
+
+
+def _purpose(one: Option) -> str:
+    """Return what a setting would do if it had an effect."""
+    return f"it would {one.help}" if one.kind == "bool" else f"it would set: {one.help}"
 
 
 def _shown(value: Any) -> str:
@@ -403,6 +408,7 @@ def _json(resolved: Resolved) -> str:
             "value": resolved.value(one.path),
             "origin": resolved.origins[one.path],
             "no_effect": idle.get(one.path),
+            "purpose": _purpose(one) if one.path in idle else None,
         }
         for one in all_options()
         if one.model is None

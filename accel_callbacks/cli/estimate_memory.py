@@ -10,7 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
 from accel_callbacks.utils.text import size_of, table, to_json
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 
     from accel_callbacks.modeling.memory_estimate import MemoryEstimate, ModelSizes
 
+PATIENCE = 3.0  # seconds for the hub to answer
 DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")
 _NOTES = """\
 Inference: weights and buffers. Training with Adam: fp32 weights, gradients and two states; with
@@ -77,9 +82,12 @@ def run(args: Namespace) -> int:
     """Instantiate the model, by default on the meta device, and print its sizes."""
     if args.kwargs and not _is_factory(args.model):
         raise CommandError("--kwargs is for module:factory; a config defines its model itself")
+    from_cache = _is_on_hub(args.model) and not _answers()
+    if from_cache:  # before torch and transformers are imported, and transformers retries
+        _require_cached(args.model)
     from accel_callbacks.modeling.memory_estimate import model_sizes  # imports torch
 
-    sizes = model_sizes(_make(args), args.dtypes)
+    sizes = model_sizes(_make(args, from_cache), args.dtypes)
     print(_as_json(args.model, sizes) if args.json else _as_text(args.model, sizes))
     return 0
 
@@ -92,14 +100,69 @@ def _is_factory(name: str) -> bool:
     return ":" in name and "/" not in name and os.sep not in name and not Path(name).exists()
 
 
-def _make(args: Namespace) -> torch.nn.Module:
+def _is_on_hub(name: str) -> bool:
+    """Return whether a name can only be that of a model on the hub."""
+    path = Path(name)
+    if _is_factory(name) or path.exists():
+        return False
+    if path.is_absolute() or name.startswith(".") or path.suffix in (".json", ".py"):
+        raise CommandError(f"no file or folder {name!r} (looked from {os.getcwd()})")
+    return True
+
+
+def _hub() -> str:
+    """Return the URL of the hub."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def _answers() -> bool:
+    """Return whether the hub answers, through a proxy too, before the patience ends."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    answered: Queue[bool] = Queue()
+
+    def ask() -> None:
+        try:
+            with urlopen(Request(_hub(), method="HEAD"), timeout=PATIENCE):
+                answered.put(True)
+        except HTTPError:
+            answered.put(True)
+        except (OSError, ValueError):
+            answered.put(False)
+
+    # In a thread, because a timeout does not cover the lookup of the name.
+    Thread(target=ask, name="ask-hub", daemon=True).start()
+    try:
+        return answered.get(timeout=PATIENCE)
+    except Empty:
+        return False
+
+
+def _require_cached(name: str) -> None:
+    """Raise CommandError if the hub's cache on this machine has no config of a model."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return  # transformers is missing too, which is reported later
+    with suppress(ValueError):  # no valid name of a model
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    raise CommandError(
+        f"{name!r} is no file or folder here (looked from {os.getcwd()}), {_hub()} does not answer "
+        "(or HF_HUB_OFFLINE is set), and its cache on this machine has no such model: give a local "
+        "folder or config.json, or module:factory",
+        1,
+    )
+
+
+def _make(args: Namespace, from_cache: bool) -> torch.nn.Module:
     """Instantiate the model."""
     import torch
 
     with torch.device(args.device):
         if _is_factory(args.model):
             return _from_factory(args.model, args.kwargs, args.device)
-        return _from_config(args.model, args.trust_remote_code)
+        return _from_config(args.model, args.trust_remote_code, from_cache)
 
 
 def _from_factory(name: str, kwargs: Mapping[str, Any], device: str) -> torch.nn.Module:
@@ -139,11 +202,9 @@ def _importing_from_here() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _from_config(name: str, trust: bool) -> torch.nn.Module:
+def _from_config(name: str, trust: bool, from_cache: bool) -> torch.nn.Module:
     """Instantiate the model of a transformers config."""
     path = Path(name)
-    if not path.exists() and (path.is_absolute() or name.startswith(".") or path.suffix):
-        raise CommandError(f"no file or folder {name!r} (looked from {os.getcwd()})")
     if path.is_dir() and not (path / "config.json").is_file():
         raise CommandError(f"{name} has no config.json: name the folder of a transformers model")
     try:
@@ -153,7 +214,9 @@ def _from_config(name: str, trust: bool) -> torch.nn.Module:
             f"a transformers config needs that package: pip install transformers ({error})"
         ) from error
     try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        config = transformers.AutoConfig.from_pretrained(
+            name, trust_remote_code=trust, local_files_only=from_cache
+        )
         return _of_config(transformers, config, trust)
     except OSError as error:
         raise CommandError(_unread(name, path, error), 1) from error
@@ -180,8 +243,8 @@ def _unread(name: str, path: Path, error: OSError) -> str:
     if path.exists():
         return f"transformers cannot read {name}: {_first_line(error)}"
     return (
-        f"{name!r} is no file or folder here, and the hub did not give its config (no network, no "
-        "such model, or no access): give a local folder or config.json, or module:factory. "
+        f"{name!r} is no file or folder here, and the hub did not give its config (no such model, "
+        "or no access): give a local folder or config.json, or module:factory. "
         f"transformers says: {_first_line(error)}"
     )
 

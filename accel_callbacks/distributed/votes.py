@@ -10,7 +10,7 @@ from accel_callbacks import collectives
 __all__ = ["KINDS", "Trigger", "Votes"]
 
 #: The kinds of requests, in the order in which they are carried out.
-KINDS = ("save", "preempt", "stop")
+KINDS = ("save", "preempt", "stop", "end_epoch")
 
 
 class Votes:

@@ -448,6 +448,7 @@ class ForeignRun(TrainingRun):
     validating = _from_trainer()
     # Only accel.run has these: using one is an error that names it.
     awaits_training = _from_trainer()
+    end_epoch = _from_trainer()
     epochs = _from_trainer()
     load_state_dict = _from_trainer()
     preempt = _from_trainer()

@@ -27,9 +27,9 @@ __all__ = [
 
 #: Keys of older Accelerate files that no longer have a meaning, and why.
 GONE: Mapping[str, str] = {
-    "ipex_config": "torch needs no extension on Intel CPUs",
-    "command": "only for a pod of TPUs",
-    "use_mps_device": "the GPU of a Mac is taken unless use_cpu is true",
+    "ipex_config": "torch needs no extension on Intel CPUs; it would load that extension",
+    "command": "only for a pod of TPUs; it would set: commands to run first on the pod",
+    "use_mps_device": "the GPU of a Mac is taken unless use_cpu is true; it would take that GPU",
 }
 _RENAMED = {
     "fp8_config.amax_history_len": "amax_history_length",

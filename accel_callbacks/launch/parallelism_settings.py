@@ -44,7 +44,10 @@ class DynamoConfig:
         child=True,
     )
     dynamo_use_fullgraph: bool = option(
-        False, "one graph or an error", variable="ACCEL_DYNAMO_USE_FULLGRAPH", child=True
+        False,
+        "compile one graph or raise an error",
+        variable="ACCEL_DYNAMO_USE_FULLGRAPH",
+        child=True,
     )
     dynamo_use_dynamic: bool | None = option(
         None, "compile for all shapes", variable="ACCEL_DYNAMO_USE_DYNAMIC", child=True
@@ -77,14 +80,18 @@ class Fp8Config:
         renamed={"MS-AMP": "MSAMP"},
     )
     pad_inner_dim: bool | None = option(
-        None, "pad inputs (AO)", valued=True, variable="ACCEL_FP8_PAD_INNER_DIM", child=True
+        None,
+        "pad inputs to the sizes of fp8 (AO)",
+        valued=True,
+        variable="ACCEL_FP8_PAD_INNER_DIM",
+        child=True,
     )
     enable_fsdp_float8_all_gather: bool = option(False, "gather in fp8 (AO, FSDP2)", valued=True)
-    use_autocast_during_eval: bool = option(False, "fp8 in evaluation too (TE)")
+    use_autocast_during_eval: bool = option(False, "compute in fp8 in evaluation too (TE)")
     margin: int = option(0, "margin of the scale (TE)")
     interval: int = option(1, "steps between two scales (TE)", least=1)
     fp8_format: str = option(
-        "HYBRID", "format (TE)", choices=("HYBRID", "E4M3", "E5M2"), flag="--fp8_format"
+        "HYBRID", "number format (TE)", choices=("HYBRID", "E4M3", "E5M2"), flag="--fp8_format"
     )
     amax_history_length: int = option(
         1024, "length of the history (TE)", least=1, flags=("--fp8_amax_history_len",)
@@ -96,10 +103,10 @@ class Fp8Config:
         flags=("--fp8_amax_compute_algo",),
     )
     override_linear_precision: tuple[str, ...] = option(
-        (), "fprop, dgrad, wgrad in higher precision (TE)"
+        (), "which of fprop, dgrad, wgrad have higher precision (TE)"
     )
     optimization_level: str = option(
-        "O2", "level (MSAMP)", choices=("O1", "O2"), flags=("--fp8_opt_level",)
+        "O2", "level of optimization (MSAMP)", choices=("O1", "O2"), flags=("--fp8_opt_level",)
     )
 
 
@@ -119,14 +126,16 @@ class FsdpConfig:
 
     BLOCK: ClassVar[str] = "fsdp_config"
 
-    fsdp_version: int = option(1, "1 or 2", least=1, most=2)
+    fsdp_version: int = option(1, "version of FSDP, 1 or 2", least=1, most=2)
     fsdp_sharding_strategy: str = option(
         "FULL_SHARD",
         "what is sharded (version 1)",
         choices=_SHARDING,
         renamed=dict(zip("12345", _SHARDING, strict=True)),
     )
-    fsdp_reshard_after_forward: str = option("true", "free weights after forward (version 2)")
+    fsdp_reshard_after_forward: str = option(
+        "true", "whether weights are freed after forward (version 2)"
+    )
     fsdp_offload_params: bool = option(False, "keep weights in host memory", valued=True)
     fsdp_auto_wrap_policy: str | None = option(
         None,
@@ -134,7 +143,7 @@ class FsdpConfig:
         choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     )
     fsdp_transformer_layer_cls_to_wrap: str | None = option(None, "classes that are sharded")
-    fsdp_min_num_params: int = option(100_000_000, "weights of a sharded module", least=0)
+    fsdp_min_num_params: int = option(100_000_000, "fewest weights of a sharded module", least=0)
     fsdp_backward_prefetch: str | None = option(
         None,
         "what is gathered early in backward (version 1)",
@@ -147,9 +156,13 @@ class FsdpConfig:
         choices=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
     )
     fsdp_use_orig_params: bool = option(True, "keep the weights' own names", valued=True)
-    fsdp_cpu_ram_efficient_loading: bool = option(True, "load on one process", valued=True)
+    fsdp_cpu_ram_efficient_loading: bool = option(
+        True, "load weights on one process only", valued=True
+    )
     fsdp_sync_module_states: bool = option(True, "broadcast weights at the start", valued=True)
-    fsdp_activation_checkpointing: bool = option(False, "compute activations twice", valued=True)
+    fsdp_activation_checkpointing: bool = option(
+        False, "compute activations twice, to save memory", valued=True
+    )
     fsdp_activation_checkpointing_offload: bool = option(
         False, "keep checkpointed activations in host memory", valued=True
     )
@@ -167,21 +180,27 @@ class ParallelismConfig:
 
     BLOCK: ClassVar[str] = "parallelism_config"
 
-    parallelism_config_dp_replicate_size: int = option(1, "replicas", least=1)
+    parallelism_config_dp_replicate_size: int = option(1, "replicas of the model", least=1)
     parallelism_config_dp_shard_size: int = option(1, "shards of FSDP", least=1)
-    parallelism_config_tp_size: int = option(1, "tensor parallel", least=1)
-    parallelism_config_cp_size: int = option(1, "context parallel", least=1)
-    parallelism_config_cp_backend: str = option("torch", "of context", choices=("torch",))
+    parallelism_config_tp_size: int = option(1, "processes of tensor parallelism", least=1)
+    parallelism_config_cp_size: int = option(1, "processes of context parallelism", least=1)
+    parallelism_config_cp_backend: str = option(
+        "torch", "backend of context parallelism", choices=("torch",)
+    )
     parallelism_config_cp_comm_strategy: str = option(
         "allgather", "how context is exchanged", choices=("allgather", "alltoall")
     )
-    parallelism_config_sp_size: int = option(1, "sequence parallel", least=1)
-    parallelism_config_sp_backend: str = option("deepspeed", "of sequence", choices=("deepspeed",))
+    parallelism_config_sp_size: int = option(1, "processes of sequence parallelism", least=1)
+    parallelism_config_sp_backend: str = option(
+        "deepspeed", "backend of sequence parallelism", choices=("deepspeed",)
+    )
     parallelism_config_sp_seq_length: int | None = option(None, "length of a sequence", least=1)
     parallelism_config_sp_seq_length_is_variable: bool = option(
-        True, "sequences differ in length", valued=True
+        True, "expect sequences of differing length", valued=True
     )
-    parallelism_config_sp_attn_implementation: str = option("sdpa", "attention of sequence")
+    parallelism_config_sp_attn_implementation: str = option(
+        "sdpa", "attention of sequence parallelism"
+    )
 
 
 @dataclass(frozen=True)
@@ -198,17 +217,19 @@ class DeepSpeedConfig:
 
     deepspeed_config_file: str | None = option(None, "DeepSpeed's own JSON file")
     zero_stage: int = option(2, "stage of ZeRO", least=0, most=3)
-    offload_optimizer_device: str = option("none", "where its states are", choices=_DEVICES)
-    offload_param_device: str = option("none", "where weights are", choices=_DEVICES)
-    offload_optimizer_nvme_path: str | None = option(None, "folder for states")
-    offload_param_nvme_path: str | None = option(None, "folder for weights")
+    offload_optimizer_device: str = option(
+        "none", "where the optimizer's states are", choices=_DEVICES
+    )
+    offload_param_device: str = option("none", "where the weights are", choices=_DEVICES)
+    offload_optimizer_nvme_path: str | None = option(None, "folder for the optimizer's states")
+    offload_param_nvme_path: str | None = option(None, "folder for the weights")
     gradient_accumulation_steps: str | None = option(
         None, "micro-batches of a step, or auto", flag=""
     )
     gradient_clipping: str | None = option(None, "largest norm of the gradients, or auto")
-    zero3_init_flag: bool = option(False, "shard while a model is built", valued=True)
+    zero3_init_flag: bool = option(False, "shard weights while a model is built", valued=True)
     zero3_save_16bit_model: bool = option(False, "gather weights to save them", valued=True)
-    deepspeed_hostfile: str | None = option(None, "hosts")
+    deepspeed_hostfile: str | None = option(None, "file that lists the hosts")
     deepspeed_exclusion_filter: str | None = option(None, "hosts and devices left out")
     deepspeed_inclusion_filter: str | None = option(None, "hosts and devices taken")
     deepspeed_multinode_launcher: str | None = option(
@@ -231,38 +252,70 @@ class MegatronConfig:
 
     BLOCK: ClassVar[str] = "megatron_lm_config"
 
-    megatron_lm_tp_degree: int = option(1, "tensor parallel", least=1)
-    megatron_lm_pp_degree: int = option(1, "pipeline parallel", least=1)
-    megatron_lm_num_micro_batches: int | None = option(None, "of a batch", least=1)
+    megatron_lm_tp_degree: int = option(1, "processes of tensor parallelism", least=1)
+    megatron_lm_pp_degree: int = option(1, "stages of pipeline parallelism", least=1)
+    megatron_lm_num_micro_batches: int | None = option(None, "micro-batches of a batch", least=1)
     megatron_lm_sequence_parallelism: bool = option(False, "shard sequences", valued=True)
-    megatron_lm_recompute_activations: bool = option(False, "selectively", valued=True)
-    megatron_lm_use_distributed_optimizer: bool = option(False, "shard its states", valued=True)
-    megatron_lm_gradient_clipping: float = option(1.0, "largest norm; 0 for none", least=0)
+    megatron_lm_recompute_activations: bool = option(
+        False, "compute selected activations twice", valued=True
+    )
+    megatron_lm_use_distributed_optimizer: bool = option(
+        False, "shard the optimizer's states", valued=True
+    )
+    megatron_lm_gradient_clipping: float = option(
+        1.0, "largest norm of the gradients; 0 for none", least=0
+    )
     megatron_lm_recompute_granularity: str | None = option(
         None, "what is computed twice", choices=("full", "selective")
     )
     megatron_lm_recompute_method: str | None = option(
         None, "which layers are computed twice", choices=("uniform", "block")
     )
-    megatron_lm_recompute_num_layers: int | None = option(None, "layers of a unit", least=1)
-    megatron_lm_attention_backend: str | None = option(None, "such as flash")
-    megatron_lm_expert_model_parallel_size: int | None = option(None, "experts", least=1)
-    megatron_lm_expert_tensor_parallel_size: int | None = option(None, "in experts", least=1)
-    megatron_lm_context_parallel_size: int | None = option(None, "context parallel", least=1)
-    megatron_lm_attention_dropout: float | None = option(None, "in attention", least=0, most=1)
-    megatron_lm_hidden_dropout: float | None = option(None, "in layers", least=0, most=1)
-    megatron_lm_attention_softmax_in_fp32: bool = option(False, "in fp32", valued=True)
-    megatron_lm_calculate_per_token_loss: bool = option(False, "mean over tokens", valued=True)
-    megatron_lm_use_rotary_position_embeddings: bool = option(False, "rotary", valued=True)
-    megatron_lm_use_custom_fsdp: bool = option(False, "its own FSDP", valued=True)
-    megatron_lm_no_load_optim: bool = option(False, "leave states out at load", valued=True)
-    megatron_lm_no_save_optim: bool = option(False, "leave states out at save", valued=True)
-    megatron_lm_eod_mask_loss: bool = option(False, "no loss after the end", valued=True)
-    megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool = option(False, "overlap", valued=True)
-    megatron_lm_optimizer_cpu_offload: bool = option(False, "states on the host", valued=True)
-    megatron_lm_use_precision_aware_optimizer: bool = option(False, "own types", valued=True)
+    megatron_lm_recompute_num_layers: int | None = option(
+        None, "layers of a unit that is computed twice", least=1
+    )
+    megatron_lm_attention_backend: str | None = option(None, "backend of attention, such as flash")
+    megatron_lm_expert_model_parallel_size: int | None = option(
+        None, "processes that share the experts", least=1
+    )
+    megatron_lm_expert_tensor_parallel_size: int | None = option(
+        None, "tensor parallelism in experts", least=1
+    )
+    megatron_lm_context_parallel_size: int | None = option(
+        None, "processes of context parallelism", least=1
+    )
+    megatron_lm_attention_dropout: float | None = option(
+        None, "dropout in attention", least=0, most=1
+    )
+    megatron_lm_hidden_dropout: float | None = option(None, "dropout in layers", least=0, most=1)
+    megatron_lm_attention_softmax_in_fp32: bool = option(
+        False, "compute the softmax of attention in fp32", valued=True
+    )
+    megatron_lm_calculate_per_token_loss: bool = option(
+        False, "take the mean loss over tokens", valued=True
+    )
+    megatron_lm_use_rotary_position_embeddings: bool = option(
+        False, "use rotary position embeddings", valued=True
+    )
+    megatron_lm_use_custom_fsdp: bool = option(
+        False, "shard with Megatron-LM's own FSDP", valued=True
+    )
+    megatron_lm_no_load_optim: bool = option(False, "load no states of the optimizer", valued=True)
+    megatron_lm_no_save_optim: bool = option(False, "save no states of the optimizer", valued=True)
+    megatron_lm_eod_mask_loss: bool = option(
+        False, "mask the loss at the end of a document", valued=True
+    )
+    megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool = option(
+        False, "overlap the copies of an optimizer on the host", valued=True
+    )
+    megatron_lm_optimizer_cpu_offload: bool = option(
+        False, "keep the optimizer's states on the host", valued=True
+    )
+    megatron_lm_use_precision_aware_optimizer: bool = option(
+        False, "choose the types of the optimizer's states", valued=True
+    )
     megatron_lm_decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage", least=1
+        None, "layers of the last stage of the pipeline", least=1
     )
 
 
@@ -278,5 +331,7 @@ class MpirunConfig:
 
     BLOCK: ClassVar[str] = "mpirun_config"
 
-    mpirun_hostfile: str | None = option(None, "hosts, for mpirun", lenient=False)
+    mpirun_hostfile: str | None = option(
+        None, "file that lists the hosts, for mpirun", lenient=False
+    )
     mpirun_ccl: str | None = option(None, "workers of oneCCL", flag="")

@@ -278,3 +278,10 @@ def refuse_absent_gpus(resolved: Resolved, root: Path = Path("/")) -> None:
             f"distributed_type: {kind} ({resolved.origins['distributed_type']}): this machine "
             f"shows no {name}; --use_cpu trains on the CPU"
         )
+    ids = resolved.settings.gpu_ids
+    on_gpus = ids is not None and not resolved.settings.use_cpu and kind in (None, "NO")
+    if on_gpus and not has_driver("MULTI_GPU", root):
+        raise SettingsError(
+            f"gpu_ids: {ids} ({resolved.origins['gpu_ids']}): this machine shows no GPU; leave it "
+            "out, or --use_cpu trains on the CPU"
+        )

@@ -48,7 +48,9 @@ class Processes:
     """Number of processes, and where they run."""
 
     compute_environment: str = option(
-        "LOCAL_MACHINE", "only LOCAL_MACHINE", choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
+        "LOCAL_MACHINE",
+        "where a run takes place; only LOCAL_MACHINE",
+        choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
     )
     distributed_type: str | None = option(
         None,
@@ -111,7 +113,7 @@ class Machines:
     )
     rdzv_id: str | None = option(None, "name of the run among others", torchrun=True)
     rdzv_conf: str | None = option(None, "further key=value,... of the backend", torchrun=True)
-    same_network: bool = option(False, "accepted for Accelerate's files")
+    same_network: bool = option(False, "expect the machines in one network, for Accelerate's files")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -184,17 +186,17 @@ class Tpu:
     """TPUs and pods of them."""
 
     main_training_function: str = option("main", "function that each process of a TPU runs")
-    downcast_bf16: bool = option(False, "float is bfloat16 on a TPU", lenient=True)
+    downcast_bf16: bool = option(False, "treat float as bfloat16 on a TPU", lenient=True)
     tpu_name: str | None = option(None, "name of the TPU")
     tpu_zone: str | None = option(None, "zone of the TPU")
     tpu_use_cluster: bool = option(
         False,
-        "a pod",
+        "start a pod of TPUs",
         lenient=True,
         flags=("--tpu_cluster",),
         shorthands={"--no_tpu_cluster": False},
     )
-    tpu_use_sudo: bool = option(False, "sudo on the pod", lenient=True)
+    tpu_use_sudo: bool = option(False, "run commands with sudo on the pod", lenient=True)
     tpu_vm: tuple[str, ...] = option((), "machines of the pod", flags=("--vm",))
     tpu_env: tuple[str, ...] = option((), "variables for the pod", flags=("--env",))
     commands: tuple[str, ...] = option((), "commands to run first on the pod")

@@ -154,7 +154,7 @@ class Loop:
         self.model: torch.nn.Module | None = None
         self.active: list[DataLoaderShard] = []
         self.progress = LoaderProgress()
-        self.deferred: list[Callable[[], None]] = []
+        self.deferred: list[Callable[[], object]] = []
         self.saves = BackgroundSaves(self.fire)
         self.stages: list[str] = []
         self.used_loaders = UsedLoaders()

@@ -7,6 +7,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from accel_callbacks import collectives
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop
@@ -116,6 +117,7 @@ class Passes:
                 return
             run.should_stop = False
         loop.begin_training()
+        run.votes.withdraw("end_epoch")  # of the epoch before, whose end came first
         token = loop.enter(loader, outer=True)
         done, loader.done = loader.done, False
         loader.trained = True
@@ -133,8 +135,12 @@ class Passes:
                 run.batch_idx = index = loader.batch_index
                 seen += 1
                 loop.begin_batch(loader)
-                for hook in hooks["on_train_batch_start"]:
-                    hook(run, loop.model, batch, index)
+                if starts := hooks["on_train_batch_start"]:
+                    for hook in starts:
+                        hook(run, loop.model, batch, index)
+                    if run.votes.asked and self._ends_before_batch():
+                        loader.end_pass()
+                        break
                 yield batch
                 # Hot path: every avoided call is measurable, because the work of the step has
                 # pushed this code out of the cache. So the tests are inline.
@@ -145,7 +151,9 @@ class Passes:
                     or loop.deferred
                     or saves.pending
                 ):
-                    self._end_batch(batch, index)
+                    if self._end_batch(batch, index) and not run.should_stop:
+                        loader.end_pass()
+                        break
                 else:
                     loop.worked = True
                 if run.should_stop and not loop.window.is_open:
@@ -172,8 +180,18 @@ class Passes:
                 loop.close_plain_epoch(loader.epoch)
         loop.settle()
 
-    def _end_batch(self, batch: Any, index: int) -> None:
-        """Fire ``on_train_batch_end`` after the body of the loop, and vote."""
+    def _ends_before_batch(self) -> bool:
+        """Return whether the batch that was announced is left out, with the rest of its epoch."""
+        votes = self._loop.run.votes
+        # With several ranks the request waits for the vote, which comes after the step.
+        alone = collectives.world_size() == 1 and not self._loop.in_window
+        if "end_epoch" not in votes.asked or not alone:
+            return False
+        votes.withdraw("end_epoch")
+        return True
+
+    def _end_batch(self, batch: Any, index: int) -> bool:
+        """Fire ``on_train_batch_end`` and vote; return whether the ranks end the epoch here."""
         loop = self._loop
         if loop.deferred:
             loop.settle()
@@ -186,7 +204,8 @@ class Passes:
             for hook in hooks:
                 hook(loop.run, loop.model, outputs, batch, index)
         if loop.dispatch.can_vote or loop.run.votes.asked:
-            self.boundary.vote_within_epoch()
+            return self.boundary.vote_within_epoch()
+        return False
 
     def _evaluation_pass(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate validation data; without ``evaluate`` around it, the pass is an evaluation."""

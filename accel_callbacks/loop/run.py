@@ -486,6 +486,19 @@ class TrainingRun(TrainerAttributes):
         """The process that asked for the stop."""
         return self._stop_rank
 
+    def end_epoch(self, reason: str = "requested") -> None:
+        """Ask to leave out the rest of this epoch's training data; its validation follows.
+
+        With one process, in ``on_train_batch_start``, the batch is left out already. Otherwise the
+        epoch ends at the next step boundary; with several processes it is put to the vote there,
+        as for :meth:`stop`.
+
+        Args:
+            reason: written to the log ``"accel_callbacks"``.
+        """
+        _log.info("epoch %s is to end: %s", self.current_epoch, reason)
+        self.votes.ask("end_epoch", reason)
+
     def skip_step(self, reason: str = "requested") -> None:
         """Leave this optimizer step out; inside of ``on_before_optimizer_step``, on all processes.
 

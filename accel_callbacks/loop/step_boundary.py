@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 
 from accel_callbacks import collectives
 from accel_callbacks.loop.loop import Loop
@@ -43,23 +44,25 @@ class StepBoundary:
         if not loop.active and loop.window.position <= 1 and loop.in_lockstep:
             loop.saves.poll()
 
-    def vote_within_epoch(self) -> None:
-        """Vote at a step boundary within an epoch, if a callback may vote there."""
+    def vote_within_epoch(self) -> bool:
+        """Vote at a step boundary, if a callback may; return whether the epoch ends here."""
         loop = self._loop
         if loop.in_window or not loop.in_lockstep:
-            return
+            return False
         # With several ranks, a request of one rank waits for a place that all ranks come to:
         # without a voting callback that is the end of the epoch.
         alone = collectives.world_size() == 1 and loop.run.votes.asked
-        if loop.dispatch.can_vote or alone:
-            self.vote()
+        return (loop.dispatch.can_vote or bool(alone)) and "end_epoch" in self.vote()
 
-    def vote(self) -> None:
-        """Collective: save, preempt or stop, if any rank has asked for it."""
+    def vote(self) -> Collection[str]:
+        """Collective: save, preempt or stop, if any rank has asked for it; return what was asked.
+
+        The end of an epoch is left to the caller, as only a pass can be cut short.
+        """
         loop, run = self._loop, self._loop.run
         agreed = run.votes.agree()
         if not agreed:
-            return
+            return ()
         loop.begin_fit()  # a request may come before the first batch
         if "save" in agreed:
             self._save(agreed["save"][0])
@@ -70,6 +73,7 @@ class StepBoundary:
             run._stopped(reason, rank)
         if "stop" in agreed:
             run._stopped(*agreed["stop"])
+        return agreed.keys()
 
     def _save(self, reason: str) -> None:
         """Let every callback save that can."""

@@ -5,10 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from accel_callbacks.migrate.names import OLD, TOP, UTILS, advice_for, home_of, is_module
+from accel_callbacks.migrate.names import (
+    OLD,
+    TOP,
+    UTILS,
+    advice_for,
+    finding_for,
+    home_of,
+    is_module,
+)
 from accel_callbacks.migrate.source import Edit, Finding, Source
 
 Mode = Literal["rename", "alias", "beside", "leave"]
@@ -345,8 +353,8 @@ def use_findings(binding: Binding) -> Iterator[Finding]:
     for use in binding.uses:
         if not use.path or (use.home and binding.mode != "leave"):
             continue
-        name = ".".join(("accelerate", *use.path))
-        yield Finding(use.root.lineno, name.removesuffix(".*"), _why(use, binding), "left")
+        name = ".".join(("accelerate", *use.path)).removesuffix(".*")
+        yield replace(finding_for(use.root.lineno, use.path, _why(use, binding)), name=name)
 
 
 def _why(use: Use, binding: Binding) -> str:

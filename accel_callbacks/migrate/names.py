@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 import accel_callbacks
 from accel_callbacks import utils
+from accel_callbacks.migrate.source import Finding
 from accel_callbacks.utils.imports import available_check
 
 OLD = "accelerate"
@@ -30,6 +31,7 @@ _NAMES_FIRST = {"utils.tqdm"}
 _NOT_LIKE_OURS = {"__version__"}
 _BEYOND = ("commands", "test_utils")
 
+_FOR_TESTS = "left as it is: only tests import it, and accelerate has to be installed for them"
 _NO_FSDP = "FSDP is not there yet: keep this script with Accelerate"
 _NO_ENGINE = "this engine is not there yet: keep this script with Accelerate"
 _BIG = "loading of big models stays with Accelerate: this import can stand beside ours"
@@ -100,6 +102,19 @@ def is_module(path: Sequence[str]) -> bool:
     """Return whether a path below accelerate is a module, as the empty path is."""
     dotted = ".".join(path)
     return not dotted or (dotted in MODULES and dotted not in _NAMES_FIRST)
+
+
+def finding_for(line: int, path: Sequence[str], text: str = "") -> Finding:
+    """Return the finding for a missing name, given by its path below accelerate.
+
+    Example:
+        >>> from accel_callbacks.migrate.names import finding_for
+        >>> finding_for(1, ["test_utils", "execute_subprocess_async"]).kind
+        'note'
+    """
+    if path[0] == "test_utils":
+        return Finding(line, path[-1], _FOR_TESTS, "note")
+    return Finding(line, path[-1], text or advice_for(path[-1]), "left")
 
 
 def advice_for(name: str) -> str:

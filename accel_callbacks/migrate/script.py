@@ -15,7 +15,7 @@ from accel_callbacks.migrate.imports import (
     use_edits,
     use_findings,
 )
-from accel_callbacks.migrate.names import OLD, TOP, advice_for, home_of, is_module
+from accel_callbacks.migrate.names import OLD, TOP, finding_for, home_of, is_module
 from accel_callbacks.migrate.rules import (
     ANY,
     ARGUMENTS,
@@ -98,12 +98,11 @@ def _missing_names(statement: ast.ImportFrom) -> list[Finding]:
     path = below(statement.module or "") or ()
     found = []
     for alias in statement.names:
-        if alias.name == "*":
+        if alias.name == "*" and path[:1] != ("test_utils",):
             advice = "import what you use by name, then migrate again"
             found.append(Finding(statement.lineno, f"from {OLD} import *", advice, "left"))
         elif not is_module((*path, alias.name)) and home_of((*path, alias.name)) is None:
-            line = alias.lineno
-            found.append(Finding(line, alias.name, advice_for(alias.name), "left"))
+            found.append(finding_for(alias.lineno, (*path, alias.name)))
     return found
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from accel_callbacks import Accelerator
+from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.cli.main import main
 from accel_callbacks.utils.text import age_of, size_of, to_json
-from checkpoint_io import CheckpointFolder, save, save_model
+from checkpoint_io import CheckpointFolder, read_manifest, save, save_model
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def test_list(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> N
     (Path(folder.path(300)) / "manifest.json").unlink()
     assert ckpt("list", folder.url) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["NAME", "STEP", "SIZE", "AGE", "STATUS"]
+    assert lines[0].split() == ["NAME", "STEP", "RUN", "RUN-ID", "SCORE", "SIZE", "AGE", "STATUS"]
     rows = {line.split()[0]: line for line in lines[1:]}
     assert rows["step-00000100"].split()[1] == "100"
     assert rows["step-00000100"].endswith("valid")
@@ -133,10 +137,92 @@ def test_prune(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> 
     assert {info.name for info in folder.list()} == {"step-00000300", "step-00000400"}
 
 
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project folder with the checkpoints of two runs of a Checkpoint callback."""
+    for name, losses in (("digits", (0.5, 0.25, 0.75)), ("other", (0.5, 0.125))):
+        saver = Checkpoint(every="1 epoch", monitor="val/loss", keep_last=None, async_save=False)
+        accel = Accelerator(cpu=True, project_dir=tmp_path / "project", callbacks=[saver])
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(torch.ones(2, 1))
+        model, optimizer, loader = accel.prepare(model, optimizer, loader)
+        saver.dirpath = None if name == "digits" else str(tmp_path / "project" / "more")
+        with accel.run(name) as run:
+            for epoch in run.epochs(len(losses)):
+                for batch in loader:
+                    accel.backward(model(batch).sum())
+                    optimizer.step()
+                accel.log({"val/loss": losses[epoch]})
+    return tmp_path / "project"
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Return the cells of a table."""
+    return [re.split(r"  +", line) for line in text.splitlines()]
+
+
+def test_c13_ls_shows_run_and_score_and_looks_one_level_down(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "notes").mkdir()
+    assert ckpt("ls", project) == 0
+    [head, *rows] = rows_of(capsys.readouterr().out)
+    name, run, run_id, score = (head.index(n) for n in ("NAME", "RUN", "RUN-ID", "SCORE"))
+    assert [(row[name], row[run], row[score]) for row in rows] == [
+        ("checkpoints/step-00000002", "digits", "val/loss=0.5"),
+        ("checkpoints/step-00000004", "digits", "val/loss=0.25"),
+        ("checkpoints/step-00000006", "digits", "val/loss=0.75"),
+        ("more/step-00000002", "other", "val/loss=0.5"),
+        ("more/step-00000004", "other", "val/loss=0.125"),
+    ]
+    newest = read_manifest(project / "more" / "step-00000004")
+    assert rows[-1][run_id] == newest.metadata["run_id"]
+    assert ckpt("ls", project / "checkpoints" / "step-00000002") == 1
+    assert "accel ckpt show" in capsys.readouterr().err
+
+
+def test_c13_show_of_a_folder_shows_its_newest(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ckpt("show", project / "checkpoints", "--pattern", "*/weight") == 0
+    out, err = capsys.readouterr()
+    assert "models/0/weight" in out
+    assert "step-00000006, the newest in" in err
+    assert ckpt("show", project) == 2
+    assert f"name one of {project / 'checkpoints'}, {project / 'more'}" in capsys.readouterr().err
+    shutil.rmtree(project / "more")
+    assert ckpt("show", project, "--pattern", "*/weight") == 0
+    assert "step-00000006, the newest in" in capsys.readouterr().err
+
+
+def test_c13_prune_by_name_by_the_only_run_and_of_all_runs(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ckpt("prune", project / "checkpoints", "--keep_last", 2, "--dry-run") == 0
+    gone = project / "checkpoints" / "step-00000002"
+    assert capsys.readouterr().out == f"would remove {gone}\n"
+    shutil.move(project / "more" / "step-00000002", project / "checkpoints" / "of-other-1")
+    shutil.move(project / "more" / "step-00000004", project / "checkpoints" / "of-other-2")
+    assert ckpt("prune", project, "--keep_last", 1) == 2
+    err = capsys.readouterr().err
+    run_id = read_manifest(gone).metadata["run_id"]
+    assert f"digits (--run_id {run_id})" in err
+    assert "other (--run_id " in err
+    assert ckpt("prune", project, "--keep_last", 1, "--run", "digitz") == 2
+    assert "digits (--run_id" in capsys.readouterr().err
+    assert ckpt("prune", project, "--keep_last", 2, "--run", "digits") == 0
+    assert capsys.readouterr().out == f"removed {gone}\n"
+    assert ckpt("prune", project, "--keep_last", 1, "--all_runs") == 0
+    left = {path.name for path in (project / "checkpoints").iterdir()}
+    assert left == {"step-00000006", "of-other-2"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["prune", "x", "--keep_last", "1"], "--run_id"),
+        (["prune", "x", "--keep_last", "1"], "--run NAME or --run_id ID"),
+        (["prune", "x", "--keep_last", "1", "--run", "a", "--all-runs"], "not allowed with"),
         (["prune", "x", "--run_id", "r1"], "give a rule: --keep_last"),
         (["prune", "x", "--run_id", "r1", "--keep_last", "0"], "at least 1"),
         (["verify", "x", "--sizes_onyl"], "did you mean '--sizes_only'"),

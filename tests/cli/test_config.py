@@ -315,9 +315,29 @@ def test_show_prints_origins_and_what_has_no_effect(accel: Run, tmp_path: Path) 
     assert rows["num_processes"] == ["2", origin]
     assert rows["debug"] == ["true", "environment variable ACCEL_DEBUG"]
     assert rows["same_network"][1].startswith(f"{origin}; no effect: ")
-    idle = f"{origin}; no effect: distributed_type is not FSDP"
+    idle = (
+        f"{origin}; no effect: distributed_type is not FSDP; it would set: version of FSDP, 1 or 2"
+    )
     assert rows["fsdp_config.fsdp_version"] == ["2", idle]
     assert rows["fsdp_config.fsdp_offload_params"] == ["false", "default"]
+
+
+def test_c17_no_effect_says_what_the_setting_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "accel.yaml"
+    path.write_text("enable_cpu_affinity: true\nmachine_rank: 1\nuse_mps_device: true\n")
+    assert main(["config", "show", "--config_file", str(path)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+    assert [row.split("; it would ")[1] for row in rows] == [
+        "bind each process to the cores near its GPU",
+        "set: which machine this is; 0 is the first",
+        "take that GPU",
+    ]
+    assert main(["config", "show", "--config_file", str(path), "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert settings["enable_cpu_affinity"]["purpose"].startswith("it would bind each process")
+    assert settings["num_processes"]["purpose"] is None
 
 
 def test_show_searches_from_a_script_and_prints_json(

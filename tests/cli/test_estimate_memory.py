@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_callbacks.cli import estimate_memory
 from accel_callbacks.cli.main import main
 from accel_callbacks.modeling.memory_estimate import ESTIMATED_DTYPES, model_sizes
 
@@ -242,11 +245,51 @@ def test_a_config_of_transformers(
     assert "accel estimate-memory: error: transformers makes no model of bert" in (
         capsys.readouterr().err
     )
-    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
-    assert main(["estimate-memory", "nobody/nothing-of-this-name"]) == 1
-    assert "is no file or folder here, and the hub did not give its config" in (
-        capsys.readouterr().err
-    )
+
+
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A hub that takes a connection and never answers."""
+    monkeypatch.setattr(estimate_memory, "PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        yield url
+
+
+def test_c15d_a_name_that_is_nowhere_ends_soon_and_says_what_to_do(
+    here: Path,
+    silent_hub: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert estimate_memory.PATIENCE < 4  # the rest takes less than a second
+    for name in ("nobody/nothing-3.1", "nothing", "no/name/of-a-model"):
+        assert main(["estimate-memory", name]) == 1
+        err = capfd.readouterr().err
+        assert f"{name!r} is no file or folder here (looked from {here})" in err
+        assert f"{silent_hub} does not answer" in err
+        assert "give a local folder or config.json, or module:factory" in err
+        assert "Retrying" not in err
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # nobody listens there
+    assert main(["estimate-memory", "nobody/nothing-3.1"]) == 1
+    assert "http://127.0.0.1:1 does not answer" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("silent_hub")
+def test_c15d_a_cached_model_needs_no_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    cache = tmp_path / "models--own--bert"
+    config = config_of(transformers, cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert main(["estimate-memory", "own/bert", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["parameters"] == transformers.BertForMaskedLM(config).num_parameters()
 
 
 def test_without_transformers_the_install_line(

@@ -78,7 +78,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(len(ALONE)):
         (place / str(number)).mkdir()
         (place / str(number) / "train.py").write_text(TRAIN)
-    command = [sys.executable, "-c", RUN_ALL, *ALONE]
+    # Where there is no GPU, a launch on some is refused; what would run is shown everywhere.
+    commands = [words.replace("--gpu_ids", "--dry_run --gpu_ids") for words in ALONE]
+    command = [sys.executable, "-c", RUN_ALL, *commands]
     done = subprocess.run(
         command,
         cwd=place,
@@ -98,11 +100,14 @@ def test_commands_for_one_machine(words: str, ran: Path) -> None:
     out, files = (place / "stdout").read_text(), left(place)
     if "--no_python" in words:
         assert out == "process 0 of 1\n"
+    elif "--gpu_ids" in words:
+        assert "export CUDA_VISIBLE_DEVICES=0,1" in out
+        assert (out.count("# rank "), files) == (2, {})
     elif "--dry_run" in words:
         assert "export ACCEL_MIXED_PRECISION=bf16" in out
         assert (out.count("# rank "), files) == (2, {})
     else:
-        count = 2 if "--num_processes 2" in words or "--gpu_ids" in words else 1
+        count = 2 if "--num_processes 2" in words else 1
         assert sorted(files) == [f"train.py-{rank}" for rank in range(count)]
         cpu, rest = "1" if "--cpu" in words else "None", " --lr 0.1" if "--lr" in words else ""
         assert set(files.values()) == {f"{count} {cpu}{rest}\n"}

@@ -35,6 +35,19 @@ def test_gpus_that_are_not_here(
     assert main(["launch", "--dry_run", *words, "-m", "timeit"]) == 0
 
 
+def test_c15c_gpu_ids_without_a_gpu_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "has_driver", lambda kind, root: False)
+    for ids in ("0", "0,1"):
+        assert main(["launch", "--gpu_ids", ids, "-m", "timeit"]) == 2
+        err = capsys.readouterr().err
+        assert f"gpu_ids: {ids} (command line): this machine shows no GPU" in err
+    assert main(["launch", "--dry_run", "--gpu_ids", "0,1", "-m", "timeit"]) == 0
+    words = ["--gpu_ids", "0", "--use_cpu", "-m", "timeit", "-n1", "-r1"]
+    assert main(["launch", *words]) == 0
+
+
 def test_the_help_shows_what_turns_a_switch_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--help"]) == 0
     assert "turns --debug off" in capsys.readouterr().out

@@ -41,6 +41,35 @@ def test_only_shows(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.read_bytes() == SCRIPT
 
 
+def test_c15e_imports_for_tests_stay_and_fail_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "test_train.py"
+    path.write_text(
+        "import accelerate\n"
+        "from accelerate.test_utils.testing import execute_subprocess_async, require_cuda\n"
+        "from accelerate.test_utils import *\n"
+        "from accelerate import Accelerator, test_utils\n"
+        "accelerate.test_utils.get_launch_command()\n"
+        "test_utils.RegressionDataset()\n"
+        "accelerate.utils.set_seed(1)\n"
+    )
+    assert migrate(path, "--write", "--yes") == 0
+    out = capsys.readouterr().out
+    assert "does not run here" not in out
+    assert "execute_subprocess_async: left as it is: only tests import it" in out
+    assert "accelerate.test_utils.get_launch_command: left as it is" in out
+    after = path.read_text()
+    assert "from accel_callbacks import Accelerator\n" in after
+    assert (
+        "from accelerate.test_utils.testing import execute_subprocess_async, require_cuda" in after
+    )
+    assert "accel_callbacks.set_seed(1)" in after
+    assert "accelerate.test_utils.get_launch_command()" in after
+    path.write_text("from accelerate.test_utils import x\nfrom accelerate import cpu_offload\n")
+    assert migrate(path) == 1
+
+
 def test_writes_bytes_mode_and_through_a_link(script: Path, tmp_path: Path) -> None:
     link = tmp_path / "link.py"
     link.symlink_to(script)

@@ -373,3 +373,87 @@ def test_a_second_run_begins_anew() -> None:
     assert stopper.wait_count == 1
     assert train([stopper], 2, scores=[3.0, 2.0]).run.stop_reason is None
     assert stopper.best_score == 2.0
+
+
+# --- what callbacks of others read ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_c14_minus_one_from_on_train_batch_start_ends_the_epoch(counted: bool) -> None:
+    class Skips(cb.Callback):
+        def __init__(self) -> None:
+            self.trace: list[Any] = []
+
+        def on_train_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int
+        ) -> int | None:
+            return -1 if (trainer.current_epoch, batch_idx) == (0, 1) else None
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            self.trace.append(trainer.current_epoch)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.trace.append("validation")
+
+    skips = Skips()
+    done = train([skips], epochs=2, counted=counted)
+    assert skips.trace == [0, "validation", 1, 1, 1, "validation"]
+    assert done.run.global_step == 4
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_c14_the_experiment_is_the_writer_that_lightning_has(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    seen = []
+    look = cb.LambdaCallback(
+        on_train_start=lambda trainer, module: seen.append(trainer.logger.experiment)
+    )
+    train([look], epochs=1, log_with=["jsonl", name], project_dir=tmp_path)
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        assert isinstance(seen[0], SummaryWriter)
+    else:
+        import wandb
+
+        assert isinstance(seen[0], wandb.Run)
+
+
+def test_c14_the_module_is_a_container_where_the_model_is_one() -> None:
+    seen = {}
+
+    def look(trainer: Any, module: Any) -> None:
+        seen.update(first=module[0], size=len(module), parts=list(module), truth=bool(module))
+
+    def look_at_no_container(trainer: Any, module: Any) -> None:
+        seen.update(no_container=hasattr(module, "__len__"), still=bool(module))
+
+    for model, function in (
+        (torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)), look),
+        (torch.nn.Linear(4, 1), look_at_no_container),
+    ):
+        callback = cb.LambdaCallback(on_train_start=function)
+        accel = Accelerator(cpu=True, callbacks=[callback])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accel.prepare(model, optimizer)
+        with accel.run("container") as run:
+            for _ in run.epochs(1):
+                pass
+        if function is look:
+            assert seen["first"] is model[0]
+            assert seen["parts"] == list(model)
+            assert (seen["size"], seen["truth"]) == (2, True)
+    assert (seen["no_container"], seen["still"]) == (False, True)
+
+
+def test_c14_the_connector_says_that_one_process_is_not_distributed() -> None:
+    seen = []
+    look = cb.LambdaCallback(
+        on_fit_start=lambda trainer, module: seen.append(
+            trainer._accelerator_connector.is_distributed
+        )
+    )
+    train([look], epochs=1)
+    assert seen == [False]

@@ -197,3 +197,26 @@ def test_entries_of_users_callbacks_come_back(tmp_path: Path, before_the_run: bo
         assert run.global_step == 3
     assert extra.taken["step"] == 3
     assert extra.taken["mean"].tolist() == [1, 1]
+
+
+class Tagged(cb.Callback):
+    """Puts its tag into checkpoints, under one name for all of the class."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.found = ""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["tag"] = self.tag
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint["tag"]
+
+
+def test_c7_two_of_one_class_get_back_their_own_in_any_order(tmp_path: Path) -> None:
+    done = train([Tagged("one"), Tagged("two")], 1)
+    path = done.accel.save_state(str(tmp_path / "c"))
+    one, two = Tagged("one"), Tagged("two")
+    accel, *_ = prepare([two, one])
+    accel.load_state(path)
+    assert (one.found, two.found) == ("one", "two")

@@ -10,6 +10,14 @@ from typing import Any
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.base import EXIT_HOOKS, HOOKS
+from accel_callbacks.callbacks.dispatch.instances import (
+    family,
+    numbered,
+    options_of,
+    paired,
+    remedy,
+    shown,
+)
 from accel_callbacks.callbacks.dispatch.ledger import Ledger, Tally
 from accel_callbacks.callbacks.dispatch.registration import (
     Adapter,
@@ -21,6 +29,7 @@ from accel_callbacks.callbacks.dispatch.registration import (
     saves,
 )
 from accel_callbacks.errors import nearest
+from accel_callbacks.logging import notice
 
 __all__ = ["Dispatcher", "Entry", "Hook", "check_targets", "firing_plan", "in_order"]
 
@@ -46,7 +55,8 @@ class Dispatcher:
 
     Raises:
         TypeError: a method name starts with ``on_`` but is no hook.
-        ValueError: two callbacks have one ``state_key``, or constraints that contradict each other.
+        ValueError: a callback is given twice, two save into one folder, or constraints contradict
+            each other.
 
     Example:
         >>> from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher
@@ -69,6 +79,9 @@ class Dispatcher:
         self.can_vote = False
         self._order: list[Entry] = []
         self._unclaimed: dict[str, Any] = {}  # loaded states of callbacks not registered
+        self._absent: dict[
+            str, Mapping[str, str]
+        ] = {}  # options of loaded states that share a class
         self._retired: set[str] = set()
         self._voter_retired = False
         self.add(*callbacks)
@@ -79,16 +92,32 @@ class Dispatcher:
         """Register more callbacks: all of them, or none if one is refused."""
         new = [Entry(callback, self._adapters) for callback in callbacks]
         entries = [*self.entries, *new]
-        _check_keys(entries)
+        self._give_keys(new)
         check_targets(new, entries)
         order = in_order(entries)
         names = {entry.name for entry in self.entries}
         for entry in new:
-            name = next(n for n in _numbered(entry.name) if n not in names)
+            name = next(n for n in numbered(entry.name) if n not in names)
             names.add(name)
             entry.wrap(self.ledger, name)
         self._set_entries(entries, order)
         return new
+
+    def _give_keys(self, new: Sequence[Entry]) -> None:
+        """Number the keys of new entries that have one already, in the order of registration."""
+        taken = {entry.key: entry for entry in self.entries}
+        for entry in new:
+            first = taken.get(entry.key)
+            if any(entry.given is other.given for other in taken.values()):
+                raise ValueError(f"{entry.name} is given twice: give each callback once.")
+            if first is not None and entry.saves:
+                raise ValueError(
+                    f"two {type(entry.given).__qualname__} save into the same place, where each "
+                    f"removes what the other keeps: {remedy(entry.given)}, or one is enough."
+                )
+            used = taken.keys() | self._retired
+            entry.use_key(next(key for key in numbered(entry.key) if key not in used))
+            taken[entry.key] = entry
 
     def remove(self, callback: Any) -> Entry:
         """Remove a callback and its state.
@@ -147,7 +176,7 @@ class Dispatcher:
     def free_key(self, name: str) -> str:
         """Return a state key that no callback has: the name, or the name with a number."""
         taken = {entry.key for entry in self.entries} | self._retired
-        return next(key for key in _numbered(name) if key not in taken)
+        return next(key for key in numbered(name) if key not in taken)
 
     def require_same_on_all_ranks(self) -> None:
         """Check that all ranks have the same callbacks that vote, save or are collective.
@@ -177,35 +206,84 @@ class Dispatcher:
                 states[entry.key] = state
         return states
 
+    def options(self) -> dict[str, dict[str, str]]:
+        """Return by key the options of callbacks that share a class, absent ones included."""
+        found = {key: dict(self._absent[key]) for key in self._absent if key in self._unclaimed}
+        for base, entries in self._families().items():
+            if len(entries) > 1 or family(found, base):
+                found.update({entry.key: entry.options for entry in entries})
+        return found
+
+    def _families(self) -> dict[str, list[Entry]]:
+        """Return the entries with a state by the key that they would have alone."""
+        families: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            if entry.has_state:
+                families.setdefault(entry.base, []).append(entry)
+        return families
+
+    def claim_keys(
+        self, states: Mapping[str, Any], options: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """Give callbacks of one class the keys under which those like them were saved.
+
+        Args:
+            states: saved states by key.
+            options: what :meth:`options` returned then.
+        """
+        self._absent = {key: given for key, given in options.items() if key in states}
+        for base, entries in self._families().items():
+            saved = {key: self._absent[key] for key in family(self._absent, base)}
+            if saved:
+                _claim(entries, saved)
+            elif len(entries) > 1 and base in states:  # only one was saved, without its options
+                _claim(entries, {base: entries[0].options})
+
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore each callback in place; keep the states of absent ones for the next save."""
         self._unclaimed = dict(states)
         for entry in list(self.entries):
-            self.restore_unclaimed(entry)
+            self._restore(entry)
 
     def restore_unclaimed(self, entry: Entry) -> None:
-        """Restore a callback from its loaded state, if that is not done yet."""
+        """Restore a callback that was added late, if a state of its class is left."""
+        left = [key for key in family(self._absent, entry.base) if key in self._unclaimed]
+        if left and entry.has_state:
+            _claim([entry], {key: self._absent[key] for key in left})
+        self._restore(entry)
+
+    def _restore(self, entry: Entry) -> None:
         if entry.has_state and entry.key in self._unclaimed:
             entry.callback.load_state_dict(self._unclaimed.pop(entry.key))
 
 
-def _numbered(name: str) -> Iterable[str]:
-    """Yield the name, then the name with ``#2``, ``#3``, ..."""
-    yield name
-    number = 2
-    while True:
-        yield f"{name}#{number}"
-        number += 1
-
-
-def _check_keys(entries: list[Entry]) -> None:
-    keys = [entry.key for entry in entries]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ValueError(
-                f"two callbacks save their state under {key!r}: give one of them another "
-                "`state_key`."
-            )
+def _claim(entries: Sequence[Entry], saved: Mapping[str, Mapping[str, str]]) -> None:
+    """Give entries of one base the saved keys, and print what is not where it was."""
+    pairs = paired([entry.options for entry in entries], saved)
+    everyone = [*saved.values(), *(entry.options for entry in entries)]
+    news: list[str] = []
+    used = set(saved)
+    for index, entry in enumerate(entries):
+        named = entry.described(everyone)
+        if index not in pairs:
+            news.append(f"{named} has no saved state")
+            key = next(key for key in numbered(entry.base) if key not in used)
+            used.add(key)
+        else:
+            key = pairs[index]
+            before = shown(saved[key], [entry.options])
+            if before or key != entry.key:
+                moved = f" ({before})" if before else ""
+                news.append(f"{named} takes the state that was saved as {key!r}{moved}")
+        entry.use_key(key)
+    for key in saved.keys() - set(pairs.values()):
+        options = shown(saved[key], everyone)
+        told = f" ({options})" if options else ""
+        news.append(
+            f"there is no callback for {key!r}{told}, whose state is kept for the next save"
+        )
+    if news:
+        notice(f"{'; '.join(news)}. To tell them apart, {remedy(entries[0].given)}.")
 
 
 class Entry:
@@ -219,6 +297,8 @@ class Entry:
         callback: the object that is called; an adapter for a callback of Lightning.
         name: its state key, or the name of its class.
         key: of its saved state; unique even without a state.
+        base: the key that it has unless another callback has that.
+        options: what tells it from others of its class.
         disabled: True once it is removed or disabled, and not called any more.
         calls: its hooks, each wrapped once with the ledger and the error policy.
 
@@ -239,8 +319,10 @@ class Entry:
         self.given = options.callback
         self.callback = callback = accepted(options.callback, adapters)
         self.name = str(getattr(callback, "state_key", None) or type(callback).__qualname__)
-        self.has_state = hasattr(callback, "state_dict")
-        self.key = self.name if self.has_state else f"{self.name}@{id(callback)}"
+        # A Callback that keeps the base class's has none.
+        self.has_state = overrides(callback, "state_dict")
+        self.base = self.key = self.name if self.has_state else f"{self.name}@{id(callback)}"
+        self.options = options_of(self.given)
         self.before = (*_declared_targets(callback, "before"), *options.before)
         self.after = (*_declared_targets(callback, "after"), *options.after)
         self.saves = saves(callback)
@@ -267,6 +349,18 @@ class Entry:
             if overrides(self.callback, hook):
                 call = _timed(getattr(self.callback, hook), self, ledger.tally(name, hook))
                 self.calls[hook] = call if self.on_error == "raise" else _guarded(call, self, hook)
+
+    def use_key(self, key: str) -> None:
+        """Save under this key from now on."""
+        self.key = key
+        if callable(use := getattr(self.callback, "use_state_key", None)) and self.has_state:
+            use(key)
+
+    def described(self, among: Iterable[Mapping[str, str]]) -> str:
+        """Return its class with the options in which it differs from others."""
+        options = shown(self.options, among)
+        name = type(self.given).__qualname__
+        return f"{name}({options})" if options else name
 
     def matches(self, target: Any) -> bool:
         """Return whether a constraint refers to it: as an object, by its class or by its name."""

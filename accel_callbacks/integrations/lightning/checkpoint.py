@@ -40,7 +40,7 @@ class CheckpointView:
     """
 
     def __init__(self, callback: Any, base: type, package: LightningPackage, key: str) -> None:
-        self._key = key
+        self.key = key
         self._saves = overrides(callback, "on_save_checkpoint", base)
         self._loads = overrides(callback, "on_load_checkpoint", base)
         self._version = getattr(package.module, "__version__", "")
@@ -88,11 +88,11 @@ class CheckpointView:
             state["models"][_MODEL] = view["state_dict"]
         kept = {name: value for name, value in kept.items() if value}
         if kept:
-            state["callbacks"].setdefault(self._key, {})["checkpoint"] = kept
+            state["callbacks"].setdefault(self.key, {})["checkpoint"] = kept
 
     def load(self, run: TrainingRun, state: dict[str, Any], call: Callable[[Any], None]) -> None:
         """Fit the objects to the checkpoint, and call the callback's hook through ``call``."""
-        kept = state["callbacks"].get(self._key, {}).get("checkpoint", {})
+        kept = state["callbacks"].get(self.key, {}).get("checkpoint", {})
         for edit in self._edits:
             edit.on_load(run, state, kept)
         if not self._loads:

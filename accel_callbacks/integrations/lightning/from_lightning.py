@@ -138,7 +138,9 @@ class LightningAdapter:
         if hook == "on_before_optimizer_step" or hook == "on_before_zero_grad":
             args = tuple(unwrap_optimizer(one) for one in args)
         with self._package.as_rank(run.global_rank):
-            getattr(self.lightning_callback, hook)(trainer, self._module, *args)
+            response = getattr(self.lightning_callback, hook)(trainer, self._module, *args)
+        if response == -1 and hook == "on_train_batch_start":  # as of a LightningModule's own hook
+            run.end_epoch(f"{type(self.lightning_callback).__name__} returned -1")
         if trainer.stop_requested:
             trainer.stop_requested = False
             reason = self._stop_reason()
@@ -270,6 +272,12 @@ class StatefulLightningAdapter(LightningAdapter):
         pending, self._pending_state = self._pending_state, None
         if pending is not None:
             self._load_state(pending)
+
+    def use_state_key(self, key: str) -> None:
+        """Save under another key than the callback's own, which several callbacks may have."""
+        self.state_key = key
+        if self._checkpoint is not None:
+            self._checkpoint.key = key
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callback's state; a save raises an error that names values it cannot hold."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["module_facade"]
 
 _OWN = ("_trainer", "_fabric")
+_CONTAINER = ("__getitem__", "__len__", "__iter__", "__contains__")
 
 
 def module_facade(
@@ -28,7 +29,8 @@ def module_facade(
     base = package.get("core.module", "LightningModule")
     parent = type(model) if isinstance(model, base) else base
     of = type(model)
-    kind: Any = type(of.__name__, (_ModuleMethods, parent), {"__module__": of.__module__})
+    methods = {"__module__": of.__module__, **_container_methods(of)}
+    kind: Any = type(of.__name__, (_ModuleMethods, parent), methods)
     facade = kind.__new__(kind)
     base.__init__(facade)
     own, shared = vars(facade), vars(model)
@@ -36,6 +38,20 @@ def module_facade(
     own.update(accel_model=model, _trainer=trainer)
     own.pop("training", None)  # so that the property is used
     return facade
+
+
+def _container_methods(of: type[torch.nn.Module]) -> dict[str, Any]:
+    """Return the methods of a container, such as Sequential, that a model's class has.
+
+    Python looks these up in the class, and a class that had them without need would be a container.
+    """
+
+    def forwarding(name: str) -> Callable[..., Any]:
+        return lambda facade, *args: getattr(facade.accel_model, name)(*args)
+
+    found = {name: forwarding(name) for name in _CONTAINER if hasattr(of, name)}
+    # Callbacks ask `if pl_module`, which is no question about its length.
+    return {**found, "__bool__": lambda facade: True}
 
 
 class _ModuleMethods:

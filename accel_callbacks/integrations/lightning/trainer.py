@@ -18,6 +18,7 @@ from accel_callbacks.integrations.lightning.packages import (
     unwrapped_optimizers,
 )
 from accel_callbacks.integrations.lightning.trainer_parts import (
+    AcceleratorConnectorFacade,
     LoggedValues,
     LoggerConnectorFacade,
     StrategyFacade,
@@ -100,6 +101,9 @@ class TrainerFacade:
         self._evaluation_loop = self.validate_loop
         self._logger_connector = LoggerConnectorFacade(
             "trainer._logger_connector", missing, _trainer=self
+        )
+        self._accelerator_connector = AcceleratorConnectorFacade(
+            "trainer._accelerator_connector", missing
         )
         self.strategy = StrategyFacade("trainer.strategy", missing, _trainer=self)
         self._ready = True  # from here on, __setattr__ checks names

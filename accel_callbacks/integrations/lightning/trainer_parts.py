@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
 
 __all__ = [
+    "AcceleratorConnectorFacade",
     "LoggedValues",
     "LoggerConnectorFacade",
     "StrategyFacade",
@@ -36,6 +37,8 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "max": torch.maximum,
 }
 _WEIGHTS = re.compile(r"model.*\.safetensors|model\.safetensors\.index\.json", re.DOTALL)
+#: Trackers whose own objects callbacks for Lightning expect of a logger.
+_LIGHTNINGS_TRACKERS = ("tensorboard", "wandb")
 #: Attributes of the strategy that the trainer has too.
 _OF_TRAINER = (
     "accelerator",
@@ -190,9 +193,13 @@ class _LoggerMethods:
 
     @property
     def experiment(self) -> Any:
-        """The first tracker's own object, such as its SummaryWriter; None without trackers."""
+        """The SummaryWriter or W&B run if there is one, else the first tracker's own object.
+
+        None without trackers.
+        """
         trackers = self.accel_run.accelerator.trackers
-        return trackers[0].raw if trackers else None
+        known = [one for one in trackers if one.name in _LIGHTNINGS_TRACKERS]
+        return next((one.raw for one in [*known, *trackers]), None)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log to the callbacks and to all trackers, as ``accel.log`` does."""
@@ -307,6 +314,15 @@ class StrategyFacade(Part):
         """Remove a checkpoint that this run has saved, on rank 0."""
         if self.is_global_zero:
             remove_saved(str(filepath), self._trainer.accel_run.run_id)
+
+
+class AcceleratorConnectorFacade(Part):
+    """``trainer._accelerator_connector``, which callbacks of other packages ask for the ranks."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """True with several ranks."""
+        return collectives.world_size() > 1
 
 
 class _FitLoop(Part):

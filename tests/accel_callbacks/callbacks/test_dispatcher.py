@@ -119,7 +119,7 @@ def test_a_circle_is_refused_with_its_names(after, says):
 def test_a_callback_that_is_refused_leaves_the_others_as_they_were():
     first = Named("a")
     accel = Accelerator(cpu=True, callbacks=[first])
-    for wrong in (Named("a"), Named("b", after="nobody"), Named("b", on_error="ignore"), Named):
+    for wrong in (first, Named("b", after="nobody"), Named("b", on_error="ignore"), Named):
         with pytest.raises((ValueError, TypeError)):
             accel.add_callback(wrong)
     assert accel.callbacks == [first]

@@ -31,6 +31,22 @@ def test_an_unknown_option_is_answered_with_the_one_that_was_meant(make, text):
         make()
 
 
+def test_c10_filename_of_lightning_is_answered_with_how_checkpoints_are_named():
+    with pytest.raises(TypeError, match="named step-<global step>") as raised:
+        Checkpoint(filename="{epoch}-{val_loss:.2f}")
+    assert "Did you mean" not in str(raised.value)
+    assert "save_state(path) saves under any name" in str(raised.value)
+
+
+def test_c10_one_function_answers_unknown_options():
+    with pytest.raises(TypeError, match=r"^Accelerator\(\) has no option 'mixed_precison'. Did"):
+        Accelerator(mixed_precison="bf16")
+    with pytest.raises(TypeError, match=r"^EMA\(\) has no option 'zzz'. It has decay, "):
+        EMA(zzz=1)
+    with pytest.raises(TypeError, match=r"^Accelerator\(\) has no option 'zzz'. It has "):
+        Accelerator(zzz=1)
+
+
 def test_an_unknown_mode_is_answered_with_the_modes():
     with pytest.raises(ValueError, match="mode='auto' is unknown; use 'min' or 'max'"):
         EarlyStopping("loss", mode="auto")

@@ -533,7 +533,6 @@ def test_bad_options_are_refused(make, says):
         make()
 
 
-def test_two_of_one_class_need_names():
-    with pytest.raises(ValueError, match="state_key"):
-        Accelerator(cpu=True, callbacks=[EMA(0.9), EMA(0.99)])
+def test_c7_two_of_one_class_need_no_names_and_may_have_them():
+    Accelerator(cpu=True, callbacks=[EMA(0.9), EMA(0.99)])
     Accelerator(cpu=True, callbacks=[EMA(0.9), EMA(0.99, name="slow")])

@@ -388,7 +388,8 @@ def test_metadata_and_the_run_are_in_the_manifest(tmp_path):
     accel.save_state(tmp_path / "c", metadata={"val": 0.5})
     metadata = checkpoint_io.read_manifest(tmp_path / "c").metadata
     run_id = accel.current_run.run_id
-    assert metadata == {"run_id": run_id, "step": 1, "epoch": 0, "val": 0.5}
+    labels = {"run_id": run_id, "run_name": "run", "step": 1, "epoch": 0}
+    assert metadata == {**labels, "val": 0.5}
 
 
 def fail_to_load(job: Job, path: Path, match: str) -> None:
