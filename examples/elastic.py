@@ -102,7 +102,8 @@ def main() -> None:
     model, optimizer, loader = accel.prepare(model, optimizer, loader)
     accel.register_for_checkpointing(seen)
 
-    with accel.run("elastic", config=vars(args)) as run:
+    may_change = ["project_dir", "every_n_steps", "lose*"]
+    with accel.run("elastic", config=vars(args), may_change=may_change) as run:
         accel.print(f"{accel.num_processes} processes begin at step {run.global_step}", flush=True)
         for epoch in run.epochs(args.epochs):
             for images, targets, samples in loader:
