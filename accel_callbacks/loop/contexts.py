@@ -171,7 +171,9 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._accept(self._found)
         except LoadFailed as failed:
             raise failed.error from failed.error.__cause__
-        self._run.run_id = self._found.state["run"]["run_id"]
+        position = self._found.state["run"]
+        self._run.run_id = position["run_id"]
+        self._tracking.await_resume(self._found.state.get("trackers", {}), position["global_step"])
 
     def _place(self, callback: Any) -> tuple[str, LoadOptions]:
         """Return the folder in which a callback saves, and how it is restored from."""

@@ -350,6 +350,8 @@ class TrainingRun(TrainerAttributes):
         max_epochs: what ``epochs`` was called with, or ``None``.
         batch_idx: index of the current training batch in its epoch.
         num_training_batches: batches of a training epoch on this process; ``inf`` if unknown.
+            Before the first pass, those of the only prepared loader that shuffles, or of the only
+            one, among those that no evaluation has used.
         callback_metrics: the last value logged under each name (tensors stay on their device).
         config: what the run was started with.
         identity: name and config as ``Accelerator.run`` got them, saved to recognise the run's
@@ -409,10 +411,7 @@ class TrainingRun(TrainerAttributes):
 
     @property
     def starts_fresh(self) -> bool:
-        """In ``setup``: True if nothing was loaded and no step taken, so that callbacks reset.
-
-        False in the ``setup`` of an evaluation after the end of a run.
-        """
+        """In ``setup``: True if nothing was loaded and no step taken, so that callbacks reset."""
         return self.resumed_from is None and self.global_step == 0
 
     begins_anew = starts_fresh  # the name that callbacks written for earlier versions use

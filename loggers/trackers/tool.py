@@ -7,6 +7,7 @@ import math
 import os
 import random
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from loggers.trackers.line_file import local_path
 
 __all__ = [
     "ContinuingTracker",
+    "Recorded",
     "ToolTracker",
     "as_float",
     "local_folder",
@@ -25,6 +27,34 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+class Recorded:
+    """Counts what a run had recorded at its last step before a resume, so that it is not repeated.
+
+    A script that is started again after its end logs its last results once more; what has the same
+    name, step and value is dropped once for each time that it is there. Another value is a new
+    result, and is recorded.
+
+    >>> recorded = Recorded()
+    >>> recorded.add(3, "loss", "0.5")
+    >>> [recorded.take(3, "loss", "0.5") for _ in range(2)]
+    [True, False]
+    """
+
+    def __init__(self) -> None:
+        self._left: Counter[tuple[int, str, str]] = Counter()
+
+    def add(self, step: int, name: str, value: str) -> None:
+        """Add a value that is there, as text."""
+        self._left[step, name, value] += 1
+
+    def take(self, step: int, name: str, value: str) -> bool:
+        """Return whether a value is there, and count it as repeated."""
+        there = self._left[step, name, value] > 0 if self._left else False
+        if there:
+            self._left[step, name, value] -= 1
+        return there
 
 
 class ContinuingTracker(Tracker):
@@ -41,6 +71,7 @@ class ContinuingTracker(Tracker):
         self._run_id: str | None = None
         self._last_step: int | None = None
         self._loaded = False
+        self._recorded = Recorded()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the run id and the last step that was logged."""
@@ -61,6 +92,7 @@ class ContinuingTracker(Tracker):
         if not self._loaded:
             self._run_id, self._last_step = None, None
         self._run_id = self._run_id or run.run_id
+        self._recorded = Recorded()
         if run.resumed_step is None:
             return None
         return max(run.resumed_step, -1 if self._last_step is None else self._last_step)
