@@ -487,7 +487,8 @@ def restore_from(
     """
     training.loop.saves.wait()
     try:
-        reader = reader or open_one(url, options.storage_options)
+        if reader is None:
+            reader = open_one(url, options.storage_options)
         return _load_or_reload(training, reader, url, options)
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
@@ -513,10 +514,8 @@ def restore_newest(
     training.loop.saves.wait()
     tried = list(skip)
     try:
-        while True:
-            reader, first = first or open_newest(root, options.storage_options, tried), None
-            if reader is None:
-                return None
+        reader = open_newest(root, options.storage_options, tried) if first is None else first
+        while reader is not None:
             try:
                 return _load_or_reload(training, reader, reader.path, options)
             except LoadFailed as failed:
@@ -524,8 +523,10 @@ def restore_newest(
                     raise
                 tried.append(reader.path)
                 _warn_of(reader.path, failed)
+            reader = open_newest(root, options.storage_options, tried)
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
+    return None
 
 
 def _warn_of(path: str, failed: LoadFailed) -> None:

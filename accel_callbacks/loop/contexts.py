@@ -211,6 +211,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._report(self._checkpointer.restore(self._path, options, self._found))
         elif self._resume is not False:
             self._restore_newest()
+        self._found = None
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)

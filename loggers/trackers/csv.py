@@ -95,8 +95,7 @@ class CSVTracker(ContinuingTracker):
         self._opened()
         if len(self._rows) >= _FULL:  # before adding, because a call that fails is retried
             self.flush()
-        take = self._recorded.take
-        new = {n: value for n, value in scalars.items() if not take(step, n, _cell(value))}
+        new = self._unrecorded(scalars, step, _cell)
         if new or not scalars:
             self._rows.append((step, clock.time() if time is None else time, new))
         self._logged(step)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["JSONLTracker", "read_jsonl"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_METRICS = b'{"type":"metrics",'
 _FULL = 65536  # buffered bytes that `log` writes; a hub flushes about every second anyway
 
 
@@ -108,8 +109,7 @@ class JSONLTracker(ContinuingTracker):
         """Add a ``metrics`` record; it reaches the file at the next flush."""
         if self._opened().pending >= _FULL:  # before adding, because a call that fails is retried
             self.flush()
-        take = self._recorded.take
-        new = {n: value for n, value in scalars.items() if not take(step, n, _text(value))}
+        new = self._unrecorded(scalars, step, _text)
         if new or not scalars:
             self._add_step("metrics", step, time, values=new)
         else:
@@ -294,7 +294,12 @@ class _Past:
         self, lines: Iterable[bytes], run_id: str, steps: Collection[int | None], recorded: Recorded
     ) -> None:
         newest, status, self.config = None, None, None
-        for record in map(_parse, lines):
+        marks = [b'"step":%d,' % step for step in steps if step is not None]
+        for line in lines:
+            # Most lines are metrics of other steps, and parsing takes the time.
+            if line.startswith(_METRICS) and not any(mark in line for mark in marks):
+                continue
+            record = _parse(line)
             kind = record.get("type")
             if kind == "run":
                 newest, status = record.get("run_id"), None

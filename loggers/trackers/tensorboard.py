@@ -120,9 +120,7 @@ class TensorBoardTracker(ContinuingTracker):
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Write one event per value: a scalar, or text for a str."""
         writer = self._opened()
-        for tag, value in scalars.items():
-            if self._recorded.take(step, tag, _text(value)):
-                continue
+        for tag, value in self._unrecorded(scalars, step, _text).items():
             add = writer.add_text if isinstance(value, str) else writer.add_scalar
             add(tag, value, step, walltime=time)
         self._logged(step)

@@ -8,11 +8,11 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from loggers.base import RunInfo, Status, Tracker, check_status
+from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
 from loggers.trackers.line_file import local_path
 
 __all__ = [
@@ -44,14 +44,20 @@ class Recorded:
 
     def __init__(self) -> None:
         self._left: Counter[tuple[int, str, str]] = Counter()
+        self._steps: set[int] = set()
 
     def add(self, step: int, name: str, value: str) -> None:
         """Add a value that is there, as text."""
         self._left[step, name, value] += 1
+        self._steps.add(step)
+
+    def has(self, step: int) -> bool:
+        """Return whether there are values at a step."""
+        return step in self._steps
 
     def take(self, step: int, name: str, value: str) -> bool:
         """Return whether a value is there, and count it as repeated."""
-        there = self._left[step, name, value] > 0 if self._left else False
+        there = self._left[step, name, value] > 0
         if there:
             self._left[step, name, value] -= 1
         return there
@@ -96,6 +102,15 @@ class ContinuingTracker(Tracker):
         if run.resumed_step is None:
             return None
         return max(run.resumed_step, -1 if self._last_step is None else self._last_step)
+
+    def _unrecorded(
+        self, scalars: Mapping[str, Scalar], step: int, as_text: Callable[[Scalar], str]
+    ) -> dict[str, Scalar]:
+        """Return the values that the run had not recorded at this step before a resume."""
+        if not self._recorded.has(step):
+            return dict(scalars)
+        take = self._recorded.take
+        return {n: value for n, value in scalars.items() if not take(step, n, as_text(value))}
 
     def _logged(self, step: int) -> None:
         """Update the last step."""
