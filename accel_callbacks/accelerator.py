@@ -50,6 +50,7 @@ from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
 from accel_callbacks.loop.run import TrainingRun
+from accel_callbacks.loop.run_identity import RunIdentity, config_fields
 from accel_callbacks.loop.step import StepEngine
 from accel_callbacks.memory import release_memory
 from accel_callbacks.modeling.compile import uncompile
@@ -1118,9 +1119,10 @@ class Accelerator(ProcessControl, MediaLogging):
     def run(
         self,
         name: str = "run",
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         *,
         resume: bool | str = True,
+        may_change: Iterable[str] = (),
     ) -> AbstractContextManager[TrainingRun]:
         """Return the context manager of a run, around the whole loop.
 
@@ -1135,11 +1137,18 @@ class Accelerator(ProcessControl, MediaLogging):
 
         Args:
             name: of the run (or project), for trackers and messages.
-            config: hyperparameters, passed to the trackers.
-            resume: ``True`` to resume if a ``Checkpoint`` callback finds a checkpoint, ``False``
-                to start from scratch, or the path of a checkpoint.
+            config: hyperparameters, passed to the trackers: a dict, a dataclass or a namespace.
+            resume: ``True`` to resume if a ``Checkpoint`` callback finds a checkpoint of a run
+                with this name and config, ``"anyway"`` from one of another run too, ``False`` to
+                start from scratch, or the path of a checkpoint, of whatever run.
+            may_change: settings of ``config`` that may differ from those of the checkpoint:
+                dotted keys such as ``"data.num_workers"``, or glob patterns. The number of epochs
+                or steps under its usual names, and flags like ``resume``, always may.
 
         Raises:
+            ResumeError: the newest checkpoint is of a run with another name or config; or it does
+                not fit what was prepared. Nothing was loaded.
+            TypeError: ``config`` is none of these.
             SystemExit: at the exit, after a preemption for which a callback has set
                 ``run.exit_code``; everything is closed by then.
 
@@ -1150,9 +1159,12 @@ class Accelerator(ProcessControl, MediaLogging):
             'demo'
         """
 
+        # Taken now, because the script may change its config while it trains.
+        identity = RunIdentity.of(name, config, may_change)
+
         def new_run() -> TrainingRun:
             run = TrainingRun(self, name)
-            run.config = dict(config or {})
+            run.config, run.identity = config_fields(config), identity
             return run
 
         return RunContext(new_run, self.loop, self.checkpointer, self.tracking, resume)

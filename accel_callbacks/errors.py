@@ -42,7 +42,8 @@ class DistributedOperationException(RuntimeError):
 class ResumeError(RuntimeError):
     """A checkpoint does not fit the objects that it is loaded into; nothing was changed.
 
-    It is also raised on the attempt to train or save after a load that failed midway.
+    Or it is the newest that ``Accelerator.run`` has found, and of a run with another name or
+    config. Also raised on the attempt to train or save after a load that failed midway.
 
     Example:
         >>> from accel_callbacks import ResumeError

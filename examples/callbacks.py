@@ -109,7 +109,7 @@ def main() -> None:
     model, optimizer, train, test = accel.prepare(model, optimizer, *load_data())
     accuracy = 0.0
 
-    with accel.run("callbacks", config=vars(args)) as run:
+    with accel.run("callbacks", config=vars(args), may_change="project_dir") as run:
         for _epoch in run.epochs(args.epochs):
             for images, targets in train:
                 with accel.accumulate(model):

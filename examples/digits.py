@@ -98,7 +98,9 @@ def main() -> None:
         model, optimizer, train, test, scheduler
     )
 
-    with accel.run("digits", config=vars(args), resume=not args.no_resume) as run:
+    may_change = ["cpu", "project_dir", "checkpoints", "every_n_steps", "log_with"]
+    start = {"resume": not args.no_resume, "may_change": may_change}
+    with accel.run("digits", config=vars(args), **start) as run:
         for _epoch in run.epochs(args.epochs):
             for images, targets in train:
                 with accel.accumulate(model):

@@ -103,7 +103,8 @@ def main() -> None:
     model, optimizer, loader = accel.prepare(model, optimizer, loader)
     accel.register_for_checkpointing(seen)
 
-    with accel.run("elastic", config=vars(args)) as run:
+    may_change = ["project_dir", "every_n_steps", "lose*"]
+    with accel.run("elastic", config=vars(args), may_change=may_change) as run:
         accel.print(f"{accel.num_processes} processes begin at step {run.global_step}", flush=True)
         for epoch in run.epochs(args.epochs):
             for images, targets, samples in loader:
@@ -115,7 +116,7 @@ def main() -> None:
                 if args.lose and is_lost(args, accel.process_index, run.global_step):
                     lose(args.lose)
             if not run.should_stop:
-                accel.print(f"epoch {epoch}: {seen.report(len(data))}", flush=True)
+                accel.print(f"epoch {epoch + 1}: {seen.report(len(data))}", flush=True)
                 seen.samples = []
     accel.save_model(model, f"{args.project_dir}/model")
     accel.print(f"done on {accel.num_processes} processes after {run.global_step} steps")

@@ -99,7 +99,7 @@ def main() -> None:
     for path, score in sorted(best.best_k_models.items(), key=lambda one: float(one[1])):
         accel.print(f"{float(score):.3f}  {path}")
     accel.load_state(best.best_model_path)  # a folder, which load_state reads as any other
-    accel.print(f"loaded the best, of epoch {accel.current_run.current_epoch}")
+    accel.print(f"loaded the best, of epoch {accel.current_run.current_epoch + 1}")
     accel.end_training()
 
 

@@ -13,7 +13,7 @@ from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.open import describe_foreign_folder
 from accel_callbacks.checkpoint.project import SavePlace, project_save, refuse_each_node
-from accel_callbacks.checkpoint.restore import LoadOptions, restore_from, restore_newest
+from accel_callbacks.checkpoint.restore import LoadOptions, find, restore_from, restore_newest
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors
 from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
@@ -22,7 +22,7 @@ from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.process_control import synchronize
 
 if TYPE_CHECKING:
-    from checkpoint_io import CheckpointFolder, Manifest, SaveJob
+    from checkpoint_io import CheckpointFolder, CheckpointReader, Manifest, SaveJob
 
 __all__ = ["Checkpointer"]
 
@@ -271,8 +271,25 @@ class Checkpointer:
             )
         return found
 
+    def find(
+        self, place: str, options: LoadOptions, *, newest: bool = False
+    ) -> CheckpointReader | None:
+        """Open a checkpoint, or the newest of a folder, to look at before it is restored."""
+        require_neighbour("checkpoint_io")
+        return find(self.training, place, options, newest=newest)
+
+    def restore(
+        self, url: str, options: LoadOptions, reader: CheckpointReader | None = None
+    ) -> str:
+        """Restore a checkpoint, which may have been opened before; return its path."""
+        return restore_from(self.training, url, options, reader)
+
     def restore_newest(
-        self, root: str, options: LoadOptions, skip: Collection[str] = ()
+        self,
+        root: str,
+        options: LoadOptions,
+        skip: Collection[str] = (),
+        first: CheckpointReader | None = None,
     ) -> str | None:
         """Restore the newest valid checkpoint of a folder; return its path, None if it has none.
 
@@ -280,8 +297,9 @@ class Checkpointer:
             root: the folder.
             options: what is restored, and how.
             skip: paths that are not tried.
+            first: the newest, if it was opened before.
         """
-        return restore_newest(self.training, root, options, skip)
+        return restore_newest(self.training, root, options, skip, first)
 
 
 def _prepare_save(

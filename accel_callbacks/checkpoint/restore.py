@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +36,7 @@ __all__ = [
     "LoadOptions",
     "Ready",
     "apply",
+    "find",
     "make_ready",
     "read_content",
     "restore_from",
@@ -216,6 +217,7 @@ class LoadOptions:
     verify: str = "parts"
     progress: bool | None = None
     storage_options: Mapping[str, Any] | None = None
+    accept: Callable[[CheckpointReader], None] | None = None  # collective, before anything is read
 
 
 class Content(NamedTuple):
@@ -451,8 +453,35 @@ def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return restored
 
 
-def restore_from(training: TrainingState, url: str, options: LoadOptions) -> str:
-    """Collective: restore the checkpoint at a URL; return its path.
+def find(
+    training: TrainingState, place: str, options: LoadOptions, *, newest: bool
+) -> CheckpointReader | None:
+    """Collective: open the checkpoint to restore, without reading its tensors.
+
+    Args:
+        training: whose save in the background is waited for.
+        place: the path of a checkpoint, or a folder of them.
+        options: of the restore.
+        newest: ``place`` is a folder; return the newest in it that opens, None if it has none.
+
+    Raises:
+        checkpoint_io.CheckpointError: it is missing or damaged.
+        RemoteError: another rank failed.
+    """
+    training.loop.saves.wait()
+    try:
+        return (open_newest if newest else open_one)(place, options.storage_options)
+    except LoadFailed as failed:
+        raise failed.error from failed.error.__cause__
+
+
+def restore_from(
+    training: TrainingState,
+    url: str,
+    options: LoadOptions,
+    reader: CheckpointReader | None = None,
+) -> str:
+    """Collective: restore the checkpoint at a URL, opened before or not; return its path.
 
     Raises:
         ResumeError: it does not fit (nothing was changed), or is not exact and ``strict``.
@@ -461,18 +490,24 @@ def restore_from(training: TrainingState, url: str, options: LoadOptions) -> str
     """
     training.loop.saves.wait()
     try:
-        return _load_or_reload(training, open_one(url, options.storage_options), url, options)
+        if reader is None:
+            reader = open_one(url, options.storage_options)
+        return _load_or_reload(training, reader, url, options)
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
 
 
 def restore_newest(
-    training: TrainingState, root: str, options: LoadOptions, skip: Iterable[str] = ()
+    training: TrainingState,
+    root: str,
+    options: LoadOptions,
+    skip: Iterable[str] = (),
+    first: CheckpointReader | None = None,
 ) -> str | None:
     """Collective: restore the newest valid checkpoint of a folder; return None if it has none.
 
     One that is found to be damaged, even midway, is skipped with a warning. Those in ``skip`` are
-    not tried.
+    not tried; ``first`` is the newest, if it was opened before.
 
     Raises:
         ResumeError: it does not fit, or is not exact and ``strict``.
@@ -482,7 +517,8 @@ def restore_newest(
     training.loop.saves.wait()
     tried = list(skip)
     try:
-        while (reader := open_newest(root, options.storage_options, tried)) is not None:
+        reader = open_newest(root, options.storage_options, tried) if first is None else first
+        while reader is not None:
             try:
                 return _load_or_reload(training, reader, reader.path, options)
             except LoadFailed as failed:
@@ -490,6 +526,7 @@ def restore_newest(
                     raise
                 tried.append(reader.path)
                 _warn_of(reader.path, failed)
+            reader = open_newest(root, options.storage_options, tried)
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
     return None
@@ -530,6 +567,8 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
     Raises:
         LoadFailed: a rank could not read a part.
     """
+    if options.accept is not None:
+        options.accept(reader)
     content = together(_WHERE, partial(read_content, training, reader, options))
     with training.registered.all_or_nothing():
         with shared_failure(_WHERE):

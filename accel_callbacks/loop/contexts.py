@@ -5,17 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from os import fspath
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
+from accel_callbacks.checkpoint.open import LoadFailed, together
 from accel_callbacks.checkpoint.restore import LoadOptions
 from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.errors import nearest
+from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
@@ -24,9 +27,13 @@ from accel_callbacks.strategies import Strategy
 from accel_callbacks.strategies.join import state_from
 from accel_callbacks.tracking.trackers import Tracking
 
+if TYPE_CHECKING:
+    from checkpoint_io import CheckpointReader
+
 __all__ = ["Evaluate", "RunContext", "join_uneven_inputs"]
 
 _STAGES = ("validation", "test")
+_ANYWAY = "anyway"  # resume, also from a checkpoint of another run
 
 
 class Evaluate(AbstractContextManager["Evaluate"]):
@@ -96,6 +103,10 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._checkpointer = checkpointer
         self._tracking = tracking
         self._resume = resume
+        self._path = fspath(resume) if not isinstance(resume, bool) and resume != _ANYWAY else None
+        self._found: CheckpointReader | None = None
+        self._finder: Any = None  # the callback in whose folder it was found
+        self._differences: list[str] = []
         self._stop_watching: Callable[[], None] = lambda: None
 
     def __enter__(self) -> TrainingRun:
@@ -130,6 +141,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._take_over(loop.run)
         loop.run = run
         self._stop_watching = watch_for_failures()
+        self._find()
         loop.begin_fit(self._restore)
 
     def _take_over(self, before: TrainingRun) -> None:
@@ -141,14 +153,65 @@ class RunContext(AbstractContextManager[TrainingRun]):
         for loader in self._loop.loaders:
             loader.rewind()
 
+    def _find(self) -> None:
+        """Open the checkpoint to resume from, so that the run has its id from ``setup`` on."""
+        if self._run.resumed_from is not None or self._resume is False:
+            return
+        if self._path is not None:
+            self._found = self._checkpointer.find(self._path, LoadOptions())
+        else:
+            for callback in self._loop.savers:
+                self._found = self._checkpointer.find(*self._place(callback), newest=True)
+                if self._found is not None:
+                    self._finder = callback
+                    break
+        if self._found is None or "run" not in self._found.state:
+            return  # what is no training state, the restore reports
+        try:
+            self._accept(self._found)
+        except LoadFailed as failed:
+            raise failed.error from failed.error.__cause__
+        position = self._found.state["run"]
+        self._run.run_id = position["run_id"]
+        self._tracking.await_resume(self._found.state.get("trackers", {}), position["global_step"])
+
+    def _place(self, callback: Any) -> tuple[str, LoadOptions]:
+        """Return the folder in which a callback saves, and how it is restored from."""
+        root, storage_options = callback.resume_root(self._run)
+        return root, LoadOptions(storage_options=storage_options, accept=self._accept)
+
+    def _accept(self, reader: CheckpointReader) -> None:
+        """Collective: compare the run with that of a checkpoint.
+
+        Raises:
+            LoadFailed: it is another one, and ``resume=True``.
+        """
+        identity = self._run.identity
+        saved = reader.state.get("run", {}).get("identity")
+        if identity is None or saved is None:  # saved before checkpoints had it
+            self._differences = []
+            return
+        where = f"comparing the run with that of {reader.path}"
+        own = together(where, partial(identity.differences, saved))
+        # A config may have what differs between ranks, such as a device.
+        found = self._differences = collectives.broadcast_object(own)
+
+        def check() -> None:
+            if found and self._resume is True:
+                raise ResumeError(identity.refusal(reader.path, found))
+
+        together(where, check)
+
     def _restore(self) -> None:
         run = self._run
         if run.resumed_from is not None:
             self._report(run.resumed_from)
-        elif self._resume is True:
-            self._restore_newest()
+        elif self._path is not None:
+            options = LoadOptions(accept=self._accept)
+            self._report(self._checkpointer.restore(self._path, options, self._found))
         elif self._resume is not False:
-            self._report(self._checkpointer.load_state(self._resume))
+            self._restore_newest()
+        self._found = None
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
             self._tracking.open(run)
@@ -156,16 +219,18 @@ class RunContext(AbstractContextManager[TrainingRun]):
     def _restore_newest(self) -> None:
         """Restore from the first callback that has a valid checkpoint."""
         for callback in self._loop.savers:
-            root, storage_options = callback.resume_root(self._run)
-            options = LoadOptions(storage_options=storage_options)
-            found = self._checkpointer.restore_newest(root, options)
+            root, options = self._place(callback)
+            first = self._found if callback is self._finder else None
+            found = self._checkpointer.restore_newest(root, options, first=first)
             if found is not None:
                 self._report(found)
                 return
 
     def _report(self, url: str) -> None:
-        place = f"step {self._run.global_step}, epoch {self._run.current_epoch}"
+        place = f"step {self._run.global_step}, epoch {self._run.current_epoch + 1}"
         notice(f"resumed from {url} ({place}); resume=False starts afresh")
+        if self._differences:
+            notice(f"it is of another run (saved -> now): {'; '.join(self._differences)}")
 
     def _finish(self) -> None:
         """Fire the end hooks on all ranks, and close the trackers."""

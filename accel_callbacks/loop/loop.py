@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.dispatch.dispatcher import Dispatcher, Entry
@@ -21,7 +22,7 @@ from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.gradient_window import GradientWindow
-from accel_callbacks.loop.run import TrainingRun
+from accel_callbacks.loop.run import TrainingRun, length_of
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
 
@@ -94,11 +95,35 @@ class UsedLoaders:
         if not any(loader is one for one in known):
             known.append(loader)
 
+    def expected(self, loaders: Sequence[DataLoaderShard]) -> DataLoaderShard | None:
+        """Return the loader that training uses; before its first pass, the one that looks like it.
+
+        That is the only one that shuffles, or the only one, of those that no evaluation has used.
+
+        Args:
+            loaders: the prepared loaders.
+        """
+        if self.training is not None:
+            return self.training
+        evaluated = {id(loader) for loader in (*self.validation, *self.test)}
+        left = [loader for loader in loaders if id(loader) not in evaluated]
+        left = [loader for loader in left if _shuffles(loader)] or left
+        return left[0] if len(left) == 1 else None
+
     def clear(self) -> None:
         """Forget all loaders."""
         self.training = None
         self.validation.clear()
         self.test.clear()
+
+
+def _shuffles(loader: DataLoaderShard) -> bool:
+    """Return whether the loader that was prepared draws its samples in a random order."""
+    origin = loader.origin
+    sampler = getattr(getattr(origin, "batch_sampler", None), "sampler", None)
+    sampler = sampler or getattr(origin, "sampler", None)
+    random = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return isinstance(sampler, random) or bool(getattr(sampler, "shuffle", False))
 
 
 class Loop:
@@ -172,6 +197,7 @@ class Loop:
         self.random_at_stop: Any = None
         self._settling = self._fit_started = self._train_started = False
         self._pending_teardowns: list[Callable[..., None]] | None = None
+        self._ended: TrainingRun | None = None
 
     @property
     def phase(self) -> str:
@@ -358,17 +384,30 @@ load_state() takes the newest valid one.
             return
         # Before the hooks, because a `setup` that logs or saves comes here again.
         self._fit_started, self.stop_consumed = True, False
+        self._count_batches()
         self.fire("setup", "fit")
         if restore is not None:
             restore()
         self.fire("on_fit_start")
+
+    def begin_evaluation(self) -> None:
+        """Begin the run with its first evaluation; one after its end fires no ``setup`` again."""
+        if self._ended is not self.run:
+            self.begin_fit()
 
     def begin_training(self) -> None:
         """Fire ``on_train_start``, once a run, before the first training batch."""
         self.begin_fit()
         if not self._train_started:
             self._train_started = True
+            self._count_batches()
             self.fire("on_train_start")
+
+    def _count_batches(self) -> None:
+        """Set the batches of an epoch for hooks before the first pass over the training data."""
+        loader = self.used_loaders.expected(self.loaders)
+        if loader is not None:
+            self.run.num_training_batches = length_of(loader)
 
     def end_fit(self, error: BaseException | None = None) -> None:
         """End the run; an error in an end hook fails it."""
@@ -384,10 +423,9 @@ load_state() takes the newest valid one.
 
     def finish_fit(self) -> None:
         """Fire the hooks of a run that succeeds; if one raises, the run is not over yet."""
-        if self._fit_started:
-            self.settle()
-            if self._train_started:
-                self.fire("on_train_end")
+        self.settle()  # an evaluation after the end of the run may have left hooks too
+        if self._train_started:
+            self.fire("on_train_end")
         # A run succeeds only if its last save does, so the wait comes before on_fit_end.
         self.saves.wait()
         if not self._fit_started:
@@ -421,6 +459,7 @@ load_state() takes the newest valid one.
     def _reset(self) -> None:
         """Reset, so that another run can start."""
         self._fit_started = self._train_started = self.epochs_counted = False
+        self._ended = self.run
         # The stop of a run that is over must not end a plain loop that follows in the script.
         self._pending_teardowns, self.stop_consumed = None, self.run.should_stop
         self._drop_passes()
@@ -429,7 +468,7 @@ load_state() takes the newest valid one.
         """Drop all that belongs to prepared objects, without firing a hook."""
         self._drop_passes()
         self.window.close()
-        self.model = self.last_loss = self.half_loaded = None
+        self.model = self.last_loss = self.half_loaded = self._ended = None
         self.used_loaders.clear()
         self.window.normalizer.forget()
         self.window.dirty = self._passed = False

@@ -56,7 +56,8 @@ class Passes:
         run.epochs_done = run.first_epoch
         self.boundary.vote()
         if run.epochs_done >= total:
-            notice(f"nothing left to do: {run.epochs_done} epochs are done")
+            done = "1 epoch is" if run.epochs_done == 1 else f"{run.epochs_done} epochs are"
+            notice(f"nothing left to do: {done} done")
         if run.should_stop or run.epochs_done >= total:
             return
         loop.begin_training()
@@ -84,7 +85,7 @@ class Passes:
         """Fire ``on_validation_start`` and ``on_validation_epoch_start``, or those of a test."""
         loop = self._loop
         loop.settle()
-        loop.begin_fit()
+        loop.begin_evaluation()
         loop.stages.append(stage)
         loop.eval_loaders = 0
         try:

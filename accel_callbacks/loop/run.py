@@ -13,6 +13,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.distributed.votes import Votes
 from accel_callbacks.loop.host import Host
+from accel_callbacks.loop.run_identity import RunIdentity
 
 if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard
@@ -349,8 +350,12 @@ class TrainingRun(TrainerAttributes):
         max_epochs: what ``epochs`` was called with, or ``None``.
         batch_idx: index of the current training batch in its epoch.
         num_training_batches: batches of a training epoch on this process; ``inf`` if unknown.
+            Before the first pass, those of the only prepared loader that shuffles, or of the only
+            one, among those that no evaluation has used.
         callback_metrics: the last value logged under each name (tensors stay on their device).
         config: what the run was started with.
+        identity: name and config as ``Accelerator.run`` got them, saved to recognise the run's
+            checkpoints; ``None`` in a loop without it.
         data_wait_s: seconds that the training loop has waited for its loader, on this process.
         preempted: the ranks have agreed to be preempted, and the run stops.
         exit_code: set by a callback: after a preemption, the end of ``accel.run`` (or
@@ -374,6 +379,7 @@ class TrainingRun(TrainerAttributes):
         self.name = name
         self.run_id = uuid.uuid4().hex[:12]
         self.config: dict[str, Any] = {}
+        self.identity: RunIdentity | None = None
         self.global_step = 0
         self.current_epoch = 0
         self.epochs_done = 0
@@ -400,15 +406,12 @@ class TrainingRun(TrainerAttributes):
     def start_over(self) -> None:
         """Reset the position for another training; name, id and config stay."""
         # In place, because callbacks and the user's `with` block hold this very object.
-        kept = {name: getattr(self, name) for name in ("run_id", "config")}
+        kept = {name: getattr(self, name) for name in ("run_id", "config", "identity")}
         vars(self).update({**vars(TrainingRun(self._host, self.name)), **kept})
 
     @property
     def starts_fresh(self) -> bool:
-        """In ``setup``: True if nothing was loaded and no step taken, so that callbacks reset.
-
-        False in the ``setup`` of an evaluation after the end of a run.
-        """
+        """In ``setup``: True if nothing was loaded and no step taken, so that callbacks reset."""
         return self.resumed_from is None and self.global_step == 0
 
     begins_anew = starts_fresh  # the name that callbacks written for earlier versions use
@@ -543,7 +546,9 @@ class TrainingRun(TrainerAttributes):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, for a resume."""
+        known = {} if self.identity is None else {"identity": self.identity.state_dict()}
         return {
+            **known,
             "name": self.name,
             "run_id": self.run_id,
             "global_step": self.global_step,

@@ -134,6 +134,7 @@ class Tracking:
         self._hub: TrackerHub | None = None
         self._loaded: dict[str, Any] = {}
         self._closed_run: str | None = None
+        self._awaited: int | None = None  # the step of a checkpoint that is about to be restored
         self._handed_out = False  # True once the user may hold a tracker of this hub
         self._sigterm = EndOnSigterm()
 
@@ -167,11 +168,12 @@ class Tracking:
         loggers = _loggers()
         # A run that was closed and logs again continues, as a resumed one does.
         continues = run.resumed_from is not None or run.run_id == self._closed_run
+        resumed = run.global_step if continues else None
         info = loggers.RunInfo(
             name=run.name,
             logging_dir=self._logging_dir,
             run_id=run.run_id,
-            resumed_step=run.global_step if continues else None,
+            resumed_step=resumed if self._awaited is None else self._awaited,
             rank=run.global_rank,
         )
         options = asdict(self._config or loggers.TrackerConfig())
@@ -179,7 +181,7 @@ class Tracking:
         specs = chosen_trackers(self.log_with, self._init_kwargs)
         hub = loggers.TrackerHub(specs, run=info, main_process=self._is_main_process, **options)
         try:
-            if self._loaded and continues:
+            if self._loaded and info.resumed_step is not None:
                 hub.load_state_dict(self._loaded)
             hub.start()
             if run.config:
@@ -254,7 +256,7 @@ class Tracking:
 
     def close(self, status: Any) -> None:
         """Flush and finish all trackers, within a time limit."""
-        hub, self._hub = self._hub, None
+        hub, self._hub, self._awaited = self._hub, None, None
         if hub is None:
             return
         self._closed_run, self._handed_out = hub.run.run_id, False
@@ -300,9 +302,13 @@ class Tracking:
         self.load_state_dict(state)
         self.open(run)
 
+    def await_resume(self, state: Mapping[str, Any], step: int) -> None:
+        """Keep the state of a checkpoint that is about to be restored, for what ``setup`` logs."""
+        self._loaded, self._awaited = dict(state), step
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep a state for the next :meth:`open`."""
-        self._loaded = dict(state)
+        self._loaded, self._awaited = dict(state), None
 
 
 def chosen_trackers(log_with: Sequence[Any], init_kwargs: InitKwargs) -> list[Any]:

@@ -6,7 +6,7 @@ import os
 import re
 import time as clock
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -31,7 +31,8 @@ class CSVTracker(ContinuingTracker):
     metric adds a column: the file is rewritten atomically, and older rows get an empty cell. A
     large file is rewritten less often, and rows with new columns wait for that. Strings are quoted,
     NaN is ``nan``. A resume deletes the rows of this run above the resumed step, because they are
-    logged again; nothing else is ever deleted. New runs are appended.
+    logged again, and does not repeat values that are logged again at that step; nothing else is
+    ever deleted. New runs are appended.
 
     In a store (``s3://...``) the file is an object that is rewritten at most every 30 seconds, at
     each checkpoint and at the end. It is kept in memory meanwhile.
@@ -83,6 +84,8 @@ class CSVTracker(ContinuingTracker):
         self.path = file.path
         self._read_header(file)
         self._truncate(file, keep)
+        if keep is not None:
+            self._read_recorded(file, {keep, run.resumed_step})
         if keep is None:
             self._run_id = _unused(str(self._run_id), file)
         self._file = file
@@ -92,7 +95,9 @@ class CSVTracker(ContinuingTracker):
         self._opened()
         if len(self._rows) >= _FULL:  # before adding, because a call that fails is retried
             self.flush()
-        self._rows.append((step, clock.time() if time is None else time, dict(scalars)))
+        new = self._unrecorded(scalars, step, _cell)
+        if new or not scalars:
+            self._rows.append((step, clock.time() if time is None else time, new))
         self._logged(step)
 
     def flush(self) -> None:
@@ -145,6 +150,14 @@ class CSVTracker(ContinuingTracker):
             )
         self._has_header = header.endswith(b"\n")
         self._names = dict.fromkeys(names)
+
+    def _read_recorded(self, file: LineFile, steps: Collection[int | None]) -> None:
+        """Read what the run has at some steps, which may be logged again."""
+        for line in islice(file.lines(), 1, None):
+            run, step = _run_and_step(line) or (None, 0)
+            if run == self._run_id and step in steps:
+                for name, one in zip(self._names, _cells(line)[len(_AXES) :], strict=False):
+                    self._recorded.add(step, name, one)
 
     def _truncate(self, file: LineFile, keep: int | None) -> None:
         """Remove an incomplete last row, and the rows that a resumed run logs again."""

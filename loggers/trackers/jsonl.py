@@ -6,14 +6,14 @@ import json
 import math
 import os
 import time as clock
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
 from loggers.multimedia.encode import figure_png, histogram, png, video_file, wav
 from loggers.multimedia.files import MediaFolder
 from loggers.trackers.line_file import LineFile, open_lines, read_lines
-from loggers.trackers.tool import ContinuingTracker, opened
+from loggers.trackers.tool import ContinuingTracker, Recorded, opened
 from loggers.values import plain_config
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["JSONLTracker", "read_jsonl"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_METRICS = b'{"type":"metrics",'
 _FULL = 65536  # buffered bytes that `log` writes; a hub flushes about every second anyway
 
 
@@ -32,7 +33,8 @@ class JSONLTracker(ContinuingTracker):
     written with one append of complete lines. A killed process thus leaves at most one incomplete
     line, at the end; the next start ends it with a newline and readers skip it. A full disk loses
     nothing that a later flush can still write. A resume removes what this run logged above the
-    resumed step.
+    resumed step. A run that had ended well and goes on has its next ``run`` record before its
+    first new step, and values that it logs again at its last step are not repeated.
 
     Tables, texts and histograms are records; images (PNG), audio (WAV), videos (GIF with Pillow,
     else NumPy) and figures (PNG) are files in ``metrics-media/`` next to it, listed in a record. Of
@@ -62,6 +64,10 @@ class JSONLTracker(ContinuingTracker):
         self._filename = filename
         self._file: LineFile | None = None
         self._media: MediaFolder | None = None
+        self._held: dict[str, Any] | None = None  # a run record that waits for a new step
+        self._keep = -1
+        self._added = False
+        self._config: Any = None  # the one in the file, while a run record waits
         self.path: str | None = None
         """Path or URL of the file, set by `start`."""
 
@@ -74,25 +80,40 @@ class JSONLTracker(ContinuingTracker):
         self._file = open_lines(run.logging_dir, stem + suffix)
         self._media = MediaFolder(run.logging_dir, f"{stem}-media", run_id)
         self.path = self._file.path
+        self._held = None
+        ended = False
         if keep is not None:
-            _truncate(self._file, run_id, keep)
+            cut = _truncate(self._file, run_id, keep)
+            past = _Past(self._file.lines(), run_id, {keep, run.resumed_step}, self._recorded)
+            ended, self._keep, self._config = past.ended and not cut, keep, past.config
         if self._file.is_truncated():
             self._file.add(b"\n")
         resumed = {"resumed_step": run.resumed_step}
         if keep != run.resumed_step:
             resumed["kept_step"] = keep
-        self._add("run", run_id=run_id, name=run.name, time=clock.time(), **resumed)
+        record = {"run_id": run_id, "name": run.name, "time": clock.time(), **resumed}
+        if ended:
+            self._held = record
+        else:
+            self._add("run", **record)
+        self._added = not ended
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the ``config`` record."""
-        self._add("config", config=plain_config(config))
+        plain = plain_config(config)
+        if self._held is None or _encode_floats(plain) != self._config:
+            self._add("config", config=plain)
         self.flush()
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Add a ``metrics`` record; it reaches the file at the next flush."""
         if self._opened().pending >= _FULL:  # before adding, because a call that fails is retried
             self.flush()
-        self._add_step("metrics", step, time, values=dict(scalars))
+        new = self._unrecorded(scalars, step, _text)
+        if new or not scalars:
+            self._add_step("metrics", step, time, values=new)
+        else:
+            self._logged(step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -172,7 +193,8 @@ class JSONLTracker(ContinuingTracker):
         self._end(status)
         if self._file is None:
             return
-        self._add("finish", status=status, time=clock.time())
+        if self._held is None or self._added or status != "success":
+            self._add("finish", status=status, time=clock.time())
         try:
             self._file.close()
         finally:
@@ -197,6 +219,9 @@ class JSONLTracker(ContinuingTracker):
 
     def _add_step(self, type_: str, step: int, time: float | None = None, **fields: Any) -> None:
         """Queue a record with step and time."""
+        if self._held is not None and step > self._keep:
+            held, self._held = self._held, None
+            self._add("run", **held)
         self._add(type_, step=step, time=clock.time() if time is None else time, **fields)
         self._logged(step)
 
@@ -206,6 +231,7 @@ class JSONLTracker(ContinuingTracker):
         record = {"type": type_, **fields}
         line = json.dumps(_encode_floats(record), allow_nan=False, separators=(",", ":"))
         file.add(line.encode() + b"\n")
+        self._added = True
 
 
 def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[dict[str, Any]]:
@@ -250,12 +276,58 @@ def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[d
     return runs.get(newest, [])
 
 
-def _truncate(file: LineFile, run_id: str, keep: int) -> None:
-    """Remove what the run logged above step ``keep``; all other lines are unchanged."""
+class _Past:
+    """What a file says of a run that goes on.
+
+    Args:
+        lines: of the file.
+        run_id: of the run.
+        steps: those at which values may be logged again.
+        recorded: is given the values at these steps.
+
+    Attributes:
+        ended: the newest run of the file is this one, and it has ended well.
+        config: the newest config of the run.
+    """
+
+    def __init__(
+        self, lines: Iterable[bytes], run_id: str, steps: Collection[int | None], recorded: Recorded
+    ) -> None:
+        newest, status, self.config = None, None, None
+        marks = [b'"step":%d,' % step for step in steps if step is not None]
+        for line in lines:
+            # Most lines are metrics of other steps, and parsing takes the time.
+            if line.startswith(_METRICS) and not any(mark in line for mark in marks):
+                continue
+            record = _parse(line)
+            kind = record.get("type")
+            if kind == "run":
+                newest, status = record.get("run_id"), None
+            if newest != run_id:
+                continue
+            if kind == "finish":
+                status = record.get("status")
+            elif kind == "config":
+                self.config = record.get("config")
+            elif kind == "metrics" and record.get("step") in steps:
+                for name, value in record["values"].items():
+                    recorded.add(record["step"], name, _text(value))
+        self.ended = newest == run_id and status == "success"
+
+
+def _text(value: Scalar) -> str:
+    """Return a value as it is in the file."""
+    return json.dumps(_encode_floats(value))
+
+
+def _truncate(file: LineFile, run_id: str, keep: int) -> bool:
+    """Remove what the run logged above step ``keep``, and return whether there was any."""
     begin = _begin_of(file.lines(), run_id)
-    if any(drop for _, drop in _marked(file.lines(), run_id, keep, begin)):
-        marked = _marked(file.lines(), run_id, keep, begin)
-        file.rewrite(line for line, drop in marked if not drop)
+    if not any(drop for _, drop in _marked(file.lines(), run_id, keep, begin)):
+        return False
+    marked = _marked(file.lines(), run_id, keep, begin)
+    file.rewrite(line for line, drop in marked if not drop)
+    return True
 
 
 def _begin_of(lines: Iterable[bytes], run_id: str) -> int:

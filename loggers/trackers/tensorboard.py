@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from glob import escape as glob_escape
+from glob import glob
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
 from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
 from loggers.trackers.line_file import local_path
-from loggers.trackers.tool import ContinuingTracker, opened
+from loggers.trackers.tool import ContinuingTracker, as_float, opened
 from loggers.values import flat_config, plain_config
 
 if TYPE_CHECKING:
@@ -21,7 +25,8 @@ __all__ = ["TensorBoardTracker"]
 class TensorBoardTracker(ContinuingTracker):
     """Writes event files to ``<logging_dir>/tensorboard``, which may be an fsspec URL.
 
-    A resume continues in the same folder and hides the steps that are logged again. Strings are
+    A resume continues in the same folder and hides the steps that are logged again; on a local disk
+    it repeats neither the config nor values that are logged again at the resumed step. Strings are
     written as text, the config as text and as hyperparameters. TensorBoard stores scalars in single
     precision.
 
@@ -78,7 +83,25 @@ class TensorBoardTracker(ContinuingTracker):
         if keep is not None:
             kwargs.setdefault("purge_step", keep + 1)
         folder = "/".join(part for part in parts if part)
+        if keep is not None and not self._remote:
+            self._read_recorded(local_path(folder) or folder, {keep, run.resumed_step, 0})
         self._writer = SummaryWriter(folder, **kwargs)
+
+    def _read_recorded(self, folder: str, steps: Collection[int | None]) -> None:
+        """Read the values at some steps, which may be logged again."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        for path in sorted(glob(os.path.join(glob_escape(folder), "events.out.tfevents.*"))):
+            for event in _events(path):
+                step = _step_of(event)
+                if step not in steps:
+                    continue
+                for value in Event.FromString(event).summary.value:
+                    if value.WhichOneof("value") == "simple_value":
+                        self._recorded.add(step, value.tag, repr(value.simple_value))
+                    for text in value.tensor.string_val:
+                        name = value.tag.removesuffix("/text_summary")
+                        self._recorded.add(step, name, text.decode(errors="replace"))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the config as a JSON block under Text and as a row under HParams."""
@@ -86,6 +109,8 @@ class TensorBoardTracker(ContinuingTracker):
 
         text = json.dumps(plain_config(config), indent=2, ensure_ascii=False)
         writer = self._opened()
+        if self._recorded.take(0, "config", _code_block(text)):
+            return
         writer.add_text("config", _code_block(text), 0)
         # Only the session record: the tab then uses the run's own scalars as its metrics, whereas
         # add_hparams would create a second run.
@@ -95,7 +120,7 @@ class TensorBoardTracker(ContinuingTracker):
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Write one event per value: a scalar, or text for a str."""
         writer = self._opened()
-        for tag, value in scalars.items():
+        for tag, value in self._unrecorded(scalars, step, _text).items():
             add = writer.add_text if isinstance(value, str) else writer.add_scalar
             add(tag, value, step, walltime=time)
         self._logged(step)
@@ -225,6 +250,41 @@ class TensorBoardTracker(ContinuingTracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._opened().file_writer.add_summary(Summary(value=[value]), step)
+
+
+def _events(path: str) -> Iterator[bytes]:
+    """Iterate over the serialized events of a file; an incomplete one at its end is left out."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        while len(head := file.read(12)) == 12:  # the length and its checksum
+            (length,) = struct.unpack("<Q", head[:8])
+            if length > size:
+                return
+            event = file.read(length)
+            if len(file.read(4)) < 4:  # the checksum of the event
+                return
+            yield event
+
+
+def _step_of(event: bytes) -> int:
+    """Return the step of a serialized event, which follows its time, without parsing the rest."""
+    step = 0
+    if event[9:10] == b"\x10":
+        for place, byte in enumerate(event[10:20]):
+            step |= (byte & 127) << (7 * place)
+            if byte < 128:
+                break
+    return step
+
+
+def _text(value: Scalar) -> str:
+    """Return a value as it is read back: a number in single precision."""
+    if isinstance(value, str):
+        return value
+    try:
+        return repr(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return repr(as_float(value))
 
 
 def _code_block(text: str) -> str:

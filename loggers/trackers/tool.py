@@ -7,15 +7,17 @@ import math
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from loggers.base import RunInfo, Status, Tracker, check_status
+from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
 from loggers.trackers.line_file import local_path
 
 __all__ = [
     "ContinuingTracker",
+    "Recorded",
     "ToolTracker",
     "as_float",
     "local_folder",
@@ -25,6 +27,40 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+class Recorded:
+    """Counts what a run had recorded at its last step before a resume, so that it is not repeated.
+
+    A script that is started again after its end logs its last results once more; what has the same
+    name, step and value is dropped once for each time that it is there. Another value is a new
+    result, and is recorded.
+
+    >>> recorded = Recorded()
+    >>> recorded.add(3, "loss", "0.5")
+    >>> [recorded.take(3, "loss", "0.5") for _ in range(2)]
+    [True, False]
+    """
+
+    def __init__(self) -> None:
+        self._left: Counter[tuple[int, str, str]] = Counter()
+        self._steps: set[int] = set()
+
+    def add(self, step: int, name: str, value: str) -> None:
+        """Add a value that is there, as text."""
+        self._left[step, name, value] += 1
+        self._steps.add(step)
+
+    def has(self, step: int) -> bool:
+        """Return whether there are values at a step."""
+        return step in self._steps
+
+    def take(self, step: int, name: str, value: str) -> bool:
+        """Return whether a value is there, and count it as repeated."""
+        there = self._left[step, name, value] > 0
+        if there:
+            self._left[step, name, value] -= 1
+        return there
 
 
 class ContinuingTracker(Tracker):
@@ -41,6 +77,7 @@ class ContinuingTracker(Tracker):
         self._run_id: str | None = None
         self._last_step: int | None = None
         self._loaded = False
+        self._recorded = Recorded()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the run id and the last step that was logged."""
@@ -61,9 +98,19 @@ class ContinuingTracker(Tracker):
         if not self._loaded:
             self._run_id, self._last_step = None, None
         self._run_id = self._run_id or run.run_id
+        self._recorded = Recorded()
         if run.resumed_step is None:
             return None
         return max(run.resumed_step, -1 if self._last_step is None else self._last_step)
+
+    def _unrecorded(
+        self, scalars: Mapping[str, Scalar], step: int, as_text: Callable[[Scalar], str]
+    ) -> dict[str, Scalar]:
+        """Return the values that the run had not recorded at this step before a resume."""
+        if not self._recorded.has(step):
+            return dict(scalars)
+        take = self._recorded.take
+        return {n: value for n, value in scalars.items() if not take(step, n, as_text(value))}
 
     def _logged(self, step: int) -> None:
         """Update the last step."""

@@ -47,7 +47,7 @@ def test_a_batch_file_trains_to_the_end(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(set(re.findall(r"^2 processes begin at step \d+$", done.stdout, re.M))) == begins
-    assert "epoch 0: 1797 samples, each once: True" in done.stdout
+    assert "epoch 1: 1797 samples, each once: True" in done.stdout
     assert "done on 2 processes after 57 steps" in done.stdout
     assert (tmp_path / "runs" / "here" / "model" / "model.safetensors").is_file()
 

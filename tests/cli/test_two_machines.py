@@ -221,7 +221,7 @@ def test_a_lost_worker_changes_nothing(machines, whole, launcher, meet):
 def test_a_lost_machine_leaves_one_that_goes_on_in_the_same_order(machines, whole, launcher):
     node = machines.start(0, elastic(launcher, 0), "log0")
     machines.start(1, elastic(launcher, 1), "log1")
-    machines.wait_for("epoch 0:", "log0", "log1")
+    machines.wait_for("epoch 1:", "log0", "log1")
     machines.power_off(1)
     ended_well(machines, node, "log0")
     printed = machines.read("log0")
@@ -234,7 +234,7 @@ def test_a_lost_machine_leaves_one_that_goes_on_in_the_same_order(machines, whol
 def test_a_machine_that_is_cut_off_is_left_behind(machines, whole, launcher):
     node = machines.start(0, elastic(launcher, 0), "log0")
     machines.start(1, elastic(launcher, 1), "log1")
-    machines.wait_for("epoch 0:", "log0", "log1")
+    machines.wait_for("epoch 1:", "log0", "log1")
     machines.cable(1, "down")
     ended_well(machines, node, "log0")
     printed = machines.read("log0")
@@ -248,7 +248,7 @@ def test_a_machine_that_comes_back_takes_part_again(machines, launcher):
     long = ["--epochs", "40"]
     node = machines.start(0, elastic(launcher, 0, *long), "log0")
     machines.start(1, elastic(launcher, 1, *long), "log1")
-    machines.wait_for("epoch 0:", "log0", "log1")
+    machines.wait_for("epoch 1:", "log0", "log1")
     machines.power_off(1)
     machines.wait_for("1 processes begin at step", "log0")
     again = machines.start(1, elastic(launcher, 1, *long), "log2")
@@ -260,5 +260,5 @@ def test_a_machine_that_comes_back_takes_part_again(machines, launcher):
     (stopped,) = re.findall(r"stopped at step (\d+): SIGTERM", logs[0])
     assert f"2 processes begin at step {stopped}" in logs[0] + logs[2]
     reported = {line.split(":")[0]: line for log in logs for line in epochs_in(log)}
-    assert sorted(reported) == sorted(f"epoch {epoch}" for epoch in range(40))
+    assert sorted(reported) == sorted(f"epoch {epoch}" for epoch in range(1, 41))
     assert len({line.split("order")[1] for line in reported.values()}) == 40

@@ -457,3 +457,24 @@ def test_c14_the_connector_says_that_one_process_is_not_distributed() -> None:
     )
     train([look], epochs=1)
     assert seen == [False]
+
+
+def test_the_trainer_has_the_batches_of_the_training_loader() -> None:
+    """The validation loader, of as many batches as it likes, may have been prepared first."""
+    seen = []
+
+    class Sees(cb.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            seen.append(trainer.num_training_batches)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(trainer.num_training_batches)
+
+    accel = Accelerator(cpu=True, callbacks=[Sees()])
+    validation = torch.utils.data.DataLoader(data(), batch_size=2)
+    training = torch.utils.data.DataLoader(data(), batch_size=4, shuffle=True)
+    _, _, training = accel.prepare(Net(), validation, training)
+    with accel.run("small") as run:
+        for _ in run.epochs(1):
+            list(training)
+    assert seen == [3, 3]

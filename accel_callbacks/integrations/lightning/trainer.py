@@ -181,12 +181,8 @@ class TrainerFacade:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Batches of a training epoch; before the first, those of the first prepared loader."""
-        run = self.accel_run
-        loaders = run.accelerator.loaders
-        if run.train_dataloader is None and loaders:
-            return length_of(loaders[0])
-        return run.num_training_batches
+        """Batches of a training epoch; ``inf`` if unknown."""
+        return self.accel_run.num_training_batches
 
     @property
     def num_val_batches(self) -> list[int | float]:

@@ -141,3 +141,55 @@ def test_the_time_that_the_loop_waits_for_its_loader_is_told_apart_from_its_body
     assert 0.02 <= waits[0] < waits[1] < waits[2] == run.data_wait_s
     with accel.run("again") as again:
         assert again.data_wait_s == 0.0
+
+
+class Batches(Callback):
+    """Keeps the number of training batches as the first hooks see it."""
+
+    def __init__(self):
+        self.seen = {}
+        for hook in ("setup", "on_fit_start", "on_train_start", "on_train_batch_start"):
+            setattr(self, hook, self._keeper(hook))
+
+    def _keeper(self, hook):
+        return lambda run, *args: self.seen.setdefault(hook, run.num_training_batches)
+
+
+def a_loader(batches, **options):
+    return DataLoader(torch.ones(batches, 1), **options)
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_the_number_of_training_batches_is_not_that_of_a_validation_loader_prepared_first(
+    evaluates_first,
+):
+    batches = Batches()
+    accel = Accelerator(cpu=True, callbacks=batches)
+    val, train = accel.prepare(a_loader(5), a_loader(3, shuffle=not evaluates_first))
+    with accel.run("demo") as run:
+        if evaluates_first:  # which leaves one loader
+            with accel.evaluate():
+                list(val)
+        for _ in run.epochs(1):
+            list(train)
+            with accel.evaluate():
+                list(val)
+            assert run.num_training_batches == 3
+    early = math.inf if evaluates_first else 3
+    assert batches.seen == {
+        "setup": early,
+        "on_fit_start": early,
+        "on_train_start": 3,
+        "on_train_batch_start": 3,
+    }
+
+
+def test_the_number_of_training_batches_is_unknown_where_any_loader_may_be_trained_on():
+    batches = Batches()
+    accel = Accelerator(cpu=True, callbacks=batches)
+    _, train = accel.prepare(a_loader(5), a_loader(3))
+    with accel.run("demo") as run:
+        for _ in run.epochs(1):
+            list(train)
+    assert batches.seen["on_train_start"] == math.inf
+    assert batches.seen["on_train_batch_start"] == 3
