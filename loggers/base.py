@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from loggers.warning import warn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,7 +160,7 @@ class Tracker(ABC):
 
     def _warn_unsupported(self, kind: str) -> None:
         """Warn that this kind is not recorded; a hub does not make such calls."""
-        warnings.warn(f"tracker {self.name!r} does not record {kind}", UserWarning, stacklevel=3)
+        warn(f"tracker {self.name!r} does not record {kind}")
 
     def flush(self) -> None:  # noqa: B027
         """Make what was logged so far visible to readers of the files or the server."""

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -25,6 +24,7 @@ from accel_callbacks.tracking.general_tracker import (
     is_general,
     on_main_process,
 )
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -208,10 +208,9 @@ class Tracking:
         if hub is None:
             self.open(run)
             return
-        warnings.warn(
+        warn(
             "init_trackers after the trackers were started: only the config is recorded. Call it "
             "before the first log.",
-            stacklevel=3,
         )
         hub.log_config(run.config)
 
@@ -289,11 +288,10 @@ class Tracking:
         if continues or self._handed_out or (hub is not None and not hub.is_unused):
             self.load_state_dict(state)
             if not continues:
-                warnings.warn(
+                warn(
                     "load_state after the trackers were used: they stay with the run that they "
                     "have begun. Load before the first log and get_tracker to go on with the "
                     "checkpoint's run.",
-                    stacklevel=2,
                 )
             return
         self.close("success")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any
@@ -21,6 +20,7 @@ from accel_callbacks.callbacks.dispatch.registration import (
     saves,
 )
 from accel_callbacks.errors import nearest
+from accel_callbacks.warning import warn
 
 __all__ = ["Dispatcher", "Entry", "Hook", "check_targets", "firing_plan", "in_order"]
 
@@ -298,7 +298,7 @@ class Entry:
         what = "is disabled" if self.disabled else "stays enabled"
         text = f"{self.name}.{hook} failed; the callback {what}: {type(error).__name__}: {error}"
         _log.warning(text, exc_info=error)
-        warnings.warn(text, stacklevel=3)
+        warn(text)
 
 
 def _declared_targets(callback: Any, name: str) -> tuple[Any, ...]:
