@@ -114,7 +114,7 @@ def main() -> None:
                 if args.lose and is_lost(args, accel.process_index, run.global_step):
                     lose(args.lose)
             if not run.should_stop:
-                accel.print(f"epoch {epoch}: {seen.report(len(data))}", flush=True)
+                accel.print(f"epoch {epoch + 1}: {seen.report(len(data))}", flush=True)
                 seen.samples = []
     accel.save_model(model, f"{args.project_dir}/model")
     accel.print(f"done on {accel.num_processes} processes after {run.global_step} steps")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from loggers.warning import warn
@@ -35,6 +35,7 @@ class RunInfo:
         resumed_step: last step that the restored checkpoint contains, or None for a new run.
             The next logged step is ``resumed_step + 1``.
         rank: rank of this process, 0 on the main one.
+        secondary: names that a tracker without room for all leaves out first; it may grow.
 
     >>> RunInfo(name="digits", logging_dir="runs", run_id="a1").resumed_step is None
     True
@@ -45,6 +46,7 @@ class RunInfo:
     run_id: str
     resumed_step: int | None = None
     rank: int = 0
+    secondary: Collection[str] = field(default=(), compare=False)
 
 
 class Tracker(ABC):

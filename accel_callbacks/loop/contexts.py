@@ -164,7 +164,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
                 return
 
     def _report(self, url: str) -> None:
-        place = f"step {self._run.global_step}, epoch {self._run.current_epoch}"
+        place = f"step {self._run.global_step}, epoch {self._run.current_epoch + 1}"
         notice(f"resumed from {url} ({place}); resume=False starts afresh")
 
     def _finish(self) -> None:

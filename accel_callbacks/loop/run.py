@@ -350,6 +350,7 @@ class TrainingRun(TrainerAttributes):
         batch_idx: index of the current training batch in its epoch.
         num_training_batches: batches of a training epoch on this process; ``inf`` if unknown.
         callback_metrics: the last value logged under each name (tensors stay on their device).
+        metric_origins: whether the ``"loop"`` or a ``"callback"`` was the first to log each name.
         config: what the run was started with.
         data_wait_s: seconds that the training loop has waited for its loader, on this process.
         preempted: the ranks have agreed to be preempted, and the run stops.
@@ -382,6 +383,7 @@ class TrainingRun(TrainerAttributes):
         self.batch_idx = -1
         self.num_training_batches: int | float = float("inf")
         self.callback_metrics: dict[str, Any] = {}
+        self.metric_origins: dict[str, str] = {}
         self.resumed_from: str | None = None
         self.first_epoch = 0
         # The step that load_state restored, until another run takes it over.

@@ -414,7 +414,7 @@ class SavesEachPosition:
 
     def on_train_epoch_end(self, run: Any, model: Any) -> None:
         """Save the end of an epoch."""
-        self._save(run, f"the end of epoch {run.current_epoch}")
+        self._save(run, f"the end of epoch {run.current_epoch + 1}")
 
     def _save(self, run: Any, position: str) -> None:
         if position not in self.paths:

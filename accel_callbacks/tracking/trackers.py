@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from enum import Enum
@@ -17,6 +17,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.callbacks.dispatch.dispatcher import in_hook
 from accel_callbacks.errors import nearest
 from accel_callbacks.tracking.general_tracker import (
     GeneralTracker,
@@ -134,6 +135,7 @@ class Tracking:
         self._hub: TrackerHub | None = None
         self._loaded: dict[str, Any] = {}
         self._closed_run: str | None = None
+        self._secondary: set[str] = set()  # shared with the trackers: names that callbacks log
         self._handed_out = False  # True once the user may hold a tracker of this hub
         self._sigterm = EndOnSigterm()
 
@@ -173,6 +175,7 @@ class Tracking:
             run_id=run.run_id,
             resumed_step=run.global_step if continues else None,
             rank=run.global_rank,
+            secondary=self._secondary,
         )
         options = asdict(self._config or loggers.TrackerConfig())
         options["strict"] = options["strict"] or self._strict
@@ -224,11 +227,20 @@ class Tracking:
         """Hand values to the trackers and to the run; return them flat, and their step."""
         flat = self.flat(values)
         step = run.global_step if step is None else step
+        if not flat.keys() <= run.metric_origins.keys():
+            self._note_origin(run, flat)
         if self._hub is None:
             self.open(run)
         self.put(flat, step, log_kwargs)
         run.callback_metrics.update(flat)
         return flat, step
+
+    def _note_origin(self, run: TrainingRun, names: Iterable[str]) -> None:
+        """Note of new names whether the loop logs them, or a callback."""
+        origin = "callback" if in_hook() else "loop"
+        for name in names:
+            if run.metric_origins.setdefault(name, origin) == "callback":
+                self._secondary.add(name)
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Flatten values to ``{"a/b": number, text or tensor on its device}``."""
