@@ -266,7 +266,7 @@ class MetricText:
             if len(" ".join(parts)) <= room:
                 break
             parts = self._parts(limit)
-        if parts and len(parts[0]) + len(f" +{len(parts)}") > room:
+        if parts and not _first_that_fit(parts, room).startswith(parts[0]):
             parts = self._parts(_LEAST_NAME)
         return " ".join(part for part in (_first_that_fit(parts, room), self._note) if part)
 

@@ -341,6 +341,7 @@ def test_long_names_are_shortened_from_the_middle_unless_that_makes_them_equal()
     assert text.fit(30) == "val/cla..ccuracy=0.5 loss=1"
     assert text.fit(18) == "val/..racy=0.5 +1"
     assert text.fit(5) == "+2"
+    assert progress_bar.MetricText({"train/loss_of_all": 0.5}).fit(20) == "train/l.._of_all=0.5"
     layers = {f"gradients/layers.{i}.attention.weight": i for i in range(2)}
     shown = progress_bar.MetricText(layers).fit(60)
     assert shown == "gradients/layers.0.attention.weight=0 +1"
