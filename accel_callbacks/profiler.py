@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.warning import warn
 
 __all__ = ["ProfileKwargs", "profiling"]
 
@@ -151,11 +151,10 @@ def profiling(handler: ProfileKwargs, rank: int) -> Iterator[torch.profiler.prof
         finally:
             traces.ending = True
     if not traces.ready:
-        warnings.warn(
+        warn(
             f"nothing was recorded: schedule_option={dict(handler.schedule_option or {})} was not "
             f"completed in {profiler.step_num} steps. Call step() of the profiler after each "
             "training step, or record earlier.",
-            stacklevel=3,
         )
 
 
@@ -184,8 +183,7 @@ class _Traces:
         except RuntimeError as error:
             if "already saved" not in str(error):  # torch exports a trace only once
                 raise
-            warnings.warn(
+            warn(
                 f"{self._path} is not written: on_trace_ready has saved the trace already, and "
                 "torch saves it once. Leave out one of the two.",
-                stacklevel=2,
             )

@@ -46,7 +46,7 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["epoch"] + 1
-    print(f"begins with epoch {first}")
+    print(f"begins with epoch {first + 1}")
 
     for epoch in range(first, args.epochs):
         loss = nn.functional.cross_entropy(model(images), targets)

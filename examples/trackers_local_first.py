@@ -47,7 +47,7 @@ def main() -> None:
             wrong = (guesses != data.tensors[1]).nonzero().flatten()
             accel.log({"val/accuracy": 1 - len(wrong) / len(guesses), "epoch": epoch})
             accel.log_images({"val/wrong": data.tensors[0][wrong[:4]].view(-1, 1, 8, 8)})
-            accel.log_text({"notes": f"Epoch {epoch}: *{len(wrong)}* mistakes."})
+            accel.log_text({"notes": f"Epoch {epoch + 1}: *{len(wrong)}* mistakes."})
     accel.end_training()
 
     summary = json.loads(Path(folder, "dvclive", "metrics.json").read_text())

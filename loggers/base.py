@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from loggers.warning import warn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +35,7 @@ class RunInfo:
         resumed_step: last step that the restored checkpoint contains, or None for a new run.
             The next logged step is ``resumed_step + 1``.
         rank: rank of this process, 0 on the main one.
+        secondary: names that a tracker without room for all leaves out first; it may grow.
 
     >>> RunInfo(name="digits", logging_dir="runs", run_id="a1").resumed_step is None
     True
@@ -44,6 +46,7 @@ class RunInfo:
     run_id: str
     resumed_step: int | None = None
     rank: int = 0
+    secondary: Collection[str] = field(default=(), compare=False)
 
 
 class Tracker(ABC):
@@ -159,7 +162,7 @@ class Tracker(ABC):
 
     def _warn_unsupported(self, kind: str) -> None:
         """Warn that this kind is not recorded; a hub does not make such calls."""
-        warnings.warn(f"tracker {self.name!r} does not record {kind}", UserWarning, stacklevel=3)
+        warn(f"tracker {self.name!r} does not record {kind}")
 
     def flush(self) -> None:  # noqa: B027
         """Make what was logged so far visible to readers of the files or the server."""

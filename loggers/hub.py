@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from loggers.multimedia.convert import (
 from loggers.queue import Pump
 from loggers.registry import ConfiguredTracker, TrackerSpec
 from loggers.values import flatten, plain_config
+from loggers.warning import warn
 from loggers.worker import Guard, Media, Pending, Reply, Row, TrackerReport, Writer
 
 __all__ = ["TrackerHub", "close_all", "wait_for_replies"]
@@ -560,10 +559,7 @@ class TrackerHub:
         if kind in self._warned:
             return
         self._warned.add(kind)
-        frame, level = sys._getframe(), 1
-        while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(f"{text} (warned once)", UserWarning, stacklevel=level)
+        warn(f"{text} (warned once)")
 
 
 def _create_all(
@@ -602,10 +598,6 @@ def _eval_mode(model: Any) -> Iterator[None]:
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("loggers", "accel_callbacks")
 
 
 def close_all(pump: Pump, writers: Sequence[Writer], status: Status, seconds: float) -> None:

@@ -47,6 +47,7 @@ FIELD_TERMS = {
     "training",
     "training_state",
     "tuning",
+    "warning",
     "weight_averaging",
 }
 NO_GERUNDS = {"lightning", "ring", "string"}
@@ -268,6 +269,16 @@ def restricted_loads(tree: ast.AST) -> list[str]:
     ]
 
 
+def plain_warnings(tree: ast.AST) -> list[int]:
+    """Lines that call ``warnings.warn``, which names a line by a number of frames."""
+    names = _real_names(tree)
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _full_name(node.func, names) == "warnings.warn"
+    ]
+
+
 def undocumented(owner: object) -> list[str]:
     """Names in ``__all__`` that are ours and have no docstring with an example."""
     missing = []
@@ -341,6 +352,20 @@ def test_no_pickle_and_no_code_from_text(name: str) -> None:
     tree = parse(FILES[name])
     allowed = restricted_loads(tree) if name in MAY_UNPICKLE_TENSORS else []
     assert [use for use in unsafe_uses(tree) if use not in allowed] == []
+
+
+@every_file
+def test_a_warning_finds_the_line_of_the_user(name: str) -> None:
+    lines = plain_warnings(parse(FILES[name]))
+    if name in {f"{package}/warning.py" for package in PACKAGES}:
+        assert len(lines) == 1
+    else:
+        assert lines == [], f"{name}: use warn of {name.partition('/')[0]}.warning"
+
+
+def test_the_packages_agree_which_line_is_the_users() -> None:
+    # None of them may import another for it.
+    assert len({(ROOT / package / "warning.py").read_text() for package in PACKAGES}) == 1
 
 
 def test_files_are_named_after_things() -> None:
@@ -438,6 +463,19 @@ def test_walker_sees_no_circle_where_imports_go_one_way() -> None:
 def test_walker_sees_gerunds() -> None:
     names = ["p.putting_back", "p.saving.options", "p.early_stopping", "p.from_lightning", "p.ring"]
     assert gerunds([*names, "p.stopping", "p.settings"]) == {"putting_back", "saving", "stopping"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import warnings; warnings.warn('text', stacklevel=2)",
+        "import warnings as w; w.warn('text')",
+        "from warnings import warn; warn('text')",
+    ],
+)
+def test_walker_sees_plain_warnings(line: str) -> None:
+    assert plain_warnings(ast.parse(line)) == [1]
+    assert plain_warnings(ast.parse("from loggers.warning import warn; warn('text')")) == []
 
 
 @pytest.mark.parametrize(

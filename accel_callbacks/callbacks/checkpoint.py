@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +21,7 @@ from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.logging import notice
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -240,7 +240,7 @@ class Checkpoint(ResumableState):
         try:
             run.accelerator.loop.saves.wait()
         except CheckpointError as error:  # raised on all ranks, so all of them can save once more
-            warnings.warn(f"the previous save failed: {error}", stacklevel=2)
+            warn(f"the previous save failed: {error}")
         if self._record.saved_at != _position(run):
             self._save(run, last=True)
 
@@ -307,7 +307,7 @@ class Checkpoint(ResumableState):
         lasting = isinstance(error, UnsupportedStateError) or not isinstance(error, CheckpointError)
         if self.when_failed == "raise" or lasting:
             return False
-        warnings.warn(f"training continues without this checkpoint: {error}", stacklevel=2)
+        warn(f"training continues without this checkpoint: {error}")
         return True
 
     # --- state --------------------------------------------------------------------------------
@@ -486,9 +486,7 @@ class Retention:
         except Exception as error:  # each storage backend raises its own errors
             # The new checkpoint is durable; old ones that stay only take up space.
             problem = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"older checkpoints in {folder.url} were not removed: {problem}", stacklevel=2
-            )
+            warn(f"older checkpoints in {folder.url} were not removed: {problem}")
 
 
 class SaveRecord:
@@ -639,7 +637,7 @@ def save_on_exception(
             )
     except Exception as problem:
         text = f"{type(problem).__name__}: {problem}"
-        warnings.warn(f"the state at the error could not be saved: {text}", stacklevel=3)
+        warn(f"the state at the error could not be saved: {text}")
     else:
         notice(f"saved the state at the error; resume={path!r} continues from there")
 
@@ -679,7 +677,7 @@ def _wait_for_pending_save(run: TrainingRun) -> None:
     try:
         run.accelerator.loop.saves.wait()
     except checkpoint_io.CheckpointError as problem:
-        warnings.warn(f"the previous save failed: {problem}", stacklevel=4)
+        warn(f"the previous save failed: {problem}")
 
 
 @contextmanager

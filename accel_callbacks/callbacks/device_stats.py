@@ -6,7 +6,6 @@ import importlib
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -115,9 +115,8 @@ class DeviceStats(Callback):
                 values[f"device/{name}"] = reading()
             except Exception as error:  # a driver that fails must not end the training
                 del self._readings[name]
-                warnings.warn(
+                warn(
                     f"DeviceStats: {name} cannot be read any more and is left out: {error!r}",
-                    stacklevel=2,
                 )
         return values
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.errors import nearest
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -144,7 +144,7 @@ class EarlyStopping(ResumableState):
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
         """Warn if the metric was never logged."""
         if self._is_missing(run) and self._epochs_unlogged == 0 and run.epochs_done:
-            warnings.warn(self._missing_text(run), stacklevel=2)
+            warn(self._missing_text(run))
 
     def teardown(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Release the run, but keep its stop reason for a later ``save_state``."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from accel_callbacks.warning import warn
 
 __all__ = ["FlopCounter", "matmul_precision", "peak_flops_of"]
 
@@ -164,9 +165,8 @@ class FlopCounter(FlopCounterMode):
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if self.uncounted:
-            warnings.warn(
+            warn(
                 f"FLOPs of {sorted(self.uncounted)} could not be counted; the sum is too low.",
-                stacklevel=2,
             )
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:

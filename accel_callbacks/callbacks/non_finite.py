@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +27,7 @@ from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import nearest
 from accel_callbacks.logging import notice
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -231,7 +231,7 @@ steps, and action="rollback" goes back to the last checkpoint.
         if self.action == "skip":
             run.skip_step(text)
         elif run.is_global_zero:
-            warnings.warn(text, stacklevel=2)
+            warn(text)
 
     def _plan_rollback(self, run: TrainingRun, text: str, before_step: bool) -> None:
         """Skip this step; the rollback follows at the end of it."""
@@ -398,7 +398,8 @@ def _find_candidates(
     found = _Candidates(0, [], [])
     with shared_failure(_WHERE):
         if collectives.rank() == 0:
-            infos = open_folder(root, storage_options).list()
+            entries = open_folder(root, storage_options).survey()
+            infos = [entry.info for entry in entries if entry.status == "valid"]
             skipped = [
                 info
                 for info in infos

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import FrameType
@@ -19,6 +18,7 @@ from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.checkpoint import Checkpoint
 from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.errors import nearest
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -140,7 +140,7 @@ class Preemption(Callback):
                 _notify(f"job {job} is requeued")
         except Exception as error:  # all is saved, and the exit code still asks for a restart
             problem = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the job could not be requeued: {problem}", stacklevel=2)
+            warn(f"the job could not be requeued: {problem}")
 
 
 def _notify(text: str) -> None:
@@ -187,9 +187,8 @@ class SignalCatcher:
         """Install the handlers; returns False outside of the main thread, where Python cannot."""
         self.restore()
         if threading.current_thread() is not threading.main_thread():
-            warnings.warn(
+            warn(
                 "signals are only caught in the main thread: they will end this process at once.",
-                stacklevel=3,
             )
             return False
         self._pid = os.getpid()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.checkpoint.tensor_file import local_path
 from accel_callbacks.profiler import ProfileKwargs
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -149,10 +149,9 @@ class Profiler(Callback):
         steps = 0 if self._profiler is None else self._profiler.step_num
         self._stop()
         if not self._recorded:
-            warnings.warn(
+            warn(
                 f"nothing was recorded: {dict(self.options.schedule_option or {})} needs more than "
                 f"the {steps} steps of this training. Record earlier, or train longer.",
-                stacklevel=2,
             )
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
@@ -184,7 +183,7 @@ class Profiler(Callback):
         # Each storage backend raises its own errors; a failed trace must not end the training.
         except Exception as error:
             text = f"the trace {target} was not written, and training continues"
-            warnings.warn(f"{text}: {type(error).__name__}: {error}", stacklevel=2)
+            warn(f"{text}: {type(error).__name__}: {error}")
             return
         self.traces.append(target)
         if self._on_trace_ready is not None:

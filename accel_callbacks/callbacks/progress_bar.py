@@ -6,8 +6,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from accel_callbacks.callbacks.base import Callback
@@ -21,14 +22,17 @@ __all__ = [
     "BatchCounter",
     "Display",
     "LineDisplay",
+    "MetricText",
     "ProgressBar",
     "TqdmDisplay",
-    "as_text",
 ]
 
 _DEFAULT_SIZE = (80, 24)  # columns and rows of terminals that do not report theirs
 _STALL_FRACTION = 0.1  # of the time spent waiting for data, above which the bar shows it
 _MIN_SECONDS = 1.0  # before which that fraction is not significant
+_LINE_WIDTH = 100  # where there is no terminal, and no COLUMNS
+_NAME_LIMITS = (24, 16)  # characters of a long name, where not all metrics fit otherwise
+_LEAST_NAME = 10  # where not even one fits otherwise
 
 
 class ProgressBar(Callback):
@@ -38,10 +42,16 @@ class ProgressBar(Callback):
     file, a CI log) it prints one line every ``seconds_between_lines`` and one at the end of each
     epoch. If training waits for its data for more than a tenth of the time, the bar shows that.
 
+    The bar, epoch, count and speed come first, and metrics take what is left of the line: those of
+    the loop before those of callbacks, with long names shortened in the middle. ``+3`` at the end
+    counts those without room. Lines are at most ``COLUMNS`` wide, 100 by default.
+
     Args:
         refresh_every: seconds between updates of the bar, 0.2 by default.
         seconds_between_lines: seconds between lines where there is no terminal, 10 by default.
         file: to write to; standard error if ``None``.
+        metrics: names or patterns (``"val/*"``) of the metrics to show, in this order; all if
+            ``None``.
 
     Example:
         >>> import sys, torch
@@ -59,10 +69,14 @@ class ProgressBar(Callback):
         refresh_every: float = 0.2,
         seconds_between_lines: float = 10.0,
         file: TextIO | None = None,
+        metrics: Sequence[str] | None = None,
     ) -> None:
+        if isinstance(metrics, str):
+            raise TypeError(f"metrics is a list of names: write metrics=[{metrics!r}]")
         self.refresh_every = refresh_every
         self.seconds_between_lines = seconds_between_lines
         self._file = file
+        self._patterns = None if metrics is None else list(metrics)
         self._bar: BatchCounter | None = None
         self._inner: BatchCounter | None = None
         self._inner_loader = 0
@@ -92,12 +106,20 @@ class ProgressBar(Callback):
             self._bar.finish(lambda: self._values(run))
             self._bar = None
 
-    def _values(self, run: TrainingRun) -> str:
-        values = as_text(run.callback_metrics)
+    def _values(self, run: TrainingRun) -> MetricText:
         spent = time.monotonic() - self._started
         waited = min(1.0, (run.data_wait_s - self._waited) / max(spent, 1e-9))
         stalled = spent > _MIN_SECONDS and waited > _STALL_FRACTION
-        return f"{values} (waits for data {waited:.0%})".lstrip() if stalled else values
+        note = f"(waits for data {waited:.0%})" if stalled else ""
+        return MetricText(self._chosen(run), note)
+
+    def _chosen(self, run: TrainingRun) -> dict[str, Any]:
+        """Return the metrics to show, in their order."""
+        metrics, origins = run.callback_metrics, run.metric_origins
+        ranks = {name: _rank(name, self._patterns) for name in metrics}
+        shown = [name for name in metrics if ranks[name] is not None]
+        shown.sort(key=lambda name: (ranks[name], origins.get(name) == "callback"))
+        return {name: metrics[name] for name in shown}
 
     # --- evaluations --------------------------------------------------------------------------
 
@@ -161,11 +183,11 @@ class ProgressBar(Callback):
 
     def _count_inner(self, batch_idx: int) -> None:
         if self._inner is not None:
-            self._inner.count(batch_idx + 1, str)
+            self._inner.count(batch_idx + 1, MetricText)
 
     def _finish_inner(self) -> None:
         if self._inner is not None:
-            self._inner.finish(str)
+            self._inner.finish(MetricText)
             self._inner = None
 
     # --- the end ------------------------------------------------------------------------------
@@ -203,15 +225,84 @@ def _known(batches: int | float) -> int | None:
     return None if math.isinf(batches) else int(batches)
 
 
-def as_text(metrics: Mapping[str, Any]) -> str:
-    """Format values as text; waits for the device, so call it only when a bar is drawn."""
-    parts = []
-    for name, value in metrics.items():
-        try:
-            parts.append(f"{name}={float(value):.4g}")
-        except (TypeError, ValueError):
-            parts.append(f"{name}={value}")
-    return " ".join(parts)
+def _rank(name: str, patterns: Sequence[str] | None) -> int | None:
+    """Return the index of the first pattern that a name matches, or None."""
+    if patterns is None:
+        return 0
+    return next((i for i, one in enumerate(patterns) if fnmatchcase(name, one)), None)
+
+
+class MetricText:
+    """Metrics as text that fits into a width.
+
+    Formatting a tensor waits for its device, so make one only when a bar is drawn.
+
+    Args:
+        metrics: the values by name, the most important first.
+        note: shown after them, whatever the width.
+
+    Example:
+        >>> from accel_callbacks.callbacks.progress_bar import MetricText
+        >>> text = MetricText(
+        ...     {"loss": 0.25, "gradients/layers.11.attention.weight": 1.5, "lr": 0.1}
+        ... )
+        >>> text.fit(80)
+        'loss=0.25 gradients/layers.11.attention.weight=1.5 lr=0.1'
+        >>> text.fit(50)
+        'loss=0.25 gradients/l..tion.weight=1.5 lr=0.1'
+        >>> text.fit(16)
+        'loss=0.25 +2'
+    """
+
+    def __init__(self, metrics: Mapping[str, Any] | None = None, note: str = "") -> None:
+        self._values = {name: _formatted(value) for name, value in (metrics or {}).items()}
+        self._note = note
+
+    def fit(self, width: int) -> str:
+        """Return what fits: names are shortened first, then the last metrics are left out."""
+        room = width - len(self._note) - 1 if self._note else width
+        parts = self._parts(None)
+        for limit in _NAME_LIMITS:
+            if len(" ".join(parts)) <= room:
+                break
+            parts = self._parts(limit)
+        if parts and not _first_that_fit(parts, room).startswith(parts[0]):
+            parts = self._parts(_LEAST_NAME)
+        return " ".join(part for part in (_first_that_fit(parts, room), self._note) if part)
+
+    def _parts(self, limit: int | None) -> list[str]:
+        """Return ``name=value`` of each metric, with names of at most ``limit`` characters."""
+        names = {name: name if limit is None else _shortened(name, limit) for name in self._values}
+        short = list(names.values())
+        return [
+            f"{name if short.count(names[name]) > 1 else names[name]}={value}"
+            for name, value in self._values.items()
+        ]
+
+
+def _formatted(value: Any) -> str:
+    try:
+        return f"{float(value):.4g}"
+    except (TypeError, ValueError):
+        return " ".join(str(value).split())  # on one line
+
+
+def _shortened(name: str, limit: int) -> str:
+    """Cut the middle out of a long name: its ends tell it from others."""
+    if len(name) <= limit:
+        return name
+    end = (limit - 2) // 2
+    return f"{name[: limit - 2 - end]}..{name[-end:]}"
+
+
+def _first_that_fit(parts: Sequence[str], room: int) -> str:
+    """Join the first parts as far as there is room, and count the others."""
+    for count in range(len(parts), 0, -1):
+        left = [f"+{len(parts) - count}"] if count < len(parts) else []
+        text = " ".join([*parts[:count], *left])
+        if len(text) <= room:
+            return text
+    return f"+{len(parts)}" if parts and room > len(f"+{len(parts)}") else ""
 
 
 class BatchCounter:
@@ -223,9 +314,14 @@ class BatchCounter:
 
     Example:
         >>> import sys
-        >>> from accel_callbacks.callbacks.progress_bar import BatchCounter, LineDisplay, BarSpec
+        >>> from accel_callbacks.callbacks.progress_bar import (
+        ...     BarSpec,
+        ...     BatchCounter,
+        ...     LineDisplay,
+        ...     MetricText,
+        ... )
         >>> counter = BatchCounter(LineDisplay(sys.stdout, 0.0), BarSpec("epoch 1", 3))
-        >>> counter.count(1, lambda: "loss=0.5")
+        >>> counter.count(1, lambda: MetricText({"loss": 0.5}))
         epoch 1: 1/3 batches, ... loss=0.5
     """
 
@@ -235,7 +331,7 @@ class BatchCounter:
         self._done = spec.first
         self._shown_at = time.monotonic()
 
-    def count(self, done: int, values: Callable[[], str]) -> None:
+    def count(self, done: int, values: Callable[[], MetricText]) -> None:
         """Set the number of batches done; ``values`` is only called if the bar is drawn."""
         self._done = done
         now = time.monotonic()
@@ -243,7 +339,7 @@ class BatchCounter:
             self._shown_at = now
             self._bar.show(done, values())
 
-    def finish(self, values: Callable[[], str]) -> None:
+    def finish(self, values: Callable[[], MetricText]) -> None:
         """Draw the end of the pass, and close the bar."""
         if self._display.shows_end or not self._spec.inner:
             self._bar.show(self._done, values())
@@ -278,8 +374,8 @@ class BarSpec:
 class Bar(Protocol):
     """The bar of one pass over a loader."""
 
-    def show(self, done: int, values: str) -> None:
-        """Draw the batches done so far, and the last logged values."""
+    def show(self, done: int, values: MetricText) -> None:
+        """Draw the batches done so far, and the last logged values as far as there is room."""
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -319,13 +415,20 @@ class _Lines:
         self._file, self._spec = file, spec
         self._started = time.monotonic()
 
-    def show(self, done: int, values: str) -> None:
+    def show(self, done: int, values: MetricText) -> None:
         speed = (done - self._spec.first) / max(time.monotonic() - self._started, 1e-9)
-        line = f"{self._spec.title}: {self._spec.count_text(done)} batches, {speed:.1f}/s {values}"
-        print(line.rstrip(), file=self._file, flush=True)
+        line = f"{self._spec.title}: {self._spec.count_text(done)} batches, {speed:.1f}/s"
+        fitting = values.fit(_line_width() - len(line) - 1)
+        print(f"{line} {fitting}".rstrip(), file=self._file, flush=True)
 
     def close(self) -> None:
         """Do nothing: lines need no end."""
+
+
+def _line_width() -> int:
+    """Return the width of lines that no terminal limits."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else _LINE_WIDTH
 
 
 class TqdmDisplay:
@@ -364,14 +467,30 @@ class _TqdmBar:
             mininterval=0,
             position=1 if spec.inner else None,
             leave=not spec.inner,
+            bar_format=_layout(spec, columns or _LINE_WIDTH, ""),
         )
+        self._spec = spec
 
-    def show(self, done: int, values: str) -> None:
-        self._bar.set_postfix_str(values, refresh=False)
+    def show(self, done: int, values: MetricText) -> None:
+        state = {**self._bar.format_dict, "n": done}
+        columns = state.pop("ncols") or _DEFAULT_SIZE[0]
+        plain = _layout(self._spec, columns, "")
+        # Without a width, tqdm draws a bar of ten columns: what is left of the line is for metrics.
+        rest = self._bar.format_meter(**{**state, "bar_format": plain})
+        self._bar.bar_format = _layout(self._spec, columns, values.fit(columns - len(rest) - 1))
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _layout(spec: BarSpec, columns: int, values: str) -> str:
+    """Return tqdm's template of a line: metrics at its end, so that they are what is cut."""
+    counted = "{n_fmt}it" if spec.total is None else "{bar} {n_fmt}/{total_fmt}"
+    clock = "{elapsed}" if spec.total is None or columns >= _LINE_WIDTH else ""
+    clock += "" if spec.total is None else "<{remaining}"
+    shown = values.replace("{", "{{").replace("}", "}}")
+    return f"{{desc}}: {counted} [{clock}, {{rate_fmt}}] {shown}".rstrip()
 
 
 def _has_size(terminal: TextIO) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from accel_callbacks.callbacks.averaged_weights import Averages, Rule
 from accel_callbacks.callbacks.resumable_state import ResumableState
 from accel_callbacks.modeling.compile import original
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -168,10 +168,9 @@ class Averaging(ResumableState, ABC):
         """Restore the weights after an evaluation that raised, if no prepared loader is used."""
         if self._swapped_in and not run.open_evaluations:
             self._swap_out()
-            warnings.warn(
+            warn(
                 "an evaluation raised an error, and the forward pass after it still used the "
                 "averaged weights: call zero_grad() and compute this batch again.",
-                stacklevel=2,
             )
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_connections, exempt_group
 from accel_callbacks.logging import notice
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import BackgroundSaver, SaveJob
@@ -316,7 +316,7 @@ class BackgroundSaves:
         group.close()
         if error is not None:
             problem = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the save that was under way failed: {problem}", stacklevel=3)
+            warn(f"the save that was under way failed: {problem}")
         else:
             notice(f"the save that was under way has ended well: {url}")
 
@@ -380,4 +380,4 @@ def _clean_up(cleanup: Callable[[], None] | None) -> None:
             cleanup()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        warnings.warn(f"tidying up after a save failed: {problem}", stacklevel=2)
+        warn(f"tidying up after a save failed: {problem}")

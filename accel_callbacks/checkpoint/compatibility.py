@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.data.stream import stream_problems
 from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import Manifest
@@ -134,7 +134,7 @@ def warn_of_names(report: RestoreReport, strict: bool) -> None:
     )
     if strict:
         raise ResumeError(text + "\nPass strict=False to load the others.")
-    warnings.warn(text + "\nThe others are loaded.", stacklevel=6)
+    warn(text + "\nThe others are loaded.")
 
 
 def rank_part(
@@ -168,7 +168,7 @@ def rank_part(
     if text and strict:
         raise ResumeError(text + "pass strict=False to accept that.")
     if text:
-        warnings.warn(text.removesuffix("; ") + ".", stacklevel=6)
+        warn(text.removesuffix("; ") + ".")
     return own
 
 

@@ -11,6 +11,7 @@ from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.async_save import SaveGroup
 from accel_callbacks.errors import RemoteError
+from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointFolder, CheckpointReader, ProcessGroupLike
@@ -47,11 +48,21 @@ _ADVICE = {
 
 
 def open_folder(root: str, storage_options: Mapping[str, Any] | None = None) -> CheckpointFolder:
-    """Return the folder of checkpoints at ``root``, which need not exist yet."""
+    """Return the folder of checkpoints at ``root``, which need not exist yet.
+
+    What a kill has left there is a notice, once, instead of a warning: no line is at fault.
+    """
     require_neighbour("checkpoint_io")
     import checkpoint_io
 
-    return checkpoint_io.CheckpointFolder(root, storage_options=storage_options)
+    told: set[str] = set()
+
+    def tell(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            notice(text)
+
+    return checkpoint_io.CheckpointFolder(root, storage_options=storage_options, on_warning=tell)
 
 
 def process_group() -> ProcessGroupLike | None:
@@ -180,25 +191,21 @@ def open_one(url: str, storage_options: Mapping[str, Any] | None = None) -> Chec
     return same_for_all(together(f"reading {url}", read))
 
 
-def open_newest(
-    root: str, storage_options: Mapping[str, Any] | None = None, skip: Collection[str] = ()
-) -> CheckpointReader | None:
-    """Collective: open the newest checkpoint under ``root`` that opens on every rank.
+def open_newest(folder: CheckpointFolder, skip: Collection[str] = ()) -> CheckpointReader | None:
+    """Collective: open the newest checkpoint of a folder that opens on every rank.
 
     Args:
-        root: the folder of checkpoints.
-        storage_options: for the filesystem behind it.
+        folder: from :func:`open_folder`.
         skip: paths that were tried before.
 
     Raises:
         checkpoint_io.CorruptCheckpointError: all checkpoints are damaged.
 
     Example:
-        >>> from accel_callbacks.checkpoint.open import open_newest
-        >>> open_newest("memory://doc-reading/nothing") is None
+        >>> from accel_callbacks.checkpoint.open import open_folder, open_newest
+        >>> open_newest(open_folder("memory://doc-reading/nothing")) is None
         True
     """
-    folder = open_folder(root, storage_options)
     import checkpoint_io
 
     try:
@@ -207,7 +214,7 @@ def open_newest(
         if not skip:
             return None
         raise checkpoint_io.CorruptCheckpointError(
-            f"no valid checkpoint in {root}: all are damaged; the warnings say how."
+            f"no valid checkpoint in {folder.url}: all are damaged, as reported for each."
         ) from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_callbacks.collectives import map_tensors
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.warning import warn
 
 __all__ = ["PreHooks", "Registered"]
 
@@ -170,10 +170,9 @@ class Registered:
     def _put(self, name: str, one: Any) -> None:
         self._objects[name] = one
         if name in self._unclaimed:
-            warnings.warn(
+            warn(
                 f"the checkpoint that was loaded holds a state of {name!r}, which is not restored: "
                 "register objects before load_state() and run().",
-                stacklevel=5,
             )
 
     def _name_of(self, one: Any) -> str | None:
@@ -289,4 +288,4 @@ def _show(one: Any) -> str:
 def _doubt(text: str, strict: bool) -> None:
     if strict:
         raise ResumeError(text + "; pass strict=False to accept that.")
-    warnings.warn(text + ".", stacklevel=7)
+    warn(text + ".")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from accel_callbacks.checkpoint.compatibility import (
     rank_part,
     warn_of_names,
 )
-from accel_callbacks.checkpoint.open import LoadFailed, open_newest, open_one, together
+from accel_callbacks.checkpoint.open import LoadFailed, open_folder, open_newest, open_one, together
 from accel_callbacks.checkpoint.project import number_of
 from accel_callbacks.checkpoint.selection import Selection, all_keys
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
@@ -25,6 +24,7 @@ from accel_callbacks.data.stream import with_local_state
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import restore_rng
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.logging import notice
 from accel_callbacks.strategies.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
@@ -470,7 +470,9 @@ def find(
     """
     training.loop.saves.wait()
     try:
-        return (open_newest if newest else open_one)(place, options.storage_options)
+        if newest:
+            return open_newest(open_folder(place, options.storage_options))
+        return open_one(place, options.storage_options)
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
 
@@ -506,7 +508,7 @@ def restore_newest(
 ) -> str | None:
     """Collective: restore the newest valid checkpoint of a folder; return None if it has none.
 
-    One that is found to be damaged, even midway, is skipped with a warning. Those in ``skip`` are
+    One that is found to be damaged, even midway, is skipped with a notice. Those in ``skip`` are
     not tried; ``first`` is the newest, if it was opened before.
 
     Raises:
@@ -516,8 +518,9 @@ def restore_newest(
     """
     training.loop.saves.wait()
     tried = list(skip)
+    folder = open_folder(root, options.storage_options)
     try:
-        reader = open_newest(root, options.storage_options, tried) if first is None else first
+        reader = open_newest(folder, tried) if first is None else first
         while reader is not None:
             try:
                 return _load_or_reload(training, reader, reader.path, options)
@@ -525,18 +528,11 @@ def restore_newest(
                 if not failed.damaged:
                     raise
                 tried.append(reader.path)
-                _warn_of(reader.path, failed)
-            reader = open_newest(root, options.storage_options, tried)
+                notice(f"passed over {reader.path}: {failed}")
+            reader = open_newest(folder, tried)
     except LoadFailed as failed:
         raise failed.error from failed.error.__cause__
     return None
-
-
-def _warn_of(path: str, failed: LoadFailed) -> None:
-    import checkpoint_io
-
-    text = f"passed over {path}: {failed}"
-    warnings.warn(text, checkpoint_io.CheckpointWarning, stacklevel=4)
 
 
 def _load_or_reload(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -14,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import fill_up, split_evenly
+from accel_callbacks.warning import warn
 
 __all__ = ["CollateShare", "IterableDatasetShard", "IterableShards", "Piece", "has_state"]
 
@@ -146,10 +146,9 @@ class IterableShards(IterableDataset["Piece | None"]):
             except Exception as problem:
                 with suppress(Exception):
                     dataset.load_state_dict(fresh)
-                warnings.warn(
+                warn(
                     f"{type(self.dataset).__name__} does not take its saved state ({problem!r}): "
                     f"its first {mark['read']} samples are read and dropped instead.",
-                    stacklevel=2,
                 )
         return islice(iter(self.dataset), mark["read"], None)
 

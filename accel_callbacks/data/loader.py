@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from accel_callbacks.data.device import Feed
 from accel_callbacks.data.order import Record
 from accel_callbacks.data.sources import Delivery, Source
 from accel_callbacks.data.stream import StatefulSource
+from accel_callbacks.warning import warn
 
 __all__ = ["DataLoaderShard", "LoopEvents", "keep_workers", "stop_workers"]
 
@@ -252,7 +252,7 @@ class DataLoaderShard(DataLoader[Any]):
             self.finished = True
             if self.trained and not self._warned and getattr(self._source, "repeats", False):
                 self._warned = True
-                warnings.warn(_REPEATS, stacklevel=3)
+                warn(_REPEATS)
         finally:
             if opened == self._opened:  # no newer pass has replaced this one
                 self.on_last = False
@@ -437,7 +437,7 @@ class DataLoaderShard(DataLoader[Any]):
             if self._continue:
                 self._record = {"seeded": True}
                 if self._source.draws_order:
-                    warnings.warn(_LEGACY, stacklevel=2)
+                    warn(_LEGACY)
             return
         self._record = order["record"] if self._continue else None
         self._source.generators.restore(order["generators"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from accel_callbacks.data.sampler import (
     with_inner,
 )
 from accel_callbacks.data.sources import Delivery
+from accel_callbacks.warning import warn
 
 __all__ = [
     "BatchPlan",
@@ -540,7 +540,7 @@ class ShareSource:
                 set_seed_and_epoch(one, seed, epoch)
             self._draws = Draws(self.sampler, record, self._loader.generator)
             if self._draws.differs:
-                warnings.warn(_OTHER_ORDER.format(type(self.sampler).__name__), stacklevel=2)
+                warn(_OTHER_ORDER.format(type(self.sampler).__name__))
             if self._plan.world_size > 1:
                 self._order = self._agreed_order(self._draws)
             elif record is not None and isinstance(self._plan, BatchPlan):
@@ -640,11 +640,10 @@ class ShareSource:
         self._note_end(draws)
         if expected is not None and count != expected:
             self._counted = False
-            warnings.warn(
+            warn(
                 f"{type(self.sampler).__name__} said that {expected} batches were left and gave "
                 f"{count}, so the last accumulation window may have been cut: make its __len__ "
-                "exact, or leave it out.",
-                stacklevel=2,
+                "exact, or leave it out."
             )
 
     def _next_batch(self, draws: Draws) -> Sequence[Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from accel_callbacks.data.order import (
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery
+from accel_callbacks.warning import warn
 
 __all__ = [
     "StatefulSource",
@@ -272,10 +272,9 @@ class StreamSource(StatefulSource):
             return
         self._warned = True
         why = "one with state_dict and load_state_dict, or a map-style dataset, resumes at once"
-        warnings.warn(
+        warn(
             f"resuming an iterable dataset reads and drops its first {position} samples; "
             f"{problem or why}.",
-            stacklevel=4,
         )
 
     def _at_rest(self) -> State | None:

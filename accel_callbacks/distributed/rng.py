@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -17,6 +16,7 @@ from accel_callbacks.collectives import broadcast_object, world_size
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import process_rank
 from accel_callbacks.errors import nearest
+from accel_callbacks.warning import warn
 
 __all__ = [
     "RNGType",
@@ -59,10 +59,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         if torch.cuda.is_available() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-            warnings.warn(
+            warn(
                 "matrix products on CUDA are not deterministic, and raise an error: start the "
                 "script with CUBLAS_WORKSPACE_CONFIG=:4096:8 in its environment.",
-                stacklevel=2,
             )
 
 

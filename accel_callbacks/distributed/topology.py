@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import group_is_aborted, rejoin_group, wait_for_exempt_groups
 from accel_callbacks.distributed.process_group import GroupOptions, backend_for, join_group
+from accel_callbacks.warning import warn
 
 __all__ = [
     "DistributedType",
@@ -179,11 +179,10 @@ def _check_group(here: Topology, asked: GroupOptions) -> None:
     for option in ("timeout", "init_method"):
         wanted, has = getattr(asked, option), getattr(_joined_with, option, None)
         if wanted is not None and wanted != has:
-            warnings.warn(
+            warn(
                 f"{option}={wanted} has no effect: the process group is there already"
                 + (f", with {option}={has}. " if has is not None else ". ")
                 + "Give it to the first Accelerator or PartialState.",
-                stacklevel=4,
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -11,6 +10,7 @@ from accel_callbacks.callbacks.dispatch.dispatcher import Entry
 from accel_callbacks.callbacks.dispatch.ledger import Ledger
 from accel_callbacks.integrations.adapt import adapt
 from accel_callbacks.integrations.host import ForeignHost, ForeignRun
+from accel_callbacks.warning import warn
 
 __all__ = ["HostedCallback"]
 
@@ -54,9 +54,8 @@ class HostedCallback:
         # Our own callbacks are written to work without these hooks.
         ours = type(self.callback).__module__.startswith("accel_callbacks.")
         if lost and not ours:
-            warnings.warn(
+            warn(
                 f"{self.name}.{lost[0]} is never called in {host.title}, which has no such hook",
-                stacklevel=4,
             )
         self.host = host
         self.run = ForeignRun(host, self.name, self._log)

@@ -313,6 +313,7 @@ class ForeignHost(ABC):
         step = run.global_step if step is None else step
         self.write(flat, step)
         self.metrics().update(flat)
+        run.metric_origins.update(dict.fromkeys(flat, "callback"))
         run.logged(flat, step)
 
     def save_state(self, output_dir: str) -> str:

@@ -6,7 +6,6 @@ import importlib
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from accel_callbacks.integrations.foreign_trainer import HostedCallback
 from accel_callbacks.integrations.host import ForeignHost
+from accel_callbacks.warning import warn
 
 __all__ = ["TransformersHost", "to_transformers"]
 
@@ -231,9 +231,7 @@ class _Events:
         if os.path.isdir(path):
             self._hosted.load_state_dict(checkpoint_io.load(path).state)
         elif self._hosted.state_dict():
-            warnings.warn(
-                f"{self._hosted.name} is not resumed: its state is missing, {path}", stacklevel=2
-            )
+            warn(f"{self._hosted.name} is not resumed: its state is missing, {path}")
 
     def _state_folder(self, checkpoint: str) -> str:
         name = re.sub(r"[^\w.=-]", "_", self._hosted.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from accel_callbacks.loop.run import TrainingRun
 from accel_callbacks.strategies import Strategy
 from accel_callbacks.strategies.join import state_from
 from accel_callbacks.tracking.trackers import Tracking
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointReader
@@ -289,11 +289,10 @@ def join_uneven_inputs(
                 follower.load_state_dict(state)
         loop.run.global_step = state_from(source, loop.run.global_step, device)
         if loop.window.is_open:
-            warnings.warn(
+            warn(
                 "join_uneven_inputs ended inside of a gradient window on this process: its "
                 "gradients are dropped. Give each process a multiple of "
                 "gradient_accumulation_steps batches.",
-                stacklevel=6,
             )
             loop.window.abandon()
 

@@ -353,6 +353,7 @@ class TrainingRun(TrainerAttributes):
             Before the first pass, those of the only prepared loader that shuffles, or of the only
             one, among those that no evaluation has used.
         callback_metrics: the last value logged under each name (tensors stay on their device).
+        metric_origins: whether the ``"loop"`` or a ``"callback"`` was the first to log each name.
         config: what the run was started with.
         identity: name and config as ``Accelerator.run`` got them, saved to recognise the run's
             checkpoints; ``None`` in a loop without it.
@@ -388,6 +389,7 @@ class TrainingRun(TrainerAttributes):
         self.batch_idx = -1
         self.num_training_batches: int | float = float("inf")
         self.callback_metrics: dict[str, Any] = {}
+        self.metric_origins: dict[str, str] = {}
         self.resumed_from: str | None = None
         self.first_epoch = 0
         # The step that load_state restored, until another run takes it over.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 
 from accel_callbacks import collectives
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.warning import warn
 
 __all__ = ["StepBoundary"]
 
@@ -81,9 +81,8 @@ class StepBoundary:
         savers = [saver for saver in loop.savers if hasattr(saver, "save_now")]
         if not savers and not loop.warned_no_saver:
             loop.warned_no_saver = True
-            warnings.warn(
+            warn(
                 f"run.save_now({reason!r}): no callback saves; give the Accelerator a Checkpoint.",
-                stacklevel=2,
             )
         for saver in savers:
             saver.save_now(loop.run, reason)

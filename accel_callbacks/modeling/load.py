@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.warning import warn
 
 __all__ = ["load_checkpoint_in_model"]
 
@@ -149,7 +149,7 @@ def _load(
     for what, names in (("did not have", missing), ("has unused", unexpected)):
         if names:
             listed = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
-            warnings.warn(f"{os.fspath(checkpoint)} {what} {listed}", stacklevel=3)
+            warn(f"{os.fspath(checkpoint)} {what} {listed}")
     return missing
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.precision.amp import BF16
+from accel_callbacks.warning import warn
 
 __all__ = ["FP8"]
 
@@ -60,11 +60,10 @@ class FP8(BF16):
                 "torch.nn.Sequential(...), or leave it out in module_filter_func."
             )
         if not chosen:
-            warnings.warn(
+            warn(
                 f"no layer of {type(model).__name__} was converted to fp8, so it trains in bf16: "
                 "layers need sizes that are multiples of 16, and the first and the last are left "
                 "out. AORecipeKwargs(module_filter_func=...) picks others.",
-                stacklevel=5,
             )
         import_module("torchao.float8").convert_to_float8_training(
             model, module_filter_fn=lambda _, name: name in chosen, config=self.float8_config

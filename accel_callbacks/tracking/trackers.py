@@ -8,9 +8,8 @@ import os
 import signal
 import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from enum import Enum
@@ -18,6 +17,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.callbacks.dispatch.dispatcher import in_hook
 from accel_callbacks.errors import nearest
 from accel_callbacks.tracking.general_tracker import (
     GeneralTracker,
@@ -25,6 +25,7 @@ from accel_callbacks.tracking.general_tracker import (
     is_general,
     on_main_process,
 )
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -135,6 +136,7 @@ class Tracking:
         self._loaded: dict[str, Any] = {}
         self._closed_run: str | None = None
         self._awaited: int | None = None  # the step of a checkpoint that is about to be restored
+        self._secondary: set[str] = set()  # shared with the trackers: names that callbacks log
         self._handed_out = False  # True once the user may hold a tracker of this hub
         self._sigterm = EndOnSigterm()
 
@@ -175,6 +177,7 @@ class Tracking:
             run_id=run.run_id,
             resumed_step=resumed if self._awaited is None else self._awaited,
             rank=run.global_rank,
+            secondary=self._secondary,
         )
         options = asdict(self._config or loggers.TrackerConfig())
         options["strict"] = options["strict"] or self._strict
@@ -210,10 +213,9 @@ class Tracking:
         if hub is None:
             self.open(run)
             return
-        warnings.warn(
+        warn(
             "init_trackers after the trackers were started: only the config is recorded. Call it "
             "before the first log.",
-            stacklevel=3,
         )
         hub.log_config(run.config)
 
@@ -227,11 +229,20 @@ class Tracking:
         """Hand values to the trackers and to the run; return them flat, and their step."""
         flat = self.flat(values)
         step = run.global_step if step is None else step
+        if not flat.keys() <= run.metric_origins.keys():
+            self._note_origin(run, flat)
         if self._hub is None:
             self.open(run)
         self.put(flat, step, log_kwargs)
         run.callback_metrics.update(flat)
         return flat, step
+
+    def _note_origin(self, run: TrainingRun, names: Iterable[str]) -> None:
+        """Note of new names whether the loop logs them, or a callback."""
+        origin = "callback" if in_hook() else "loop"
+        for name in names:
+            if run.metric_origins.setdefault(name, origin) == "callback":
+                self._secondary.add(name)
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Flatten values to ``{"a/b": number, text or tensor on its device}``."""
@@ -291,11 +302,10 @@ class Tracking:
         if continues or self._handed_out or (hub is not None and not hub.is_unused):
             self.load_state_dict(state)
             if not continues:
-                warnings.warn(
+                warn(
                     "load_state after the trackers were used: they stay with the run that they "
                     "have begun. Load before the first log and get_tracker to go on with the "
                     "checkpoint's run.",
-                    stacklevel=2,
                 )
             return
         self.close("success")

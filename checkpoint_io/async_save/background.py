@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from checkpoint_io.group import ProcessGroupLike, SingleProcess
 from checkpoint_io.outcome import Outcome, agree, failed_ranks, raise_failure
 from checkpoint_io.saver.commit import fixed_or_next
 from checkpoint_io.saver.save import SaveJob, prepare_save
+from checkpoint_io.warning import warn
 
 __all__ = ["BackgroundSaver", "SaveHandle"]
 
@@ -292,11 +292,10 @@ class BackgroundSaver:
         assert self._handle is not None
         self.skipped += 1
         if self.skipped == 1:
-            warnings.warn(
+            warn(
                 f"skipping a save, because the one to {self._handle.url} is still under way: "
                 "save less often, or use policy='wait'; warned once, `skipped` counts all",
                 CheckpointWarning,
-                stacklevel=3,
             )
         return False
 

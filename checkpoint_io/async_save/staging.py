@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from checkpoint_io.errors import CheckpointWarning
+from checkpoint_io.warning import warn
 
 _ALIGNMENT = 64  # bytes; a cache line, and at least the alignment of any dtype
 
@@ -92,11 +92,10 @@ def _pin(block: torch.Tensor) -> bool:
     if code:
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")  # else the next kernel reports this error as its own
-        warnings.warn(
+        warn(
             f"{block.numel():,} bytes of host memory could not be pinned (CUDA error {code}), so "
             "copies from the device are slower: raise `ulimit -l`, or give the job more memory",
             CheckpointWarning,
-            stacklevel=2,
         )
     return code == 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
@@ -26,6 +25,7 @@ from checkpoint_io.outcome import Outcome, describe_failures
 from checkpoint_io.saver.save import SaveJob, prepare_save
 from checkpoint_io.sharding.local_tensors import Replicated
 from checkpoint_io.storage.open import child_name, open_store
+from checkpoint_io.warning import warn
 
 __all__ = ["CheckpointFolder"]
 
@@ -42,6 +42,8 @@ class CheckpointFolder:
     Args:
         url: the folder: a local path or any fsspec URL; need not exist yet.
         storage_options: passed to the fsspec driver.
+        on_warning: called with the text of what would be a `CheckpointWarning`: a checkpoint that
+            is skipped, or that cannot be removed. Default: the warning.
 
     Raises:
         ImportError: the driver for this kind of URL is not installed.
@@ -60,12 +62,17 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self, url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+        self,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        on_warning: Callable[[str], None] | None = None,
     ) -> None:
         text = os.fspath(url)
         # "memory://" and "/" are roots, whose slashes belong to them
         self.url = text if text.endswith("://") else text.rstrip("/") or "/"
         self._options = dict(storage_options or {})
+        self._report = on_warning or _warn
         self._store = open_store(text, self._options)
         self._scanner = Scanner(self._store, self._path_of)
 
@@ -200,7 +207,12 @@ class CheckpointFolder:
             )
 
         fallback: Fallback[Checkpoint] = Fallback(
-            self.url, self.survey, group, in_place=into is not None, covers_all=strict
+            self.url,
+            self.survey,
+            group,
+            in_place=into is not None,
+            covers_all=strict,
+            report=self._report,
         )
         return fallback.run(attempt)
 
@@ -230,7 +242,9 @@ class CheckpointFolder:
             reader.check()
             return reader
 
-        fallback: Fallback[CheckpointReader] = Fallback(self.url, self.survey, group)
+        fallback: Fallback[CheckpointReader] = Fallback(
+            self.url, self.survey, group, report=self._report
+        )
         return fallback.run(attempt, skip=[self._path_of(base_name(path)) for path in skip])
 
     def list(self) -> builtins.list[CheckpointInfo]:
@@ -244,7 +258,7 @@ class CheckpointFolder:
             if entry.status == "valid":
                 found.append(entry.info)
             elif entry.status != "foreign":
-                warn(f"skipped {entry.name}: {entry.reason}")
+                self._report(f"skipped {entry.name}: {entry.reason}")
         return sorted(found, key=age_order)
 
     def latest(self) -> CheckpointInfo | None:
@@ -311,7 +325,7 @@ class CheckpointFolder:
         else:  # a str is itself a collection, of letters
             paths = [keep] if isinstance(keep, (str, os.PathLike)) else keep
             kept |= {base_name(path) for path in paths}
-        return Pruning(self._store, run_id, kept, dry_run).run(entries)
+        return Pruning(self._store, run_id, kept, self._report, dry_run).run(entries)
 
 
 def _newer_broken(
@@ -332,9 +346,8 @@ def base_name(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).rstrip("/").rsplit("/", 1)[-1]
 
 
-def warn(text: str) -> None:
-    """Warn about a skipped checkpoint, with the line that called into the folder."""
-    warnings.warn(text, CheckpointWarning, stacklevel=4)
+def _warn(text: str) -> None:
+    warn(text, CheckpointWarning)
 
 
 class Fallback(Generic[T]):
@@ -346,6 +359,7 @@ class Fallback(Generic[T]):
         group: the ranks that must agree.
         in_place: attempts write into the caller's tensors.
         covers_all: each such attempt writes all of them, which repairs what a failed one left.
+        report: called with a line for each checkpoint that is skipped.
     """
 
     def __init__(
@@ -355,10 +369,12 @@ class Fallback(Generic[T]):
         group: ProcessGroupLike,
         in_place: bool = False,
         covers_all: bool = True,
+        report: Callable[[str], None] = _warn,
     ) -> None:
         self._url = url
         self._survey = survey
         self._group = group
+        self._report = report
         self._in_place = in_place
         self._covers_all = covers_all
         self._warned: set[str] = set()
@@ -386,7 +402,7 @@ class Fallback(Generic[T]):
         # not the same as having no checkpoint: a run must not silently restart from scratch
         if tried or self._broken:
             raise CorruptCheckpointError(
-                f"no valid checkpoint in {self._url}: all are damaged; the warnings say how"
+                f"no valid checkpoint in {self._url}: all are damaged, as reported for each"
             )
         raise CheckpointNotFoundError(
             f"no valid checkpoint in {self._url}: check the path, or start from scratch"
@@ -413,7 +429,7 @@ class Fallback(Generic[T]):
         for entry in entries:
             if entry.status in ("broken", "unfinished") and entry.path not in self._warned:
                 self._warned.add(entry.path)
-                warn(f"skipped {entry.name}: {entry.reason}")
+                self._report(f"skipped {entry.name}: {entry.reason}")
         valid = sorted((e.info for e in entries if e.status == "valid"), key=age_order)
         return [info.path for info in valid], [e.path for e in entries if e.status == "broken"]
 
@@ -433,7 +449,7 @@ class Fallback(Generic[T]):
             self._raise_other(path, bad, mine.error, damaged)
         if self._touched and not self._covers_all:
             raise TornLoadError(f"loading {path} failed midway: {bad}")
-        warn(f"passed over {path}: {bad}")
+        self._report(f"passed over {path}: {bad}")
         return False, None
 
     def _raise_other(

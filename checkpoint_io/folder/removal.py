@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 
 from checkpoint_io.errors import CheckpointWarning, CorruptCheckpointError
@@ -12,6 +11,7 @@ from checkpoint_io.format.names import MANIFEST, kind_of, save_id_of, stale_prob
 from checkpoint_io.format.safetensors import MAX_HEADER
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import RangeReader, Store, child_name
+from checkpoint_io.warning import warn
 
 EXTRA_FILES = "extra_files"
 
@@ -34,7 +34,7 @@ def _remove_or_warn(store: Store, name: str) -> None:
         store.remove(name)
     except Exception as error:
         text = f"could not remove {store.url}/{name}: {type(error).__name__}: {error}"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        warn(text, CheckpointWarning)
 
 
 def remove_checkpoint(store: Store, manifest: Manifest) -> None:
@@ -97,7 +97,7 @@ def _abort_uploads(store: Store, saves: Iterable[str]) -> None:
             store.abort_uploads(save)
         except Exception as error:
             text = f"could not look for killed uploads in {store.url}: {error}"
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            warn(text, CheckpointWarning)
 
 
 def _ours(names: Collection[str]) -> list[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from checkpoint_io.errors import CheckpointConflictError, CheckpointWarning
+from checkpoint_io.errors import CheckpointConflictError
 from checkpoint_io.folder.discovery import CheckpointInfo, FolderEntry, id_of
 from checkpoint_io.folder.removal import remove_checkpoint, remove_leftovers, remove_unfinished
 from checkpoint_io.storage.open import Store
@@ -169,13 +168,22 @@ class Pruning:
         folder: the folder of checkpoints.
         run_id: the run whose checkpoints and leftovers may be removed.
         keep: names to keep.
+        report: called with a line for each checkpoint that cannot be removed.
         dry_run: only return what would be removed.
     """
 
-    def __init__(self, folder: Store, run_id: str, keep: Collection[str], dry_run: bool) -> None:
+    def __init__(
+        self,
+        folder: Store,
+        run_id: str,
+        keep: Collection[str],
+        report: Callable[[str], None],
+        dry_run: bool,
+    ) -> None:
         self._folder = folder
         self._run_id = run_id
         self._keep = keep
+        self._report = report
         self._dry_run = dry_run
 
     def run(self, entries: Sequence[FolderEntry]) -> list[str]:
@@ -200,8 +208,7 @@ class Pruning:
         except CheckpointConflictError:
             return False  # a save has locked the folder: the next prune tries again
         except Exception as error:  # must not keep the other folders from being cleaned
-            text = f"could not clean {entry.path}: {type(error).__name__}: {error}"
-            warnings.warn(text, CheckpointWarning, stacklevel=4)
+            self._report(f"could not clean {entry.path}: {type(error).__name__}: {error}")
             return False
 
     def _clean(self, entry: FolderEntry) -> bool:

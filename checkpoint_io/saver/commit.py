@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
@@ -42,6 +41,7 @@ from checkpoint_io.loader.files import manifest_of
 from checkpoint_io.outcome import Outcome
 from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import collector_paused
+from checkpoint_io.warning import warn
 
 __all__ = ["Commit", "NextGeneration", "fixed_or_next"]
 
@@ -125,7 +125,7 @@ class Commit:
                 ours = same_manifest(self._data, reader)
         except Exception as error:
             text = f"{self._store.url}: committed, but could not be read back ({error})"
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            warn(text, CheckpointWarning)
             return
         if not ours:
             raise CheckpointConflictError(
@@ -168,7 +168,7 @@ class Commit:
                 f"{self._store.url}: saved, but a power cut may undo it, so the older files are "
                 f"kept; check the disk ({type(error).__name__}: {error})"
             )
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            warn(text, CheckpointWarning)
             return
         if self._previous is not None:
             remove_all(self._store, [entry.name for entry in self._previous.files])
@@ -178,7 +178,7 @@ class Commit:
                 remove_saves(self._store, self._leftovers, self._run_id)
             except Exception as error:
                 text = f"could not clean up {self._store.url}: {type(error).__name__}: {error}"
-                warnings.warn(text, CheckpointWarning, stacklevel=2)
+                warn(text, CheckpointWarning)
 
     def undo(self) -> None:
         """Remove every file of this save that rank 0 sees, including those of dead ranks."""

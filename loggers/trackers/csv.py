@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time as clock
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from loggers.base import RunInfo, Scalar, Status
 from loggers.trackers.line_file import LineFile, open_lines, read_lines
 from loggers.trackers.tool import ContinuingTracker, opened
+from loggers.warning import warn
 
 __all__ = ["CSVTracker", "read_csv"]
 
@@ -191,11 +191,10 @@ class CSVTracker(ContinuingTracker):
         if len(new) > room and not self._warned_too_wide:
             self._warned_too_wide = True
             lost = next(islice(new, room, None))
-            warnings.warn(
+            warn(
                 f"{self.path} has {self._max_columns} columns, so {lost!r} and later names are "
                 "dropped (warned once). Use the same names at each step, or raise max_columns",
                 UserWarning,
-                stacklevel=2,
             )
         return list(islice(new, room))
 

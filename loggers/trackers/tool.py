@@ -6,7 +6,6 @@ import importlib
 import math
 import os
 import random
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
 from loggers.trackers.line_file import local_path
+from loggers.warning import warn
 
 __all__ = [
     "ContinuingTracker",
@@ -200,7 +200,7 @@ class ToolTracker(ContinuingTracker):
         """Warn once per kind."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"{self.name}: {text} (warned once)", UserWarning, stacklevel=4)
+            warn(f"{self.name}: {text} (warned once)")
 
 
 @contextmanager

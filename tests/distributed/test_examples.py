@@ -61,7 +61,7 @@ def test_the_plain_loop_learns_and_its_hooks_fire(starter):
 def test_checkpoints_alone_goes_on_and_keeps_what_it_says(tmp_path):
     folder = ["--folder", str(tmp_path / "alone")]
     first = run("python", "checkpoints_alone.py", *folder)
-    assert "begins with epoch 0\ncheckpoints: step-00000002 step-00000003\n" in first
+    assert "begins with epoch 1\ncheckpoints: step-00000002 step-00000003\n" in first
     again = run("python", "checkpoints_alone.py", *folder, "--epochs", "6")
-    assert "begins with epoch 4\ncheckpoints: step-00000004 step-00000005\n" in again
+    assert "begins with epoch 5\ncheckpoints: step-00000004 step-00000005\n" in again
     assert again.endswith("first 8 rows are the model's: True\n")

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import struct
 import subprocess
 import sys
+import termios
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ def _table(rows: list[tuple[int, dict[str, Any]]], *args: Any) -> list[list[str]
     for step, values in rows:
         tracker.log(values, step)
     tracker.finish()
-    lines = file.getvalue().splitlines()
+    lines = [line.partition("  +")[0] for line in file.getvalue().splitlines()]
     assert len({len(line) for line in lines}) <= len([one for one in lines if "step" in one])
     return [line.split() for line in lines]
 
@@ -54,9 +58,52 @@ def test_columns_that_are_asked_for_in_their_order() -> None:
     ]
 
 
-def test_not_more_columns_than_fit() -> None:
-    table = _table([(1, {f"m{i}": i for i in range(50)})], 0)
-    assert table[0] == ["step", *(f"m{i}" for i in range(12))]
+@pytest.mark.parametrize(("columns", "shown"), [("", 7), ("80", 5), ("160", 12)])
+def test_not_more_columns_than_fit(
+    monkeypatch: pytest.MonkeyPatch, columns: str, shown: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    header, row = _lines({f"m{i}": i for i in range(50)})
+    assert header.split() == ["step", *(f"m{i}" for i in range(shown)), f"+{50 - shown}"]
+    assert row.split() == ["1", *(str(i) for i in range(shown))]
+    assert max(len(header), len(row)) <= int(columns or "100")
+
+
+def test_long_names_are_shortened_in_the_middle_as_far_as_needed() -> None:
+    name = "gradients/layers.11.attention.weight"
+    assert name in _lines({name: 1.5, "loss": 0.5})[0]
+    header, row = _lines({name: 1.5, **{f"loss/{i}": 0.5 for i in range(5)}})
+    assert header.split()[1] == "gradients/l..tion.weight"
+    assert len(header) == len(row) <= 100
+    assert _lines({"loss": 10**12})[1].split() == ["1", "1e+12"]
+
+
+def test_names_that_callbacks_log_come_last_and_are_left_out_first() -> None:
+    run = replace(RUN, secondary={"lr", *(f"stats/{i}" for i in range(20))})
+    values = {**{f"stats/{i}": i for i in range(20)}, "lr": 0.1, "train/loss": 0.5, "val": 1}
+    header, _ = _lines(values, run=run)
+    assert header.split() == ["step", "train/loss", "val", *(f"stats/{i}" for i in range(5)), "+16"]
+
+
+def _lines(values: dict[str, Any], run: RunInfo = RUN) -> list[str]:
+    file = io.StringIO()
+    tracker = ConsoleTracker(0, file=file)
+    tracker.start(run)
+    tracker.log(values, 1)
+    return file.getvalue().splitlines()
+
+
+def test_the_width_is_that_of_a_terminal() -> None:
+    leader, follower = os.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with os.fdopen(follower, "w") as file:
+        tracker = ConsoleTracker(0, file=file)
+        tracker.start(RUN)
+        tracker.log({f"m{i}": i for i in range(9)}, 1)
+        header, row = os.read(leader, 4096).decode().splitlines()
+    os.close(leader)
+    assert header.split() == ["step", "m0", "m1", "m2", "+6"]
+    assert row.split() == ["1", "0", "1", "2"]
 
 
 def test_arguments_and_protocol() -> None:

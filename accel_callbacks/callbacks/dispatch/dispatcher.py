@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import warnings
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter_ns
+from types import FrameType
 from typing import Any
 
 from accel_callbacks import collectives
@@ -30,8 +31,9 @@ from accel_callbacks.callbacks.dispatch.registration import (
 )
 from accel_callbacks.errors import nearest
 from accel_callbacks.logging import notice
+from accel_callbacks.warning import warn
 
-__all__ = ["Dispatcher", "Entry", "Hook", "check_targets", "firing_plan", "in_order"]
+__all__ = ["Dispatcher", "Entry", "Hook", "check_targets", "firing_plan", "in_hook", "in_order"]
 
 Hook = Callable[..., None]
 _log = logging.getLogger("accel_callbacks")
@@ -392,7 +394,7 @@ class Entry:
         what = "is disabled" if self.disabled else "stays enabled"
         text = f"{self.name}.{hook} failed; the callback {what}: {type(error).__name__}: {error}"
         _log.warning(text, exc_info=error)
-        warnings.warn(text, stacklevel=3)
+        warn(text)
 
 
 def _declared_targets(callback: Any, name: str) -> tuple[Any, ...]:
@@ -404,6 +406,16 @@ def _declared_targets(callback: Any, name: str) -> tuple[Any, ...]:
         for target in targets
     )
     return targets if valid else ()
+
+
+def in_hook() -> bool:
+    """Return whether a callback is being called on this thread; walks the stack, so ask rarely."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals is globals():
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _timed(method: Callable[..., Any], entry: Entry, tally: Tally) -> Hook:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from os import PathLike, fspath
@@ -27,6 +26,7 @@ from accel_callbacks.integrations.lightning.trainer_parts import (
     logger_facade,
 )
 from accel_callbacks.loop.run import length_of
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -316,10 +316,9 @@ class TrainerFacade:
         """Save a checkpoint folder at the path, or with ``weights_only`` the model's weights."""
         run = self.accel_run
         if self.hook == "on_exception" and collectives.world_size() > 1:
-            warnings.warn(
+            warn(
                 f"{fspath(filepath)} was not saved: a save is collective, and after an error the "
                 "other ranks do not take part",
-                stacklevel=2,
             )
         elif weights_only:
             model = run.accelerator.models[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +13,7 @@ from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.integrations.host import Missing, Part
 from accel_callbacks.integrations.lightning.packages import LightningPackage
+from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.integrations.lightning.trainer import TrainerFacade
@@ -254,10 +254,10 @@ def remove_saved(path: str, run_id: str) -> None:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        warnings.warn(f"{path} was not removed: {error}", stacklevel=2)
+        warn(f"{path} was not removed: {error}")
         return
     if manifest.metadata.get("run_id") != run_id:
-        warnings.warn(f"{path} was not removed: another run wrote it", stacklevel=2)
+        warn(f"{path} was not removed: another run wrote it")
         return
     with store.lock():
         remove_checkpoint(store, manifest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import warnings
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from checkpoint_io.storage.s3.client import (
 from checkpoint_io.storage.s3.download import head
 from checkpoint_io.storage.s3.parts import Checksum
 from checkpoint_io.storage.s3.upload import CorruptUploadError, put
+from checkpoint_io.warning import warn
 
 # no answer, or that of a gateway which got none: the store may still execute the request
 _UNANSWERED = frozenset({0, 502, 504})
@@ -136,12 +136,11 @@ async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> C
         obeyed = await _probe(client, key.rpartition("/")[0], checksum)
         known.append(obeyed)
         if not all(obeyed):
-            warnings.warn(
+            warn(
                 f"{client.place.of(None)} at {client.place.endpoint} ignores conditional writes: "
                 "two jobs that save to one path at the same moment may both report success; give "
                 "each job a folder of its own (botocore before 1.36 cannot send conditions)",
                 CheckpointWarning,
-                stacklevel=2,
             )
     return known[0]
 

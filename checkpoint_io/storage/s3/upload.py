@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +24,7 @@ from checkpoint_io.storage.s3.parts import (
     tag_of_parts,
     verify_arrival,
 )
+from checkpoint_io.warning import warn
 
 
 class Transfer(Protocol):
@@ -324,10 +324,9 @@ def warn_of_leftovers(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        warnings.warn(
+        warn(
             f"parts of {where} may be left in the store, the next save there removes them: {error}",
             CheckpointWarning,
-            stacklevel=3,
         )
 
 

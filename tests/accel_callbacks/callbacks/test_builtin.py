@@ -195,15 +195,14 @@ def what_is_there(terminal: int) -> Iterator[str]:
 
 def test_on_a_terminal_there_is_a_bar():
     text = on_a_terminal(bar={"refresh_every": 0})
-    assert "epoch 1/2: 100%" in text
-    assert "epoch 2/2: 100%" in text
-    assert "3/3" in text
+    assert re.search("epoch 1/2: █+ 3/3", text)
+    assert re.search("epoch 2/2: █+ 3/3", text)
     assert "loss=0.25" in text
 
 
 def test_the_last_state_of_a_bar_is_full_and_has_the_values_whatever_the_refresh():
     text = on_a_terminal(bar={"refresh_every": 1000})
-    assert "epoch 2/2: 100%" in text
+    assert re.search("epoch 2/2: █+ 3/3", text)
     assert "loss=0.25" in text
 
 

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from accel_callbacks import Accelerator
-from accel_callbacks.callbacks import Checkpoint, ProgressBar, RichProgressBar
+from accel_callbacks import Accelerator, Callback, callbacks
+from accel_callbacks.callbacks import Checkpoint, ProgressBar, RichProgressBar, progress_bar
+from loggers import ConsoleTracker
 
 BARS = [ProgressBar, RichProgressBar]
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -27,9 +28,9 @@ CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 class Terminal:
     """A terminal to write to, and what stands there as text."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int) -> None:
         self._leader, follower = os.openpty()
-        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.file = os.fdopen(follower, "w")
 
     def text(self) -> str:
@@ -45,8 +46,8 @@ class Terminal:
 
 
 @contextmanager
-def terminal() -> Iterator[Terminal]:
-    it = Terminal()
+def terminal(columns: int = 160) -> Iterator[Terminal]:
+    it = Terminal(columns)
     try:
         yield it
     finally:
@@ -201,3 +202,182 @@ def test_without_rich_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_rich)
     with pytest.raises(ImportError, match="pip install rich"):
         RichProgressBar()
+
+
+# --- what fits in a line ----------------------------------------------------------------------
+
+
+class Probe(Callback):
+    """Logs under its own names, before and after the loop does."""
+
+    def __init__(self, count: int = 8) -> None:
+        self.values = {f"probe/layers.{i}.attention.weight": float(i) for i in range(count)}
+
+    def on_train_start(self, run, model):
+        run.accelerator.log(self.values)
+
+    def on_log(self, run, model, values, step):
+        if "train/loss" in values:
+            run.accelerator.log({"probe/nested": 1.0})
+
+
+def everything(folder) -> list:
+    """Sixteen callbacks, to which the bar is added."""
+    return [
+        callbacks.Checkpoint(str(folder), every_n_epochs=1),
+        callbacks.DeviceStats(every_n_steps=1),
+        callbacks.EMA(0.5),
+        callbacks.EarlyStopping("val/loss"),
+        callbacks.Freeze({"bias": 1}),
+        callbacks.GradientAccumulationScheduler({1: 2}),
+        callbacks.GradientNorm(per_layer=True),
+        callbacks.LearningRateMonitor(log_momentum=True),
+        callbacks.NonFinite(),
+        callbacks.Preemption(),
+        callbacks.SampleLogger(lambda run, model, batch, outputs: {"text": "a"}, n=1),
+        callbacks.Throughput(window=4, log_every_n_steps=1),
+        callbacks.Timer(),
+        callbacks.WeightAveraging(),
+        Probe(),
+        Callback(),
+    ]
+
+
+def train(bar: ProgressBar, *others, metrics: int = 3, epochs: int = 2) -> Accelerator:
+    """Two epochs of four batches, with a validation, in which the loop logs some metrics."""
+    accel = Accelerator(cpu=True, callbacks=[*others, bar])
+    model = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loaders = [torch.utils.data.DataLoader(torch.ones(4, 2)) for _ in range(2)]
+    names = ["train/loss", "train/accuracy", *(f"train/classification_{i}" for i in range(99))]
+    model, sgd, loader, val = accel.prepare(model, sgd, *loaders)
+    with accel.run("bars") as run:
+        for _ in run.epochs(epochs):
+            for batch in loader:
+                with accel.accumulate(model):
+                    accel.backward(model(batch).square().mean())
+                    sgd.step()
+                    sgd.zero_grad()
+                accel.log(dict.fromkeys(names[:metrics], 0.125))
+            with accel.evaluate(model):
+                for batch in val:
+                    model(batch)
+            accel.log({"val/loss": 0.5})
+    return accel
+
+
+def last_line(text: str, begin: str = "epoch 2/2") -> str:
+    """The last drawing of a bar, as it stands on the screen."""
+    lines = [line.strip() for line in re.split("[\r\n]", text)]
+    return [line for line in lines if line.startswith(begin) and "validation" not in line][-1]
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize("kind", BARS)
+def test_bar_epoch_count_and_speed_never_give_way_to_metrics(tmp_path, kind, columns):
+    with terminal(columns) as there:
+        bar = kind(refresh_every=1000, file=there.file)
+        accel = train(bar, *everything(tmp_path), metrics=6)
+        line = last_line(there.text())
+    assert len(accel.callbacks) == 17
+    assert len(line) <= columns
+    fixed, _, shown = line.partition("train/loss=0.125 ")
+    assert re.match(r"epoch 2/2:? [█━]{8,} +4/4 ", fixed)
+    assert re.search(r" \d+\.\d+(it)?/s[ \]]", fixed)
+    assert re.search(r"<?\d?:?\d\d:\d\d", fixed)
+    assert shown.startswith("train/accuracy=0.125 ") or columns < 160
+    hidden = re.search(r" ?\+(\d+)$", shown)
+    assert hidden
+    total = len(accel.current_run.callback_metrics)
+    assert shown.count("=") + 1 + int(hidden[1]) == total > 20
+
+
+@pytest.mark.parametrize("kind", BARS)
+def test_what_the_loop_logs_stands_before_what_callbacks_log(kind):
+    with terminal(160) as there:
+        train(kind(refresh_every=1000, file=there.file), Probe(1), metrics=2)
+        line = last_line(there.text())
+    names = re.findall(r"([\w/.]+)=", line)
+    assert names[:3] == ["train/loss", "train/accuracy", "val/loss"]
+    assert names[3:] == ["probe/laye..ttention.weight", "probe/nested"] or names[3:] == [
+        "probe/layers.0.attention.weight",
+        "probe/nested",
+    ]
+
+
+@pytest.mark.parametrize("kind", BARS)
+def test_metrics_are_chosen_by_names_and_patterns_in_their_order(kind):
+    for metrics, shown in [
+        (["val/*", "train/loss"], "val/loss=0.5 train/loss=0.125"),
+        (["*/loss"], "train/loss=0.125 val/loss=0.5"),
+        ([], ""),
+    ]:
+        out = io.StringIO()
+        train(kind(file=out, metrics=metrics), Probe())
+        assert out.getvalue().splitlines()[-1].partition("/s")[2].strip() == shown
+        with terminal(80) as there:
+            train(kind(refresh_every=1000, file=there.file, metrics=metrics), Probe())
+            assert last_line(there.text()).endswith(shown or ("]" if kind is ProgressBar else ""))
+    with pytest.raises(TypeError, match=r"metrics=\['loss'\]"):
+        kind(metrics="loss")
+
+
+@pytest.mark.parametrize(("columns", "width"), [("", 100), ("72", 72), ("160", 160)])
+@pytest.mark.parametrize("kind", BARS)
+def test_without_a_terminal_a_line_stays_within_a_width(monkeypatch, kind, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    out = io.StringIO()
+    train(kind(file=out, seconds_between_lines=0), Probe(), metrics=40)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) in range(width - 28, width + 1)
+    assert re.match(r"epoch 2/2: 4/4 batches, \d+\.\d/s train/loss=0.125 ", lines[-1])
+    assert re.search(r" \+\d\d$", lines[-1])
+
+
+def test_long_names_are_shortened_from_the_middle_unless_that_makes_them_equal():
+    text = progress_bar.MetricText({"val/classification/top_5_accuracy": 0.5, "loss": 1})
+    assert text.fit(80) == "val/classification/top_5_accuracy=0.5 loss=1"
+    assert text.fit(40) == "val/classif.._5_accuracy=0.5 loss=1"
+    assert text.fit(30) == "val/cla..ccuracy=0.5 loss=1"
+    assert text.fit(18) == "val/..racy=0.5 +1"
+    assert text.fit(5) == "+2"
+    assert progress_bar.MetricText({"train/loss_of_all": 0.5}).fit(20) == "train/l.._of_all=0.5"
+    layers = {f"gradients/layers.{i}.attention.weight": i for i in range(2)}
+    shown = progress_bar.MetricText(layers).fit(60)
+    assert shown == "gradients/layers.0.attention.weight=0 +1"
+
+
+def test_a_wait_for_data_is_told_whatever_is_logged():
+    text = progress_bar.MetricText({f"m{i}": i for i in range(99)}, "(waits for data 40%)")
+    assert text.fit(40) == "m0=0 m1=1 m2=2 +96 (waits for data 40%)"
+
+
+def test_braces_in_values_are_no_template():
+    with terminal() as there:
+        bar = ProgressBar(refresh_every=1000, file=there.file)
+        accel = Accelerator(cpu=True, callbacks=[bar])
+        for _ in accel.prepare(torch.utils.data.DataLoader(range(2))):
+            accel.log({"{n}": "{bar} {0}"})
+        accel.end_training()
+        assert "{n}={bar} {0}" in there.text()
+
+
+def test_the_console_tracker_shows_what_the_loop_logs_first(tmp_path):
+    out = io.StringIO()
+    accel = Accelerator(
+        cpu=True, project_dir=tmp_path, callbacks=[Probe()], log_with=ConsoleTracker(0, file=out)
+    )
+    with accel.run("console") as run:
+        for _ in run.epochs(1):
+            for _ in accel.prepare(torch.utils.data.DataLoader(range(2))):
+                accel.log({"train/loss": 0.125, "train/accuracy": 0.5})
+    header = [line.split() for line in out.getvalue().splitlines() if "step" in line][-1]
+    assert header[:3] == ["step", "train/loss", "train/accuracy"]
+    assert header[-1].startswith("+")
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+
+
+def test_a_resumed_run_tells_its_epoch_counted_from_one(tmp_path, capsys):
+    for epochs in (1, 2):
+        train(ProgressBar(file=io.StringIO()), Checkpoint(str(tmp_path)), epochs=epochs)
+    assert "(step 4, epoch 1); resume=False" in capsys.readouterr().err
