@@ -123,6 +123,7 @@ class Checkpointer:
         check_when_busy(when_busy)
         loop = self.training.loop
         loop.require_loaded("save_state")
+        loop.require_own_weights("save_state")
         loop.run.save_began = time.perf_counter() if began is None else began
         saves = loop.saves
         if not saves.make_room(when_busy if async_save else "wait"):
@@ -254,6 +255,7 @@ class Checkpointer:
             raise ValueError(f"verify={verify!r} is unknown: use one of {_VERIFY}.")
         require_neighbour("checkpoint_io")
         refuse_aborted_group("load_state")
+        self.training.loop.require_own_weights("load_state")
         options = LoadOptions(Selection(only, rename), strict, verify, progress, storage_options)
         if input_dir is not None:
             return restore_from(self.training, fspath(input_dir), options)

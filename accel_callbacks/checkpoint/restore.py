@@ -537,6 +537,10 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
     training.loop.half_loaded = None
     training.load_report = ready.report
     training.project.count_from(number_of(reader.path))
+    if options.selection.takes("callbacks") and options.selection.takes("run"):
+        for saver in training.loop.savers:
+            if hasattr(saver, "resumed"):
+                saver.resumed(training.loop.run)
     return reader.path
 
 

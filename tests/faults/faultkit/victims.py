@@ -296,6 +296,7 @@ def fill_rounds(link: Connection, url: str, start: int, rounds: int, numel: int)
 
 def save_and_rest(link: Connection, url: str, step: int, numel: int) -> None:
     """Stop in the middle of a save."""
+
     def rest(call: Call) -> None:
         link.send(("resting",))
         time.sleep(1000)
