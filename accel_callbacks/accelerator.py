@@ -799,7 +799,9 @@ class Accelerator(ProcessControl, MediaLogging):
                 continues. ``on_checkpoint_saved`` fires when it is durable; an error is raised on
                 all ranks at the end of a later optimizer step, or by :meth:`wait_for_save`.
             when_busy: if an earlier save is pending, ``"wait"`` for it, or ``"skip"`` this one.
-            trainable_only: omit frozen parameters; a load keeps the values that they have then.
+            trainable_only: omit frozen parameters, but for those with a state of an optimizer,
+                which were trained before. A load keeps the values that they have then, and warns
+                if those are others. Of a PEFT model with one adapter, add the files of peft.
 
         Returns:
             The path of the checkpoint, which is durable unless ``async_save``; an empty string if
@@ -873,8 +875,9 @@ class Accelerator(ProcessControl, MediaLogging):
                 ``{"models/0/backbone.": "models/0/encoder."}``, or a function of a saved key.
                 Optimizer states follow.
             strict: raise if the resume cannot be exact: another number of ranks, a registered
-                object without a saved state, with ``only`` a weight that is missing on either
-                side. Otherwise these are warnings.
+                object without a saved state, other frozen weights than those that the save left
+                out, with ``only`` a weight that is missing on either side. Otherwise these are
+                warnings.
             verify: ``"full"`` reads and checks all bytes before anything changes, and then reads
                 them again; ``"parts"`` checks each part as it is read.
             progress: a bar with bytes per second; ``None`` shows one for long loads on a terminal.
@@ -1021,7 +1024,9 @@ class Accelerator(ProcessControl, MediaLogging):
     ) -> None:
         """Write the weights as ``model.safetensors``, or as shards with an index; collective.
 
-        safetensors and transformers can read the result. Rank 0 writes, or with
+        safetensors and transformers can read the result. Of a PEFT model only its adapters are
+        written, as peft does: ``adapter_model.safetensors`` and ``adapter_config.json``, for each
+        adapter not named "default" in a folder of its name. Rank 0 writes, or with
         ``save_on_each_node`` of the project one rank of each node, and the others wait. Sharded
         parameters are gathered one tensor at a time, on the rank that writes them.
 

@@ -80,6 +80,10 @@ class Checkpoint(ResumableState):
         on_exception: if an error ends a run of a single process, save its state into
             ``exception-step-<global step>``; a run resumes from there only if its path is given,
             or if there is no other checkpoint. Off by default.
+        trainable_only: leave frozen parameters out, off by default: a resume takes those of the
+            model that the script builds, and warns if they are others. Buffers, and parameters
+            that were trained before they were frozen, are saved. Of a PEFT model with one adapter
+            the checkpoint is also one that ``PeftModel.from_pretrained`` opens.
         max_shard_size: largest tensor file, such as ``"5GB"``.
         storage_options: for the filesystem behind the URL.
 
@@ -130,6 +134,7 @@ class Checkpoint(ResumableState):
         when_busy: str = "wait",
         when_failed: str = "raise",
         on_exception: bool = False,
+        trainable_only: bool = False,
         max_shard_size: int | str = "5GB",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -149,6 +154,7 @@ class Checkpoint(ResumableState):
         self.when_busy = when_busy
         self.when_failed = when_failed
         self.saves_on_exception = on_exception
+        self.trainable_only = trainable_only
         self.max_shard_size = max_shard_size
         self.storage_options = storage_options
         self._folder: CheckpointFolder | None = None
@@ -255,7 +261,9 @@ class Checkpoint(ResumableState):
         """Save the state of a run of one process, with ``on_exception=True``."""
         if self.saves_on_exception:
             options = (self.max_shard_size, self.storage_options)
-            save_on_exception(run, self._open(run), exception, *options)
+            save_on_exception(
+                run, self._open(run), exception, *options, trainable_only=self.trainable_only
+            )
 
     @property
     def _clock_reason(self) -> str:
@@ -280,7 +288,9 @@ class Checkpoint(ResumableState):
             run.accelerator.checkpointer.write(
                 folder,
                 metadata=metadata,
+                storage_options=self.storage_options,
                 max_shard_size=self.max_shard_size,
+                trainable_only=self.trainable_only,
                 async_save=self.async_save and not last,
                 began=began,
                 callbacks=SaveCallbacks(
@@ -714,6 +724,8 @@ def save_on_exception(
     error: BaseException,
     max_shard_size: int | str,
     storage_options: Mapping[str, Any] | None,
+    *,
+    trainable_only: bool = False,
 ) -> None:
     """Save into ``exception-step-<step>`` and print its path; a failure to save is a warning.
 
@@ -723,6 +735,7 @@ def save_on_exception(
         error: what ends the run.
         max_shard_size: largest tensor file.
         storage_options: for the filesystem behind the folder.
+        trainable_only: leave frozen parameters out.
     """
     if collectives.world_size() > 1:
         if run.is_global_zero:
@@ -738,7 +751,9 @@ def save_on_exception(
             path = run.accelerator.checkpointer.write(
                 cast("CheckpointFolder", target),
                 metadata={"exception": f"{type(error).__name__}: {error}"[:1000]},
+                storage_options=storage_options,
                 max_shard_size=max_shard_size,
+                trainable_only=trainable_only,
             )
     except Exception as problem:
         text = f"{type(problem).__name__}: {problem}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks.callbacks.averaged_weights import local_part
-from accel_callbacks.checkpoint.compatibility import fitting_weights
+from accel_callbacks.checkpoint.compatibility import compare_frozen, fitting_weights
 from accel_callbacks.checkpoint.open import LoadFailed, open_one, together
 from accel_callbacks.checkpoint.restore import InPlaceReads, views_in
 from accel_callbacks.checkpoint.selection import Selection
@@ -142,6 +142,7 @@ class BorrowedWeights(AbstractContextManager[str]):
             )
         report, every = RestoreReport(path), Selection()
         weights = {i: fitting_weights(training, state, i, every, report) for i in indices}
+        compare_frozen(training, state, indices, strict=False)
         for index, averages in self._averages(state["callbacks"]).items():
             if index in weights:
                 here = training.strategy.local_state_dict(training.models[index])

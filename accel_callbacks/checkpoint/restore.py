@@ -13,6 +13,7 @@ import torch
 
 from accel_callbacks.checkpoint.compatibility import (
     chosen_indices,
+    compare_frozen,
     fitting_weights,
     rank_part,
     warn_of_names,
@@ -294,6 +295,8 @@ def make_ready(
     selection.check(all_keys(state))
     part = selection.apply(state)
     indices = {kind: chosen_indices(training, part, kind, selection) for kind in _KINDS}
+    if not selection.renames:  # the fingerprints have the names of the save
+        compare_frozen(training, part, indices["models"], options.strict)
     hooked = training.pre_hooks.load_some and bool(indices["models"])
     if not hooked:
         _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
