@@ -394,11 +394,16 @@ class Checkpoint(ResumableState):
         Args:
             run: the run.
             which: ``"best"`` or ``"last"``.
+
+        Raises:
+            FileNotFoundError: it was removed.
         """
         path = self.best_path if which == "best" else self.last_path
         at = self._record.saved_at or (0, 0, False)
         with shared_failure(f"looking into {self._folder_url(run)}"):
-            if run.is_global_zero and path is None and run.starts_fresh:
+            if run.is_global_zero and path is not None:
+                self._require(path, which)
+            elif run.is_global_zero and run.starts_fresh:
                 infos = _valid_in(self._open(run))
                 infos = [one for one in infos if not is_exception_checkpoint(one.name)] or infos
                 newest = infos[-1].manifest.metadata if infos else {}
@@ -410,6 +415,20 @@ class Checkpoint(ResumableState):
                 at = (int(newest.get("step", 0)), int(newest.get("epoch", 0)), False)
         path, at = collectives.broadcast_object((path, at))
         return path, (at[0], at[1], at[2])
+
+    def _require(self, path: str, which: str) -> None:
+        """Raise FileNotFoundError if a checkpoint of this run was removed."""
+        from checkpoint_io import CheckpointNotFoundError, read_manifest
+
+        try:
+            read_manifest(path, storage_options=self.storage_options)
+        except CheckpointNotFoundError as error:
+            name = self.monitor.name if self.monitor is not None else None
+            policy = f"keep_best(1, {name!r})" if which == "best" else "keep_last(1)"
+            raise FileNotFoundError(
+                f"the {which} checkpoint, {path}, was removed since it was saved: let "
+                f"Checkpoint(keep=...) keep it with `| {policy}`, or give the path of another one."
+            ) from error
 
     # --- state --------------------------------------------------------------------------------
 

@@ -24,8 +24,9 @@ def fingerprints(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
     Example:
         >>> import torch
         >>> from accel_callbacks.checkpoint.frozen_weights import fingerprints
-        >>> fingerprints({"weight": torch.ones(2, 3)})
-        {'weight': [[2, 3], 'torch.float32', '7a74b3ac94c4a9c6']}
+        >>> shape, dtype, digest = fingerprints({"weight": torch.ones(2, 3)})["weight"]
+        >>> shape, dtype, len(digest)
+        ([2, 3], 'torch.float32', 16)
     """
     whole = {
         name: tensor.detach()

@@ -274,6 +274,17 @@ def test_what_is_missing_says_what_to_do(tmp_path):
         entering(Job(), tmp_path / "foreign")
 
 
+def test_a_best_that_was_removed_says_how_to_keep_it(tmp_path):
+    newest = Checkpoint(tmp_path, every="1 epoch", monitor="val", keep=checkpoint_io.keep_last(1))
+    job = Job(newest)
+    job.fit()
+    with (
+        pytest.raises(FileNotFoundError, match=r"keep_best\(1, 'val'\)"),
+        job.accel.evaluate(checkpoint="best"),
+    ):
+        pass
+
+
 def test_a_checkpoint_that_does_not_fit_or_is_damaged_leaves_all_as_it_was(tmp_path):
     job = Job(EMA(0.8))
     job.fit(1)
