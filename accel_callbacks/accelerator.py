@@ -803,7 +803,9 @@ class Accelerator(ProcessControl, MediaLogging):
                 continues. ``on_checkpoint_saved`` fires when it is durable; an error is raised on
                 all ranks at the end of a later optimizer step, or by :meth:`wait_for_save`.
             when_busy: if an earlier save is pending, ``"wait"`` for it, or ``"skip"`` this one.
-            trainable_only: omit frozen parameters; a load keeps the values that they have then.
+            trainable_only: omit frozen parameters, but for those with a state of an optimizer,
+                which were trained before. A load keeps the values that they have then, and warns
+                if those are others. Of a PEFT model with one adapter, add the files of peft.
 
         Returns:
             The path of the checkpoint, which is durable unless ``async_save``; an empty string if
@@ -877,8 +879,9 @@ class Accelerator(ProcessControl, MediaLogging):
                 ``{"models/0/backbone.": "models/0/encoder."}``, or a function of a saved key.
                 Optimizer states follow.
             strict: raise if the resume cannot be exact: another number of ranks, a registered
-                object without a saved state, with ``only`` a weight that is missing on either
-                side. Otherwise these are warnings.
+                object without a saved state, other frozen weights than those that the save left
+                out, with ``only`` a weight that is missing on either side. Otherwise these are
+                warnings.
             verify: ``"full"`` reads and checks all bytes before anything changes, and then reads
                 them again; ``"parts"`` checks each part as it is read.
             progress: a bar with bytes per second; ``None`` shows one for long loads on a terminal.
@@ -1025,7 +1028,9 @@ class Accelerator(ProcessControl, MediaLogging):
     ) -> None:
         """Write the weights as ``model.safetensors``, or as shards with an index; collective.
 
-        safetensors and transformers can read the result. Rank 0 writes, or with
+        safetensors and transformers can read the result. Of a PEFT model only its adapters are
+        written, as peft does: ``adapter_model.safetensors`` and ``adapter_config.json``, for each
+        adapter not named "default" in a folder of its name. Rank 0 writes, or with
         ``save_on_each_node`` of the project one rank of each node, and the others wait. Sharded
         parameters are gathered one tensor at a time, on the rank that writes them.
 
@@ -1169,18 +1174,40 @@ class Accelerator(ProcessControl, MediaLogging):
 
         return RunContext(new_run, self.loop, self.checkpointer, self.tracking, resume)
 
-    def evaluate(self, *models: torch.nn.Module, stage: str = "validation") -> Evaluate:
+    def evaluate(
+        self,
+        *models: torch.nn.Module,
+        stage: str = "validation",
+        checkpoint: str | PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Evaluate:
         """Return the context manager of an evaluation loop, inside of training or not.
 
         Inside, models are in eval mode and gradients are disabled; at the exit every module
         returns to its previous mode. Loaders iterated inside count as validation, or as test.
 
+        With ``checkpoint`` the models hold its weights inside, or its averages where a callback
+        such as ``EMA`` evaluates with the average; the run stays where it is, and at the exit,
+        also by an error, parameters and buffers are put back bitwise. Entering it is collective.
+        It takes the memory of one more copy of the models. Inside, ``save_model`` writes the
+        weights of the checkpoint; ``step``, ``save_state`` and ``load_state`` are refused.
+
         Args:
             *models: prepared models; all of them if omitted.
             stage: ``"validation"`` (default) or ``"test"``; selects the hooks that fire.
+            checkpoint: the path of a checkpoint, or ``"best"`` or ``"last"`` of the ``Checkpoint``
+                callbacks: the best of the first one that has a monitor, the newest of all. Before
+                anything was trained or loaded, those of the newest run in their folder. The
+                current weights if ``None``.
+            storage_options: for the filesystem behind the path.
 
         Raises:
-            ValueError: an unknown stage.
+            ValueError: an unknown stage; ``"best"`` or ``"last"``, and no callback that saves it;
+                a model is not prepared, and ``checkpoint`` is given.
+            FileNotFoundError: ``"best"`` or ``"last"``, and none is saved yet.
+            ResumeError: the checkpoint does not fit the models; nothing was changed.
+            RuntimeError: ``step``, ``save_state`` or ``load_state`` inside, with ``checkpoint``.
+            checkpoint_io.CheckpointError: the checkpoint is missing, unfinished or corrupt.
 
         Example:
             >>> import torch
@@ -1190,8 +1217,22 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> with accel.evaluate(model):
             ...     model(torch.ones(1, 1)).requires_grad
             False
+            >>> path = accel.save_state("memory://doc-evaluate/c")
+            >>> _ = torch.nn.init.constant_(model.bias, 7.0)
+            >>> with accel.evaluate(model, checkpoint=path):
+            ...     model.bias.item() == 7.0
+            False
+            >>> model.bias.item()
+            7.0
         """
-        return Evaluate(self.passes, models or tuple(self.models), stage)
+        return Evaluate(
+            self.passes,
+            models or tuple(self.models),
+            stage,
+            self.training_state,
+            checkpoint,
+            storage_options,
+        )
 
     def end_training(self) -> None:
         """End a loop that does not use :meth:`run`: close trackers and process group; collective.

@@ -98,6 +98,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             loop.require_loaded("step")
         if not window.sync:
             return None
+        if loop.borrowed is not None:
+            loop.require_own_weights("step")
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         hooks = loop.dispatch.hooks["on_before_optimizer_step"]
         if hooks or window.normalizer.active or window.correction != 1.0:

@@ -186,6 +186,27 @@ class Averages:
             )
         }
 
+    def of_model(self, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the saved averages of the model with this number, under all names of its weights.
+
+        Args:
+            number: of the model.
+            state: saved averages, as tensors or as views of a checkpoint.
+
+        Raises:
+            ResumeError: they are those of other weights.
+        """
+        self._check(state)
+        names = self._names
+        return {own: state[names[i]] for key, own, i in self._aliases if key == str(number)}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        for name, weight in zip(self._names, self._weights, strict=True):
+            _check_saved(name, weight, state)
+        if unknown := sorted(state.keys() - set(self._names)):
+            hint = nearest(unknown[0], self._names)
+            raise ResumeError(f"the average of {unknown[0]!r} is only in the checkpoint.{hint}")
+
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load saved averages in place.
@@ -196,11 +217,7 @@ class Averages:
         if not state:
             self._averages, self._displaced = [], {}
             return
-        for name, weight in zip(self._names, self._weights, strict=True):
-            _check_saved(name, weight, state)
-        if unknown := sorted(state.keys() - set(self._names)):
-            hint = nearest(unknown[0], self._names)
-            raise ResumeError(f"the average of {unknown[0]!r} is only in the checkpoint.{hint}")
+        self._check(state)
         self._displaced = {}  # a load during an evaluation has restored the weights already
         if not self._averages:
             self._averages = [None] * len(self._weights)
@@ -252,7 +269,7 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> None:
     local_part(target).data.copy_(local_part(source))
 
 
-def _check_saved(name: str, weight: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+def _check_saved(name: str, weight: torch.Tensor, state: Mapping[str, Any]) -> None:
     if name not in state:
         raise ResumeError(f"the checkpoint has no average of {name!r}.{nearest(name, state)}")
     if tuple(state[name].shape) != tuple(weight.shape):

@@ -80,12 +80,18 @@ class Checkpoint(ResumableState):
         on_exception: if an error ends a run of a single process, save its state into
             ``exception-step-<global step>``; a run resumes from there only if its path is given,
             or if there is no other checkpoint. Off by default.
+        trainable_only: leave frozen parameters out, off by default: a resume takes those of the
+            model that the script builds, and warns if they are others. Buffers, and parameters
+            that were trained before they were frozen, are saved. Of a PEFT model with one adapter
+            the checkpoint is also one that ``PeftModel.from_pretrained`` opens.
         max_shard_size: largest tensor file, such as ``"5GB"``.
         storage_options: for the filesystem behind the URL.
 
     Attributes:
-        last_path: the newest checkpoint written by this process, once durable, or ``None``.
-        best_path: the best one by ``monitor`` on the main process, once durable, or ``None``.
+        last_path: the newest checkpoint of the run in the folder, once durable; after a resume
+            from elsewhere that checkpoint, until one is saved here; ``None`` before the first.
+        best_path: the best one of the run by ``monitor`` that is there, once durable, or ``None``.
+            Both are found anew after a resume, also if the folder was moved.
 
     Raises:
         ValueError: an interval or a number to keep is below 1 or given twice, ``keep`` is given
@@ -129,6 +135,7 @@ class Checkpoint(ResumableState):
         when_busy: str = "wait",
         when_failed: str = "raise",
         on_exception: bool = False,
+        trainable_only: bool = False,
         max_shard_size: int | str = "5GB",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -148,6 +155,7 @@ class Checkpoint(ResumableState):
         self.when_busy = when_busy
         self.when_failed = when_failed
         self.saves_on_exception = on_exception
+        self.trainable_only = trainable_only
         self.max_shard_size = max_shard_size
         self.storage_options = storage_options
         self._folder: CheckpointFolder | None = None
@@ -254,7 +262,9 @@ class Checkpoint(ResumableState):
         """Save the state of a run of one process, with ``on_exception=True``."""
         if self.saves_on_exception:
             options = (self.max_shard_size, self.storage_options)
-            save_on_exception(run, self._open(run), exception, *options)
+            save_on_exception(
+                run, self._open(run), exception, *options, trainable_only=self.trainable_only
+            )
 
     @property
     def _clock_reason(self) -> str:
@@ -279,7 +289,9 @@ class Checkpoint(ResumableState):
             run.accelerator.checkpointer.write(
                 folder,
                 metadata=metadata,
+                storage_options=self.storage_options,
                 max_shard_size=self.max_shard_size,
+                trainable_only=self.trainable_only,
                 async_save=self.async_save and not last,
                 began=began,
                 callbacks=SaveCallbacks(
@@ -310,6 +322,115 @@ class Checkpoint(ResumableState):
         warn(f"training continues without this checkpoint: {error}")
         return True
 
+    # --- finding ------------------------------------------------------------------------------
+
+    def resumed(self, run: TrainingRun) -> None:
+        """Collective: find the checkpoints of the resumed run where they are now.
+
+        Args:
+            run: restored, and so is the state of this callback.
+        """
+        found: tuple[str | None, str | None, float | None] = None, None, None
+        with shared_failure(f"looking into {self._folder_url(run)}"):
+            if run.is_global_zero:
+                found = self._relocated(run)
+        self.last_path, best, score = collectives.broadcast_object(found)
+        self.best_path = self._record.best_path = best
+        self._record.best_score = score
+
+    def _relocated(self, run: TrainingRun) -> tuple[str | None, str | None, float | None]:
+        """Return the last and the best path, and the best score."""
+        folder, resumed = self._open(run), run.resumed_from
+        # A rewound run: the later checkpoints in the folder are not of its past.
+        infos = [
+            info
+            for info in _valid_in(folder)
+            if info.manifest.metadata.get("run_id") == run.run_id
+            and info.manifest.metadata.get("step", 0) <= run.global_step
+        ]
+        names = {info.name: info.path for info in infos}
+        normal = [info.path for info in infos if not is_exception_checkpoint(info.name)]
+        last = normal[-1] if normal else resumed
+        if resumed is not None and _split(resumed)[1] in names:
+            last = names[_split(resumed)[1]]
+        if (best := self._record.best_path) is not None:
+            name = _split(best)[1]
+            beside = None if resumed is None else _split(resumed)[0] + name
+            for path in (names.get(name), beside, best):
+                if path is not None and self._is_best(path, run.run_id):
+                    return last, path, self._record.best_score
+        return last, *self._best_of(infos)
+
+    def _is_best(self, path: str, run_id: str) -> bool:
+        """Return whether the checkpoint of the best score is at this path, and whole."""
+        from checkpoint_io import open_checkpoint
+
+        try:
+            reader = open_checkpoint(path, rank=0, storage_options=self.storage_options)
+            reader.check()
+        except Exception:
+            # Each store's driver has errors of its own, and the path may be of another machine.
+            return False
+        metadata = reader.manifest.metadata
+        score = metadata.get("score")
+        value = score.get("value") if isinstance(score, dict) else None
+        return metadata.get("run_id") == run_id and value == self._record.best_score
+
+    def _best_of(self, infos: Sequence[CheckpointInfo]) -> tuple[str | None, float | None]:
+        """Return the best of some checkpoints, oldest first, and its score."""
+        from checkpoint_io import keep_best
+
+        if self.monitor is None:
+            return None, None
+        best = keep_best(1, self.monitor.name, self.monitor.mode)(infos)
+        scores = [info.manifest.metadata.get("score") for info in best]
+        value = scores[0].get("value") if scores and isinstance(scores[0], dict) else None
+        return (best[0].path if best else None), value
+
+    def find_saved(self, run: TrainingRun, which: str) -> tuple[str | None, Position]:
+        """Collective: return the path of the best or the last checkpoint, and its position.
+
+        Before anything was trained or loaded, that of the newest run in the folder.
+
+        Args:
+            run: the run.
+            which: ``"best"`` or ``"last"``.
+
+        Raises:
+            FileNotFoundError: it was removed.
+        """
+        path = self.best_path if which == "best" else self.last_path
+        at = self._record.saved_at or (0, 0, False)
+        with shared_failure(f"looking into {self._folder_url(run)}"):
+            if run.is_global_zero and path is not None:
+                self._require(path, which)
+            elif run.is_global_zero and run.starts_fresh:
+                infos = _valid_in(self._open(run))
+                infos = [one for one in infos if not is_exception_checkpoint(one.name)] or infos
+                newest = infos[-1].manifest.metadata if infos else {}
+                own = [
+                    o for o in infos if o.manifest.metadata.get("run_id") == newest.get("run_id")
+                ]
+                last = own[-1].path if own else None
+                path = self._best_of(own)[0] if which == "best" else last
+                at = (int(newest.get("step", 0)), int(newest.get("epoch", 0)), False)
+        path, at = collectives.broadcast_object((path, at))
+        return path, (at[0], at[1], at[2])
+
+    def _require(self, path: str, which: str) -> None:
+        """Raise FileNotFoundError if a checkpoint of this run was removed."""
+        from checkpoint_io import CheckpointNotFoundError, read_manifest
+
+        try:
+            read_manifest(path, storage_options=self.storage_options)
+        except CheckpointNotFoundError as error:
+            name = self.monitor.name if self.monitor is not None else None
+            policy = f"keep_best(1, {name!r})" if which == "best" else "keep_last(1)"
+            raise FileNotFoundError(
+                f"the {which} checkpoint, {path}, was removed since it was saved: let "
+                f"Checkpoint(keep=...) keep it with `| {policy}`, or give the path of another one."
+            ) from error
+
     # --- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -320,6 +441,18 @@ class Checkpoint(ResumableState):
         """Restore in place."""
         self._record.load_state_dict(state_dict)
         self.best_path = self._record.best_path
+
+
+def _valid_in(folder: CheckpointFolder) -> list[CheckpointInfo]:
+    """Return the valid checkpoints of a folder, oldest first, without a word about the others."""
+    found = [entry.info for entry in folder.survey() if entry.status == "valid"]
+    return sorted(found, key=lambda info: (info.manifest.generation, info.manifest.created))
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return the folder of a path or URL, with its slash, and the name in it."""
+    head, slash, name = url.rstrip("/").rpartition("/")
+    return head + slash, name
 
 
 def _position(run: TrainingRun) -> Position:
@@ -609,6 +742,8 @@ def save_on_exception(
     error: BaseException,
     max_shard_size: int | str,
     storage_options: Mapping[str, Any] | None,
+    *,
+    trainable_only: bool = False,
 ) -> None:
     """Save into ``exception-step-<step>`` and print its path; a failure to save is a warning.
 
@@ -618,6 +753,7 @@ def save_on_exception(
         error: what ends the run.
         max_shard_size: largest tensor file.
         storage_options: for the filesystem behind the folder.
+        trainable_only: leave frozen parameters out.
     """
     if collectives.world_size() > 1:
         if run.is_global_zero:
@@ -633,7 +769,9 @@ def save_on_exception(
             path = run.accelerator.checkpointer.write(
                 cast("CheckpointFolder", target),
                 metadata={"exception": f"{type(error).__name__}: {error}"[:1000]},
+                storage_options=storage_options,
                 max_shard_size=max_shard_size,
+                trainable_only=trainable_only,
             )
     except Exception as problem:
         text = f"{type(problem).__name__}: {problem}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ class Averaging(ResumableState, ABC):
         self._averages: Averages | None = None
         self._loaded: Mapping[str, Any] | None = None  # until setup knows the models
         self._swapped_in = False  # the models hold the average, for an evaluation
+        self._set_aside = False  # the models hold the weights of a checkpoint, for an evaluation
         self.reset_state()
 
     def reset_state(self) -> None:
@@ -80,10 +81,7 @@ class Averaging(ResumableState, ABC):
         self._swap_out()
         known = [] if self._averages is None else self._averages.models  # may be frozen by now
         models = [
-            one
-            for one in run.models
-            if any(one is other for other in known)
-            or any(p.requires_grad for p in one.parameters())
+            one for one in run.models if any(one is other for other in known) or _is_trained(one)
         ]
         super().setup(run, model, stage)
         if self._averages is None or self._averages.models != models:
@@ -133,7 +131,9 @@ class Averaging(ResumableState, ABC):
 
     def _swap_in(self, run: TrainingRun) -> None:
         averages = self._averages
-        if not self.evaluate_with_average or averages is None or not averages.available:
+        if self._set_aside or averages is None or not averages.available:
+            return
+        if not self.evaluate_with_average:
             return
         # Only one of several: they would be restored in the order in which they were swapped in,
         # and the second would keep the first one's average as the weights.
@@ -199,6 +199,50 @@ class Averaging(ResumableState, ABC):
             if outermost:
                 averages.restore()
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Context in which the models hold their weights, and evaluations do not swap them."""
+        averages, before = self._averages, (self._swapped_in, self._set_aside)
+        applied = averages is not None and averages.applied
+        if averages is not None:
+            averages.restore()
+        self._swapped_in, self._set_aside = False, True
+        try:
+            yield
+        finally:
+            self._swapped_in, self._set_aside = before
+            if averages is not None and applied:
+                averages.apply()
+
+    def saved_averages(
+        self, state: Mapping[str, Any], models: Sequence[torch.nn.Module]
+    ) -> dict[int, dict[str, Any]]:
+        """Return the averages with which a checkpoint is evaluated, by index of the model and name.
+
+        Args:
+            state: of this callback, in the checkpoint; its tensors may be views.
+            models: as the user built them.
+
+        Returns:
+            An empty dict if evaluations use the weights, or there was no average yet.
+
+        Raises:
+            ResumeError: they are averages of other weights.
+        """
+        if not self.evaluate_with_average or not state.get("average"):
+            return {}
+        averages = self._averages or Averages(
+            [one for one in models if _is_trained(one)], use_buffers=self.use_buffers is True
+        )
+        places = [
+            next((i for i, m in enumerate(models) if m is one), None) for one in averages.models
+        ]
+        return {
+            place: averages.of_model(number, state["average"])
+            for number, place in enumerate(places)
+            if place is not None
+        }
+
     def copy_to(self, model: torch.nn.Module, *, number: int = 0) -> None:
         """Copy the average into a model: the trained one, or one of the same architecture.
 
@@ -248,6 +292,10 @@ class Averaging(ResumableState, ABC):
         self._loaded = state_dict if self._averages is None else None
         if self._averages is not None:
             self._averages.load(state_dict["average"])
+
+
+def _is_trained(model: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _updated_by(

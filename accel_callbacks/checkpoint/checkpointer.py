@@ -12,14 +12,25 @@ import torch
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.open import describe_foreign_folder
-from accel_callbacks.checkpoint.project import SavePlace, project_save, refuse_each_node
+from accel_callbacks.checkpoint.project import (
+    SavePlace,
+    path_in,
+    project_save,
+    refuse_each_node,
+)
 from accel_callbacks.checkpoint.restore import LoadOptions, find, restore_from, restore_newest
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
-from accel_callbacks.checkpoint.tensor_file import save_tensors
+from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
 from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
 from accel_callbacks.distributed.abort import refuse_aborted_group
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.process_control import synchronize
+from accel_callbacks.modeling.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Adapter,
+    adapters_of,
+)
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointFolder, CheckpointReader, Manifest, SaveJob
@@ -106,7 +117,8 @@ class Checkpointer:
             target: the checkpoint's own path, or a folder, for ``step-<global step>`` as the newest
                 in it.
             metadata: JSON values for the manifest.
-            storage_options: for the filesystem behind a path; a folder has its own.
+            storage_options: for the filesystem behind a path; a folder has its own for all but
+                the files of an adapter.
             max_shard_size: largest tensor file.
             async_save: return once the state is copied, and write it while training goes on.
             when_busy: ``"wait"`` for a pending save, or ``"skip"`` this one.
@@ -123,13 +135,14 @@ class Checkpointer:
         check_when_busy(when_busy)
         loop = self.training.loop
         loop.require_loaded("save_state")
+        loop.require_own_weights("save_state")
         loop.run.save_began = time.perf_counter() if began is None else began
         saves = loop.saves
         if not saves.make_room(when_busy if async_save else "wait"):
             return ""
         step = loop.run.global_step
         url = target if isinstance(target, str) else target.path(step)
-        shared, local, labels = self._state_and_labels(url, trainable_only)
+        shared, local, labels = self._state_and_labels(url, trainable_only, storage_options)
         options: dict[str, Any] = {
             "local_state": local,
             "metadata": {**labels, **(metadata or {})},
@@ -145,7 +158,7 @@ class Checkpointer:
         return url
 
     def _state_and_labels(
-        self, url: str, trainable_only: bool
+        self, url: str, trainable_only: bool, storage_options: Mapping[str, Any] | None
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return the state as the hooks leave it, and metadata that identify it."""
         training = self.training
@@ -155,14 +168,39 @@ class Checkpointer:
         with shared_failure("save_state"):
             training.choose_weights(shared, url, trainable_only=trainable_only)
             training.loop.fire("on_save_checkpoint", shared)
+            files = set(self._save_adapter(shared, url, storage_options) if trainable_only else ())
         run = training.loop.run
-        labels = {
+        labels: dict[str, Any] = {
             "run_id": run.run_id,
             "run_name": run.name,
             "step": run.global_step,
             "epoch": run.current_epoch,
         }
-        return shared, local, labels if extra is None else {**labels, **extra.labels()}
+        if extra is not None:
+            labels |= extra.labels()
+        files.update(labels.get("extra_files", []))
+        return shared, local, {**labels, "extra_files": sorted(files)} if files else labels
+
+    def _save_adapter(
+        self, shared: Mapping[str, Any], url: str, storage_options: Mapping[str, Any] | None
+    ) -> list[str]:
+        """Write the adapter of a PEFT model beside the checkpoint on rank 0; return the files.
+
+        As peft has one adapter in a folder, none are written where there are several.
+        """
+        training = self.training
+        states = shared["models"].values()
+        found = [
+            adapter
+            for model, state in zip(training.bare_models, states, strict=False)
+            for adapter in (() if state is None else adapters_of(model, state))
+        ]
+        if len(found) != 1:
+            return []
+        if training.strategy.topology.rank == 0:
+            with writable_folder(url) as folder:
+                _write_adapter(found[0], folder, storage_options)
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
     def wait(self) -> None:
         """Wait for the save in the background; see ``Accelerator.wait_for_save``."""
@@ -197,6 +235,12 @@ class Checkpointer:
         import checkpoint_io
 
         state = training.strategy.model_state_dict(model)
+        if adapters := adapters_of(training.strategy.unwrap(model), state):
+            with synchronize("save_model"):
+                for adapter in adapters if self._writes_files else ():
+                    own = () if adapter.name == "default" else (adapter.name,)
+                    _write_adapter(adapter, path_in(fspath(save_directory), *own), storage_options)
+            return
         if trainable_only:
             state = without_frozen(state, training.strategy.unwrap(model))
         spread = any(hasattr(value, "device_mesh") for value in state.values())
@@ -259,6 +303,7 @@ class Checkpointer:
             raise ValueError(f"verify={verify!r} is unknown: use one of {_VERIFY}.")
         require_neighbour("checkpoint_io")
         refuse_aborted_group("load_state")
+        self.training.loop.require_own_weights("load_state")
         options = LoadOptions(Selection(only, rename), strict, verify, progress, storage_options)
         if input_dir is not None:
             return restore_from(self.training, fspath(input_dir), options)
@@ -317,6 +362,14 @@ def _prepare_save(
     return checkpoint_io.prepare_save(
         url, shared, next_generation=following, storage_options=storage_options, **options
     )
+
+
+def _write_adapter(
+    adapter: Adapter, folder: str, storage_options: Mapping[str, Any] | None
+) -> None:
+    """Write the two files of an adapter, the configuration last: peft looks for it first."""
+    save_tensors(adapter.tensors, path_in(folder, ADAPTER_WEIGHTS), storage_options)
+    save_text(adapter.config, path_in(folder, ADAPTER_CONFIG), storage_options)
 
 
 def _refuse_pickle(safe_serialization: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.checkpoint.frozen_weights import check_same_model, differing_weights
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.data.stream import stream_problems
@@ -17,7 +18,7 @@ from accel_callbacks.warning import warn
 if TYPE_CHECKING:
     from checkpoint_io import Manifest
 
-__all__ = ["chosen_indices", "fitting_weights", "rank_part", "warn_of_names"]
+__all__ = ["chosen_indices", "compare_frozen", "fitting_weights", "rank_part", "warn_of_names"]
 
 _SHOWN = 5
 
@@ -135,6 +136,33 @@ def warn_of_names(report: RestoreReport, strict: bool) -> None:
     if strict:
         raise ResumeError(text + "\nPass strict=False to load the others.")
     warn(text + "\nThe others are loaded.")
+
+
+def compare_frozen(
+    training: TrainingState, state: Mapping[str, Any], indices: Iterable[int], strict: bool
+) -> None:
+    """Compare frozen weights that the save left out with those of the models.
+
+    Raises:
+        ResumeError: it is another model; or the values differ, and ``strict``.
+    """
+    differing = []
+    for index in indices:
+        saved = state.get("frozen", {}).get(str(index), {})
+        here = training.strategy.local_state_dict(training.models[index]) if saved else {}
+        check_same_model(saved, here)
+        if text := differing_weights(saved, here):
+            differing.append(f"of model {index}, {text}")
+    if not differing:
+        return
+    problem = (
+        "the checkpoint was saved without frozen weights, and those of now are not those of the "
+        f"save: {'; '.join(differing)}. What was trained on the one is loaded on the other: load "
+        "the weights (and the dtype) that the run was started with before prepare()."
+    )
+    if strict:
+        raise ResumeError(problem + " Pass strict=False to accept that.")
+    warn(problem)
 
 
 def rank_part(

@@ -12,6 +12,7 @@ import torch
 
 from accel_callbacks.checkpoint.compatibility import (
     chosen_indices,
+    compare_frozen,
     fitting_weights,
     rank_part,
     warn_of_names,
@@ -296,6 +297,8 @@ def make_ready(
     selection.check(all_keys(state))
     part = selection.apply(state)
     indices = {kind: chosen_indices(training, part, kind, selection) for kind in _KINDS}
+    if not selection.renames:  # the fingerprints have the names of the save
+        compare_frozen(training, part, indices["models"], options.strict)
     hooked = training.pre_hooks.load_some and bool(indices["models"])
     if not hooked:
         _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
@@ -575,6 +578,10 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
     training.loop.half_loaded = None
     training.load_report = ready.report
     training.project.count_from(number_of(reader.path))
+    if options.selection.takes("callbacks") and options.selection.takes("run"):
+        for saver in training.loop.savers:
+            if hasattr(saver, "resumed"):
+                saver.resumed(training.loop.run)
     return reader.path
 
 

@@ -1,16 +1,17 @@
-"""One safetensors file of tensors, and the folder for the files of save hooks."""
+"""One safetensors file of tensors, one of text, and the folder for the files of save hooks."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["local_path", "save_tensors", "writable_folder"]
+__all__ = ["local_path", "save_tensors", "save_text", "writable_folder"]
 
 _INSTEAD = (
     "save() writes flat dicts of tensors, as safetensors. Use save_state() for the training state, "
@@ -64,12 +65,15 @@ def writable_folder(url: str) -> Iterator[str]:
         raise
 
 
-def save_tensors(obj: Any, place: str | os.PathLike[str]) -> None:
+def save_tensors(
+    obj: Any, place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> None:
     """Write a flat dict of tensors as a safetensors file, in one step where the store can.
 
     Args:
         obj: names to tensors, on any device; tied ones are written under each name.
         place: path or fsspec URL of the file; folders are made.
+        storage_options: for the filesystem behind the URL.
 
     Raises:
         TypeError: ``obj`` is something else, or ``place`` is an open file.
@@ -89,13 +93,41 @@ def save_tensors(obj: Any, place: str | os.PathLike[str]) -> None:
     url = os.fspath(place)
     path = local_path(url)
     if path is not None:
-        _write_local(tensors, path)
+        from safetensors.torch import save_file
+
+        _replace_local(path, lambda part: save_file(tensors, part, {"format": "pt"}))
         return
     from fsspec.core import url_to_fs
     from safetensors.torch import save
 
-    filesystem, key = url_to_fs(url)
+    filesystem, key = url_to_fs(url, **(storage_options or {}))
     filesystem.pipe_file(key, save(tensors, {"format": "pt"}))
+
+
+def save_text(text: str, place: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Write a text file in UTF-8, in one step where the store can.
+
+    Args:
+        text: the content.
+        place: path or fsspec URL of the file; folders are made.
+        storage_options: for the filesystem behind the URL.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from accel_callbacks.checkpoint.tensor_file import save_text
+        >>> path = tempfile.mkdtemp() + "/config.json"
+        >>> save_text("{}", path)
+        >>> pathlib.Path(path).read_text()
+        '{}'
+    """
+    data, path = text.encode(), local_path(place)
+    if path is not None:
+        _replace_local(path, lambda part: Path(part).write_bytes(data))
+        return
+    from fsspec.core import url_to_fs
+
+    filesystem, key = url_to_fs(place, **(storage_options or {}))
+    filesystem.pipe_file(key, data)
 
 
 def _checked(obj: Any) -> dict[str, torch.Tensor]:
@@ -114,13 +146,12 @@ def _checked(obj: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _write_local(tensors: dict[str, torch.Tensor], path: str) -> None:
-    from safetensors.torch import save_file
-
+def _replace_local(path: str, write: Callable[[str], object]) -> None:
+    """Write a file beside the path, and put it there in one step."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        save_file(tensors, temporary, {"format": "pt"})
+        write(temporary)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.checkpoint.frozen_weights import fingerprints
 from accel_callbacks.checkpoint.project import ProjectConfiguration
 from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.checkpoint.tensor_file import local_path, writable_folder
@@ -169,8 +170,9 @@ class TrainingState:
     ) -> None:
         """Drop weights from a captured state, and record which ones.
 
-        Dropped are frozen parameters, if ``trainable_only``; the models that a save hook saves
-        itself, and the tensors that it drops from others.
+        Dropped are frozen parameters, if ``trainable_only``, but for those that an optimizer has
+        trained; the models that a save hook saves itself, and the tensors that it drops from
+        others. Of frozen parameters the fingerprints are recorded.
 
         Args:
             shared: from :meth:`capture`; changed in place.
@@ -185,16 +187,23 @@ class TrainingState:
             >>> model = accel.prepare(model)
             >>> shared, _ = accel.training_state.capture()
             >>> accel.training_state.choose_weights(shared, "memory://doc-w", trainable_only=True)
-            >>> list(shared["models"]["0"]), shared["dropped_weights"]
-            (['weight'], {'0': ['bias']})
+            >>> list(shared["models"]["0"]), shared["dropped_weights"], list(shared["frozen"]["0"])
+            (['weight'], {'0': ['bias']}, ['bias'])
         """
         full: list[Any] = list(shared["models"].values())
         chosen = full
         if trainable_only:
+            # They hold what was learned, whether or not they are frozen now.
+            trained = {id(p) for one in self.optimizers for p in one.optimizer.state}
             chosen = [
-                without_frozen(weights, model)
+                without_frozen(weights, model, trained)
                 for weights, model in zip(full, self.bare_models, strict=True)
             ]
+            pairs = enumerate(zip(full, chosen, strict=True))
+            shared["frozen"] = {
+                str(i): fingerprints({n: w for n, w in weights.items() if n not in kept})
+                for i, (weights, kept) in pairs
+            }
         # A hook may edit the dicts in place, so the names are taken before it is called.
         names = [set(weights) for weights in full]
         if self.pre_hooks.save_some:
@@ -244,10 +253,18 @@ def _numbered(items: Sequence[Any]) -> dict[str, Any]:
     return {str(index): item for index, item in enumerate(items)}
 
 
-def without_frozen(weights: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Return a model's weights without its frozen parameters; buffers stay."""
+def without_frozen(
+    weights: Mapping[str, Any], model: torch.nn.Module, trained: Collection[int] = ()
+) -> dict[str, Any]:
+    """Return a model's weights without its frozen parameters; buffers stay.
+
+    Args:
+        weights: the state of the model.
+        model: as the user built it.
+        trained: the ids of parameters that stay, frozen or not.
+    """
     named = model.named_parameters(remove_duplicate=False)
-    frozen = {name for name, parameter in named if not parameter.requires_grad}
+    frozen = {name for name, p in named if not p.requires_grad and id(p) not in trained}
     return {name: weight for name, weight in weights.items() if name not in frozen}
 
 

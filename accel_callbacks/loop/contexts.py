@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from os import fspath
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
 from accel_callbacks.checkpoint.open import LoadFailed, together
 from accel_callbacks.checkpoint.restore import LoadOptions
+from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
 from accel_callbacks.distributed.failures import shared_failure
@@ -52,7 +55,13 @@ class Evaluate(AbstractContextManager["Evaluate"]):
     """
 
     def __init__(
-        self, passes: Passes, models: tuple[torch.nn.Module, ...], stage: str = "validation"
+        self,
+        passes: Passes,
+        models: tuple[torch.nn.Module, ...],
+        stage: str,
+        training: TrainingState,
+        checkpoint: str | PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if stage not in _STAGES:
             hint = nearest(str(stage), _STAGES)
@@ -60,11 +69,21 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         self._passes = passes
         self._models = models
         self._stage = stage
+        self._training = training
+        self._checkpoint = None if checkpoint is None else fspath(checkpoint)
+        self._storage_options = storage_options
         self._modes: list[tuple[torch.nn.Module, bool]] = []
         self._grad = torch.no_grad()
+        self._lent = ExitStack()
 
     def __enter__(self) -> Evaluate:
-        self._passes.begin_evaluation(self._stage)
+        # Lent before the hooks at the start and until those at the end, so that all see the same
+        # weights.
+        with ExitStack() as lent:
+            if self._checkpoint is not None:
+                lent.enter_context(self._borrowed(self._checkpoint))
+            self._passes.begin_evaluation(self._stage)
+            self._lent = lent.pop_all()
         # Every module's own mode, so that frozen parts kept in eval mode stay so afterwards.
         self._modes = [(m, m.training) for model in self._models for m in model.modules()]
         for model in self._models:
@@ -76,7 +95,50 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         self._grad.__exit__(kind, error, trace)
         for module, mode in self._modes:
             module.training = mode
-        self._passes.end_evaluation(self._stage, failed=error is not None)
+        with self._lent:
+            self._passes.end_evaluation(self._stage, failed=error is not None)
+
+    def _borrowed(self, checkpoint: str) -> BorrowedWeights:
+        """Collective: return the context of the weights of a checkpoint."""
+        require_neighbour("checkpoint_io")
+        refuse_aborted_group("evaluate")
+        loop, options = self._training.loop, self._storage_options
+        loop.settle()
+        loop.begin_fit()  # whose hooks set up the averages
+        loop.saves.wait()
+        if checkpoint in ("best", "last"):
+            checkpoint, options = _saved_by_callback(loop, checkpoint)
+        return BorrowedWeights(self._training, self._models, checkpoint, options)
+
+
+def _saved_by_callback(loop: Loop, which: str) -> tuple[str, Mapping[str, Any] | None]:
+    """Collective: return the best or last checkpoint of the callbacks that save, and its options.
+
+    Raises:
+        ValueError: no callback saves, or none has a monitor.
+        FileNotFoundError: none is saved yet.
+    """
+    asked = f"evaluate(checkpoint={which!r})"
+    savers = [one for one in loop.savers if hasattr(one, "find_saved")]
+    if not savers:
+        raise ValueError(
+            f"{asked}: no Checkpoint callback is registered. Give callbacks=[Checkpoint(...)] to "
+            "the Accelerator, or the path of a checkpoint here."
+        )
+    if which == "best" and not (savers := [one for one in savers if one.monitor is not None][:1]):
+        raise ValueError(
+            f"{asked}: no Checkpoint has a metric to compare by. Give it one, "
+            "Checkpoint(monitor='val/loss'), or use checkpoint='last' or a path."
+        )
+    found = [(*one.find_saved(loop.run, which), one) for one in savers]
+    saved = [(position, path, one) for path, position, one in found if path is not None]
+    if not saved:
+        name = savers[0].monitor.name if which == "best" else ""
+        needed = f"log {name!r} before a checkpoint is saved" if name else "save one first"
+        folder = savers[0].resume_root(loop.run)[0]
+        raise FileNotFoundError(f"{asked}: there is none in {folder} yet: {needed}.")
+    _, path, saver = max(saved, key=lambda one: one[0])
+    return path, saver.storage_options
 
 
 class RunContext(AbstractContextManager[TrainingRun]):

@@ -153,6 +153,7 @@ class Loop:
         stop_consumed: True if the run's stop ended a training that is over, so that another one
             may start.
         half_loaded: the checkpoint whose load failed after it had changed something.
+        borrowed: the checkpoint whose weights the models hold for an evaluation.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -187,6 +188,7 @@ class Loop:
         self.eval_loaders = 0
         self.last_loss: torch.Tensor | None = None
         self.half_loaded: str | None = None
+        self.borrowed: str | None = None
         self.worked = False
         self.epochs_counted = self.stop_consumed = False
         self.stepped: set[int] = set()
@@ -290,6 +292,23 @@ load_state() takes the newest valid one.
                 f"{action}: loading {self.half_loaded} failed midway, and models and optimizers "
                 "hold a mixture of it and of their state before. Load a checkpoint first: "
                 "load_state() takes the newest valid one."
+            )
+
+    def require_own_weights(self, action: str) -> None:
+        """Raise RuntimeError while the models hold the weights of a checkpoint, for an evaluation.
+
+        Args:
+            action: the method that would use or change the training state, for the message.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> Accelerator(cpu=True).loop.require_own_weights("save_state")
+        """
+        if self.borrowed is not None:
+            raise RuntimeError(
+                f"{action}: the models hold the weights of {self.borrowed}, for "
+                "evaluate(checkpoint=...). Call it after that block, which puts the weights of "
+                "the run back; save_model() works inside too."
             )
 
     def fire(self, hook: str, *args: Any) -> None:

@@ -103,6 +103,12 @@ def checkpoint_hooks(printed: str, processes: int) -> None:
     assert number("accuracy", printed) > 80
 
 
+def evaluate_the_best(printed: str, processes: int) -> None:
+    assert "it is the best epoch: True" in printed
+    assert "the weights of the run are back: True" in printed
+    assert number("the best checkpoint has", printed.replace(",", " ")) > 0.8
+
+
 def local_sgd(printed: str, processes: int) -> None:
     differed = number("processes differed by", printed)
     assert differed > 1e-3 if processes > 1 else differed == 0
@@ -161,6 +167,7 @@ CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "distributed_evaluation.py": (distributed_evaluation, ()),
     "several_models.py": (several_models, ()),
     "checkpoint_hooks.py": (checkpoint_hooks, ()),
+    "evaluate_the_best.py": (evaluate_the_best, ()),
     "local_sgd.py": (local_sgd, ()),
     "early_stopping_with_triggers.py": (early_stopping_with_triggers, ()),
     "profiling.py": (profiling, ()),

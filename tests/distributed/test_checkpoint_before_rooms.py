@@ -20,7 +20,8 @@ def test_two_processes_go_on_as_they_did(pool, tmp_path):
     resumed = pool.run(resume_by_seed, str(DATA / "two"), str(tmp_path))
     assert len(expected) == 2
     for now, before in zip(resumed, expected, strict=True):
-        assert now["loaded"] == before["loaded"]
+        # The checkpoint that was the best is not there any more.
+        assert now["loaded"] == {**before["loaded"], "saver": None}
         assert now["batches"] == before["batches"]
         # Other CPUs and versions of torch round differently.
         assert now["losses"] == pytest.approx(before["losses"], **CLOSE)

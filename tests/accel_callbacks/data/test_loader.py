@@ -26,7 +26,7 @@ from accel_callbacks.data.sources import Setting
 
 
 def prepare(loader, **options):
-    """Prepare with orders of their own, by seed and epoch; test_order.py has those of the sampler."""
+    """Prepare with orders by seed and epoch; test_order.py has those of the sampler."""
     config = DataLoaderConfiguration(seeded_order=True)
     return Accelerator(cpu=True, dataloader_config=config, **options).prepare(loader)
 

@@ -1,4 +1,4 @@
-"""The order is the user's own: a prepared loop is bitwise the plain one, and so is a resumed one."""
+"""The order is the user's own: a prepared loop is bitwise the plain one, and so is a resume."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_prepared_loop_of_another_kind_is_bitwise_the_plain_one(case):
 
 
 def steps(loaders: Any, batches: Any, count: int | None) -> Outcome:
-    """Take steps over an iterator of batches, which is made of prepared loaders or of plain ones."""
+    """Take steps over batches, which come from prepared loaders or from plain ones."""
     seed(4)
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
     optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)

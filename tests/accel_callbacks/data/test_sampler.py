@@ -81,7 +81,7 @@ def test_prepared_loaders_shuffle_as_accelerate_does_where_that_is_asked_for(mak
     assert order_of(loader, data_seed=5) == ORDERS
     torch.manual_seed(6)
     assert order_of(make())[:2] == ORDERS[1:]
-    # The program's own loader was not changed, but for its generator, of which base seeds are drawn.
+    # The loader itself was not changed, but for its generator, of which base seeds are drawn.
     for generator in (torch.default_generator, loader.generator):
         if generator is not None:
             generator.manual_seed(0)

@@ -13,7 +13,6 @@ from accel_callbacks import (
     skip_first_batches,
 )
 
-
 SEEDED = DataLoaderConfiguration(seeded_order=True)
 
 

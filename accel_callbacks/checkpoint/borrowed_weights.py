@@ -1,0 +1,239 @@
+"""BorrowedWeights: lend the weights of a checkpoint to models, and put theirs back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_callbacks.callbacks.averaged_weights import local_part
+from accel_callbacks.checkpoint.compatibility import compare_frozen, fitting_weights
+from accel_callbacks.checkpoint.open import LoadFailed, open_one, together
+from accel_callbacks.checkpoint.restore import InPlaceReads, views_in
+from accel_callbacks.checkpoint.selection import Selection
+from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
+from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.errors import ResumeError
+
+if TYPE_CHECKING:
+    from checkpoint_io import CheckpointReader
+
+__all__ = ["BorrowedWeights"]
+
+_WHERE = "evaluate"
+Weights = dict[int, dict[str, Any]]
+
+
+class BorrowedWeights(AbstractContextManager[str]):
+    """Context in which models hold the weights of a checkpoint; collective where it is entered.
+
+    Where a callback averages weights and evaluations use its average, the averages of the
+    checkpoint are lent. At the exit, which is not collective, parameters and buffers are put back
+    bitwise. Nothing else of the training state is read or changed.
+
+    Args:
+        training: the training state.
+        models: prepared models, or the models as the user built them.
+        url: the checkpoint.
+        storage_options: for the filesystem behind the URL.
+
+    Raises:
+        ValueError: a model is not prepared.
+        ResumeError: the checkpoint does not fit the models.
+        checkpoint_io.CheckpointError: it is missing, unfinished or corrupt.
+        RemoteError: another rank failed.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
+        >>> accel = Accelerator(cpu=True)
+        >>> model = accel.prepare(torch.nn.Linear(1, 1))
+        >>> _ = torch.nn.init.constant_(model.bias, 1.0)
+        >>> path = accel.save_state("memory://doc-borrowed/c")
+        >>> _ = torch.nn.init.constant_(model.bias, 2.0)
+        >>> with BorrowedWeights(accel.training_state, [model], path):
+        ...     model.bias.item()
+        1.0
+        >>> model.bias.item()
+        2.0
+    """
+
+    def __init__(
+        self,
+        training: TrainingState,
+        models: Sequence[torch.nn.Module],
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._training = training
+        self._models = models
+        self._url = url
+        self._storage_options = storage_options
+        self._stack = ExitStack()
+
+    def __enter__(self) -> str:
+        self._training.loop.saves.wait()
+        try:
+            reader = open_one(self._url, self._storage_options)
+            state = together(_WHERE, partial(_training_state, reader))
+            with ExitStack() as stack:
+                self._borrow(reader, state, stack)
+                self._stack = stack.pop_all()
+        except LoadFailed as failed:
+            raise failed.error from failed.error.__cause__
+        return reader.path
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _borrow(self, reader: CheckpointReader, state: Mapping[str, Any], stack: ExitStack) -> None:
+        """Keep the weights, and replace them; what undoes it is added to the stack."""
+        training, reads = self._training, InPlaceReads(reader)
+        with shared_failure(_WHERE):
+            indices = self._indices()
+            hooked = training.pre_hooks.load_some
+            for callback in training.loop.dispatch.callbacks:
+                if hasattr(callback, "saved_averages"):
+                    stack.enter_context(callback.set_aside())
+            # A load hook gets all models, and may write to each.
+            kept = range(len(training.models)) if hooked else indices
+            stack.enter_context(_kept(training, kept))
+            stack.enter_context(_marked(training, reader.path))
+            if hooked:
+                left = {id(one) for one in training.pre_hooks.load(training.models, reader.path)}
+                indices = [i for i in indices if id(training.models[i]) in left]
+            weights = self._chosen(reader.path, state, indices)
+            given, converted = self._place(weights, reads)
+        together(_WHERE, partial(_read, reader, reads, weights), changes=reads.changes)
+        with shared_failure(_WHERE), torch.no_grad():
+            for index, saved in given.items():
+                here = training.strategy.local_state_dict(training.models[index])
+                training.strategy.load_model_state_dict(training.models[index], {**here, **saved})
+            for target, value in converted:
+                local_part(target).data.copy_(local_part(value))
+
+    def _indices(self) -> list[int]:
+        """Return the numbers of the models in the checkpoint."""
+        prepared = zip(self._training.models, self._training.bare_models, strict=True)
+        numbers = {id(one): i for i, both in enumerate(prepared) for one in both}
+        if unknown := [one for one in self._models if id(one) not in numbers]:
+            raise ValueError(
+                f"{type(unknown[0]).__name__} is not prepared, so it is not known which model of "
+                "the checkpoint it is: pass what prepare() returned."
+            )
+        return sorted({numbers[id(one)] for one in self._models})
+
+    def _chosen(self, path: str, state: Mapping[str, Any], indices: Sequence[int]) -> Weights:
+        """Return the saved weights of each model, with the averages in their place.
+
+        Raises:
+            ResumeError: they do not fit.
+        """
+        training = self._training
+        if absent := [i for i in indices if str(i) not in state["models"]]:
+            raise ResumeError(
+                f"{path} has {len(state['models'])} models, and model {absent[0]} is evaluated: "
+                "prepare the models in the order of the run that saved it."
+            )
+        report, every = RestoreReport(path), Selection()
+        weights = {i: fitting_weights(training, state, i, every, report) for i in indices}
+        compare_frozen(training, state, indices, strict=False)
+        for index, averages in self._averages(state["callbacks"]).items():
+            if index in weights:
+                here = training.strategy.local_state_dict(training.models[index])
+                weights[index].update({n: v for n, v in averages.items() if n in here})
+        return weights
+
+    def _averages(self, saved: Mapping[str, Any]) -> Weights:
+        """Return the averages of the first callback whose average evaluations use."""
+        for entry in self._training.loop.dispatch.entries:
+            if hasattr(entry.callback, "saved_averages") and entry.key in saved:
+                bare = self._training.bare_models
+                averages: Weights = entry.callback.saved_averages(saved[entry.key], bare)
+                if averages:
+                    return averages
+        return {}
+
+    def _place(
+        self, weights: Weights, reads: InPlaceReads
+    ) -> tuple[Weights, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Add what is read in place; return what models load themselves, and what is converted."""
+        strategy = self._training.strategy
+        given: Weights = {}
+        converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, saved in weights.items():
+            model = self._training.models[index]
+            here = strategy.local_state_dict(model)
+            if not strategy.loads_in_place(model) or not all(map(reads.is_view, saved.values())):
+                given[index] = reads.replace(saved)
+                continue
+            for name, view in saved.items():
+                target = here[name]
+                if target.dtype == view.dtype:
+                    reads.into(name, view, target)
+                else:  # the float32 average of a half-precision weight
+                    converted.append((target, reads.replace(view, parameter=target)))
+        return given, converted
+
+
+def _training_state(reader: CheckpointReader) -> dict[str, Any]:
+    state = dict(reader.state)
+    if missing := [name for name in ("models", "callbacks") if name not in state]:
+        raise ResumeError(
+            f"{reader.path} holds no {missing[0]!r}: it was not written by save_state(). "
+            "load_checkpoint_in_model(model, path) loads the weights of a model."
+        )
+    return state
+
+
+def _read(reader: CheckpointReader, reads: InPlaceReads, weights: Weights) -> None:
+    reader.check(keys={view.key for view in views_in(weights)})
+    reads.run()
+    # Casts of the weights from before, inside of the caller's autocast.
+    torch.clear_autocast_cache()
+
+
+@contextmanager
+def _marked(training: TrainingState, path: str) -> Iterator[None]:
+    """Refuse steps, saves and loads, which would mix up the two states."""
+    before, training.loop.borrowed = training.loop.borrowed, path
+    try:
+        yield
+    finally:
+        training.loop.borrowed = before
+
+
+@contextmanager
+def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
+    """Put all parameters and buffers of models back at the end, bitwise and in place."""
+    strategy = training.strategy
+    modules = [m for i in indices for m in training.bare_models[i].modules()]
+    buffers = [(m, name, b) for m in modules for name, b in m._buffers.items()]
+    found = [p for m in modules for p in m._parameters.values()] + [b for _, _, b in buffers]
+    tensors = {id(tensor): tensor for tensor in found if tensor is not None}
+    copies = {key: local_part(tensor).detach().clone() for key, tensor in tensors.items()}
+    own = [training.models[i] for i in indices if not strategy.loads_in_place(training.models[i])]
+    # What a model saves beside tensors is put back in its own way.
+    states = [(model, _copied(strategy.local_state_dict(model))) for model in own]
+    try:
+        yield
+    finally:
+        for model, state in states:
+            strategy.load_model_state_dict(model, state)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+        for key, tensor in tensors.items():
+            local_part(tensor).data.copy_(copies[key])
+        torch.clear_autocast_cache()
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
