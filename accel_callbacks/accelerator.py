@@ -46,6 +46,7 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.integrations.adapt import adapt
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.contexts import Evaluate, RunContext, join_uneven_inputs
+from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
@@ -230,6 +231,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.registered = self.training_state.registered
         self.pre_hooks = self.training_state.pre_hooks
         self.checkpointer = Checkpointer(self.training_state)
+        self._first_steps = FirstSteps(self.loop, self.strategy, self.precision)
         self._step = StepEngine(
             self.strategy,
             self.precision,
@@ -237,6 +239,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.passes.boundary,
             self.models,
             self.optimizers,
+            self._first_steps,
         )
         self._preparer = Preparer(
             self.strategy,
@@ -246,6 +249,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.models,
             self.optimizers,
             self.schedulers,
+            self._first_steps,
             scheduler_options={
                 "step_with_optimizer": step_scheduler_with_optimizer,
                 "steps_at_once": self.strategy.data_world if scheduler_steps_per_process else 1,
@@ -1498,6 +1502,7 @@ class Accelerator(ProcessControl, MediaLogging):
         """
         for optimizer in self.optimizers:
             self.precision.forget(optimizer.optimizer)
+        self._first_steps.forget()
         self._loaders.clear()
         for group in (self.models, self.optimizers, self.schedulers):
             group.clear()

@@ -1,11 +1,16 @@
-"""The error classes, and suggestions for mistyped names."""
+"""The error classes, warnings at the line of the user, and suggestions for mistyped names."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import warnings
 from collections.abc import Iterable
 
 __all__ = ["DistributedOperationException", "RemoteError", "ResumeError"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class RemoteError(RuntimeError):
@@ -55,3 +60,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return a ' Did you mean ...?' hint for a mistyped name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def warn_user(text: str) -> None:
+    """Warn at the innermost line that is neither in this package nor in torch.
+
+    Example:
+        >>> import warnings
+        >>> from accel_callbacks.errors import warn_user
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warn_user("the loss is nan")
+        >>> str(caught[0].message)
+        'the loss is nan'
+    """
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    inside = (_HERE, os.path.dirname(torch) + os.sep) if torch else (_HERE,)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.modeling.compile import adopt, compile_model
 from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -44,6 +45,7 @@ class Preparer:
         models: the prepared models; the new ones are added.
         optimizers: the prepared optimizers, likewise.
         schedulers: the prepared schedulers, likewise.
+        first_steps: watches the first steps of new optimizers.
         scheduler_options: keywords of :class:`AcceleratedScheduler`.
 
     Example:
@@ -63,6 +65,7 @@ class Preparer:
         models: list[torch.nn.Module],
         optimizers: list[AcceleratedOptimizer],
         schedulers: list[AcceleratedScheduler],
+        first_steps: FirstSteps,
         *,
         scheduler_options: dict[str, Any],
     ) -> None:
@@ -73,6 +76,7 @@ class Preparer:
         self._models = models
         self._optimizers = optimizers
         self._schedulers = schedulers
+        self._first_steps = first_steps
         self._scheduler_options = scheduler_options
 
     def prepare(
@@ -131,6 +135,7 @@ class Preparer:
     def _add_model(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
         if not any(model is known for known in self._models):
             self._models.append(model)
+            self._first_steps.watch_model(model)
             if self._loop.model is None:
                 self._loop.model = inner
         return model
@@ -139,7 +144,8 @@ class Preparer:
         for known in self._optimizers:
             if known.optimizer is optimizer:
                 return known
-        prepared = AcceleratedOptimizer(optimizer, self._loop, self._precision)
+        watch = self._first_steps.watch(optimizer)
+        prepared = AcceleratedOptimizer(optimizer, self._loop, self._precision, watch)
         self._optimizers.append(prepared)
         return prepared
 

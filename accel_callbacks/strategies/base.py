@@ -115,6 +115,10 @@ class Strategy(ABC):
         """Run the backward pass."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
+    def averages(self, model: torch.nn.Module) -> bool:
+        """Return whether a backward through this model would average its gradients now."""
+        return False
+
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronize gradients."""
         return nullcontext()

@@ -164,6 +164,10 @@ class DDP(Strategy):
         named = self.unwrap(model).named_parameters(remove_duplicate=False)
         return {name for name, parameter in named if id(parameter) not in ignored}
 
+    def averages(self, model: torch.nn.Module) -> bool:
+        """Return False for models that DDP does not wrap, and in ``no_sync``."""
+        return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
+
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return DDP's own ``no_sync`` for models that it wraps."""
         if isinstance(model, DistributedDataParallel):
