@@ -15,6 +15,7 @@ from accel_callbacks.data.iterable import CollateShare, IterableShards, Piece
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery
+from accel_callbacks.data.worker_copies import told_of_copies
 
 __all__ = [
     "StatefulSource",
@@ -69,7 +70,7 @@ class StreamSource(StatefulSource):
         self._again: State | None = None  # from which the current pass can be started once more
         self._first: State | None = None  # the dataset before any pass
         self._restored: State | None = None
-        self._rewind = self._warned = self.fresh_workers = False
+        self._rewind = self._warned = self._checked = self.fresh_workers = False
         self._skip = 0
 
     @property
@@ -223,6 +224,9 @@ class StreamSource(StatefulSource):
         marks = [_mark(0) for _ in range(count)] if resumed is None else list(resumed["workers"])
         skip, dropped = self._skip, 0
         ahead: tuple[Any, Delivery] | None = None
+        if count > 1 and resumed is None and not self._checked:
+            self._checked = True
+            items = told_of_copies(items, count, type(self._shards.dataset).__name__)
         for piece in items:
             if piece is None:
                 continue
