@@ -52,6 +52,23 @@ def test_c_a_model_called_past_its_wrapper_is_told_once_on_rank_0(pool, how):
     assert none == []
 
 
+def layer_by_layer() -> None:
+    accel = accelerator()
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    net.encoder = net[0]
+    model, optimizer = accel.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    for _ in range(4):
+        accel.backward(model.encoder(X).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_c_a_layer_that_is_called_by_itself_is_told(pool):
+    (text,), none = pool.run(told_by, "layer_by_layer")
+    assert "the gradients of Sequential were not averaged" in text
+    assert none == []
+
+
 def a_window_past_the_wrapper() -> None:
     accel = accelerator(gradient_accumulation_steps=2)
     net, model, optimizer = line(accel)
