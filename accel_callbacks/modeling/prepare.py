@@ -118,8 +118,9 @@ class Preparer:
         for request, inner in zip(requests, bare, strict=True):
             ready[id(request.model)] = self._add_model(prepared[id(inner)], inner)
             own = [name for name in forward_methods if _has_method(inner, name)]
-            self._precision.wrap_methods(inner, own)
-            self._strategy.mark_forward_methods(prepared[id(inner)], own)
+            if own:
+                self._precision.wrap_methods(inner, own)
+                self._strategy.mark_forward_methods(prepared[id(inner)], own)
         for given, optimizer in zip(optimizers, set_up.optimizers, strict=True):
             ready[id(given)] = self._optimizer(optimizer)
         for given, scheduler in zip(schedulers, set_up.schedulers, strict=True):

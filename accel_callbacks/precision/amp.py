@@ -63,7 +63,7 @@ class Autocast(Precision):
         """Run these methods under autocast too, and upcast what the outermost call returns."""
         entered: list[bool] = []
         before = [one for one, it in vars(model).items() if isinstance(it, PreparedForward)]
-        for name in dict.fromkeys([*before, *names]) if names else ():
+        for name in dict.fromkeys([*before, *names]):
             method = getattr(model, name)
             original = method.original if isinstance(method, PreparedForward) else method
             model.__dict__[name] = PreparedMethod(original, self, entered)

@@ -168,6 +168,16 @@ def frozen() -> None:
                     optimizer.zero_grad()
 
 
+def compiled_around() -> None:
+    accel = accelerator()
+    _, model, optimizer = line(accel)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(5):
+        accel.backward(compiled(X).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def evaluated() -> None:
     accel = accelerator()
     net, model, optimizer = line(accel)
@@ -182,6 +192,6 @@ def evaluated() -> None:
 LOOPS = ["windows", "local_steps", "unsynced", "triggered", "gan", "in_two_parts", "frozen"]
 
 
-@pytest.mark.parametrize("loop", [*LOOPS, "evaluated"])
+@pytest.mark.parametrize("loop", [*LOOPS, "compiled_around", "evaluated"])
 def test_ordinary_loops_on_two_processes_raise_no_alarm(pool, loop):
     assert pool.run(told_by, loop) == [[], []]

@@ -177,6 +177,21 @@ def test_b6_a_name_that_ddp_has_too_is_refused(pool):
         assert "give it another name" in text
 
 
+def wrapped_already() -> str:
+    accel = accelerator()
+    wrapped = torch.nn.parallel.DistributedDataParallel(Coder())
+    with pytest.raises(ValueError, match="forward_methods") as caught:
+        accel.prepare(wrapped, forward_methods=["encode"])
+    accel.free_memory()
+    return type(accel.prepare(wrapped)).__name__ + str(caught.value)
+
+
+def test_b6_methods_of_a_model_that_is_wrapped_already_are_refused(pool):
+    for text in pool.run(wrapped_already):
+        assert text.startswith("DistributedDataParallel")
+        assert "pass the model itself to prepare()" in text
+
+
 def windows() -> list[float]:
     accel = accelerator(gradient_accumulation_steps=2)
     net = Coder()
