@@ -46,6 +46,7 @@ from accel_callbacks.errors import unknown_option
 from accel_callbacks.integrations.adapt import adapt
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.contexts import Evaluate, RunContext, join_uneven_inputs
+from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
@@ -234,6 +235,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.registered = self.training_state.registered
         self.pre_hooks = self.training_state.pre_hooks
         self.checkpointer = Checkpointer(self.training_state)
+        self._first_steps = FirstSteps(self.loop, self.strategy, self.precision)
         self._step = StepEngine(
             self.strategy,
             self.precision,
@@ -241,6 +243,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.passes.boundary,
             self.models,
             self.optimizers,
+            self._first_steps,
         )
         self._preparer = Preparer(
             self.strategy,
@@ -250,6 +253,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.models,
             self.optimizers,
             self.schedulers,
+            self._first_steps,
             scheduler_options={
                 "step_with_optimizer": step_scheduler_with_optimizer,
                 "steps_at_once": self.strategy.data_world if scheduler_steps_per_process else 1,
@@ -335,7 +339,10 @@ class Accelerator(ProcessControl, MediaLogging):
     # --- prepare ------------------------------------------------------------------------------
 
     def prepare(
-        self, *args: Any, device_placement: bool | Sequence[bool | None] | None = None
+        self,
+        *args: Any,
+        device_placement: bool | Sequence[bool | None] | None = None,
+        forward_methods: Sequence[str] = (),
     ) -> Any:
         """Prepare models, optimizers, loaders and schedulers, and return them in the order given.
 
@@ -348,14 +355,30 @@ class Accelerator(ProcessControl, MediaLogging):
                 is prepared before it or with it.
             device_placement: overrides the Accelerator's for this call; a list has an entry for
                 each object.
+            forward_methods: methods of the models that are called besides the model itself, such
+                as ``"encode"`` or ``"training_step"``; none by default. They run in the precision,
+                and gradients are averaged after them, as with the forward. Each model takes those
+                that it has.
 
         Returns:
             The prepared objects, as a tuple if there are several.
 
         Raises:
             ValueError: a loader cannot be sharded, a scheduler's optimizer is not prepared, ranks
-                have different callbacks that vote or save, or ``device_placement`` does not have
-                one entry for each object.
+                have different callbacks that vote or save, ``device_placement`` does not have one
+                entry for each object, or no model has one of the ``forward_methods``.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> class Model(torch.nn.Linear):
+            ...     def loss(self, x):
+            ...         return self(x).mean()
+            >>> accel = Accelerator(cpu=True)
+            >>> model = accel.prepare(Model(1, 1), forward_methods=["loss"])
+            >>> accel.backward(model.loss(torch.ones(2, 1)))
+            >>> model.bias.grad
+            tensor([1.])
         """
         self.loop.share_identity(self.loop.run)
         places = device_placement
@@ -372,6 +395,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ],
             [one for one in args if isinstance(one, torch.optim.Optimizer)],
             [one for one in args if _is_scheduler(one)],
+            _names(forward_methods),
         )
         for one, place in placed:
             if isinstance(one, (DataLoader, SkipDataLoader)):
@@ -384,6 +408,7 @@ class Accelerator(ProcessControl, MediaLogging):
         model: torch.nn.Module,
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
+        forward_methods: Sequence[str] = (),
     ) -> torch.nn.Module:
         """Prepare one model, as ``prepare`` does with each.
 
@@ -391,12 +416,15 @@ class Accelerator(ProcessControl, MediaLogging):
             model: the model.
             device_placement: move it to the device; the Accelerator's setting if ``None``.
             evaluation_mode: the model is not trained, so there are no gradients to average.
+            forward_methods: as of :meth:`prepare`.
 
         Raises:
-            ValueError: the model is sharded over devices or ranks, or has no weights yet.
+            ValueError: the model is sharded over devices or ranks, has no weights yet, or lacks
+                one of the ``forward_methods``.
         """
         request = ModelRequest(model, self._placement(device_placement), evaluation_mode)
-        prepared: torch.nn.Module = self._preparer.prepare([request])[id(model)]
+        ready = self._preparer.prepare([request], forward_methods=_names(forward_methods))
+        prepared: torch.nn.Module = ready[id(model)]
         return prepared
 
     def prepare_optimizer(
@@ -1554,6 +1582,7 @@ class Accelerator(ProcessControl, MediaLogging):
         """
         for optimizer in self.optimizers:
             self.precision.forget(optimizer.optimizer)
+        self._first_steps.forget()
         self._loaders.clear()
         for group in (self.models, self.optimizers, self.schedulers):
             group.clear()
@@ -1582,6 +1611,12 @@ def _unnamed_option(value: Any, owner: type[Any]) -> str:
     if isinstance(value, Callback):
         return f"{text}: {owner.__name__}(callbacks=[{type(value).__name__}(...)])."
     return f"{text}, and {value!r} has none."
+
+
+def _names(forward_methods: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the names of an argument that may be a single one."""
+    one = isinstance(forward_methods, str)
+    return (forward_methods,) if one else tuple(forward_methods)  # type: ignore[return-value]
 
 
 def _as_list(log_with: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 
 from accel_callbacks.callbacks.dispatch.dispatcher import Hook
 from accel_callbacks.gradients import has_gradients, multiply_gradients
+from accel_callbacks.loop.first_steps import OptimizerWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 
@@ -31,11 +32,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         (True, True)
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop, precision: Precision) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loop: Loop,
+        precision: Precision,
+        watch: OptimizerWatch | None = None,
+    ) -> None:
         # Without Optimizer.__init__, because the state is that of the wrapped optimizer.
         self.optimizer = optimizer
         self._loop = loop
         self._precision = precision
+        self._watch = watch
         self._settled_window = -1
         self.step_was_skipped = False
 
@@ -63,7 +71,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return {**self.__dict__, "_watch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -100,6 +108,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         if loop.borrowed is not None:
             loop.require_own_weights("step")
+        if self._watch is not None and not self._watch.check(
+            self.optimizer, closure=bool(args or kwargs)
+        ):
+            self._watch = None
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         hooks = loop.dispatch.hooks["on_before_optimizer_step"]
         if hooks or window.normalizer.active or window.correction != 1.0:

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import fill_up, split_evenly
+from accel_callbacks.data.worker_copies import WorkerQuestions
 from accel_callbacks.warning import warn
 
 __all__ = ["CollateShare", "IterableDatasetShard", "IterableShards", "Piece", "has_state"]
@@ -29,6 +30,7 @@ class Piece(NamedTuple):
         worker: index of the worker process that read it, 0 without workers.
         mark: that worker's position after it: ``read`` (samples of this pass so far), ``ended``,
             and the dataset's own ``state`` if it has one.
+        asked: the dataset has asked which worker it is in.
     """
 
     batch: Any
@@ -36,6 +38,7 @@ class Piece(NamedTuple):
     padded: int
     worker: int
     mark: dict[str, Any]
+    asked: bool = False
 
 
 class IterableShards(IterableDataset["Piece | None"]):
@@ -81,6 +84,7 @@ class IterableShards(IterableDataset["Piece | None"]):
         self.every_rank = every_rank
         self.stateful = stateful
         self.resume: Mapping[str, Any] | None = None  # where the next pass begins
+        self._questions: WorkerQuestions | None = None
         # (epoch, seed, even) in shared memory: persistent workers keep their copy of this object
         # over epochs, and would not see a plain attribute change.
         self._pass = torch.tensor([0, 0, 1])
@@ -111,6 +115,7 @@ class IterableShards(IterableDataset["Piece | None"]):
     def __iter__(self) -> Iterator[Piece | None]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
+        self._questions = WorkerQuestions()
         set_dataset_epoch(self.dataset, int(self._pass[0]), int(self._pass[1]))
         # Used once: a persistent worker starts its next pass at the beginning of the stream.
         resume, self.resume = self.resume, None
@@ -201,7 +206,8 @@ class IterableShards(IterableDataset["Piece | None"]):
             batch: Any = [self._piece(items, rank) for rank in range(self.world_size)]
         else:
             batch = self._piece(items, self.rank)
-        return Piece(batch, real, padded, worker, mark)
+        asked = self._questions is not None and self._questions.asked
+        return Piece(batch, real, padded, worker, mark, asked)
 
     def _piece(self, items: list[Any], rank: int) -> Any:
         if self.batch_size is None:

@@ -22,6 +22,7 @@ from accel_callbacks.data.order import (
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery
+from accel_callbacks.data.worker_copies import told_of_copies
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -84,7 +85,7 @@ class StreamSource(StatefulSource):
         self._again: State | None = None  # from which the current pass can be started once more
         self._first: State | None = None  # the dataset before any pass
         self._restored: State | None = None
-        self._rewind = self._warned = self.fresh_workers = False
+        self._rewind = self._warned = self._checked = self.fresh_workers = False
         self._skip = 0
 
     @property
@@ -296,6 +297,9 @@ class StreamSource(StatefulSource):
         marks = [_mark(0) for _ in range(count)] if resumed is None else list(resumed["workers"])
         skip, dropped = self._skip, 0
         ahead: tuple[Any, Delivery] | None = None
+        if count > 1 and resumed is None and not self._checked:
+            self._checked = True
+            items = told_of_copies(items, count, type(self._shards.dataset).__name__)
         for piece in items:
             if piece is None:
                 continue

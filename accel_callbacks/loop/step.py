@@ -9,6 +9,7 @@ import torch
 
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.loop.accumulation import Accumulate
+from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -22,12 +23,13 @@ class StepEngine:
     """Runs backward and clips gradients, as the gradient window and the precision ask for.
 
     Args:
-        strategy: runs backward and clips.
+        strategy: clips, and leaves gradients on their rank in a window.
         precision: scales losses and unscales gradients.
         loop: has the gradient window and fires the hooks.
         boundary: polls the save in the background.
         models: the prepared models, a list that grows.
         optimizers: the prepared optimizers, a list that grows.
+        first_steps: runs backward, and notes that it is the Accelerator's.
 
     Example:
         >>> import torch
@@ -46,6 +48,7 @@ class StepEngine:
         boundary: StepBoundary,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[AcceleratedOptimizer],
+        first_steps: FirstSteps,
     ) -> None:
         self._strategy = strategy
         self._precision = precision
@@ -53,6 +56,7 @@ class StepEngine:
         self._boundary = boundary
         self._models = models
         self._optimizers = optimizers
+        self._first_steps = first_steps
         self._one_over: dict[Any, torch.Tensor] = {}
 
     def accumulate(self, *models: torch.nn.Module) -> Accumulate:
@@ -113,7 +117,7 @@ class StepEngine:
             loss = self._precision.scale(loss if divisor == 1 else loss / divisor)
         elif divisor != 1:
             loss, kwargs = self._divided(loss, divisor, kwargs)
-        self._strategy.backward(loss, **kwargs)
+        self._first_steps.run_backward(loss, **kwargs)
         for hook in hooks["on_after_backward"]:
             hook(loop.run, loop.model)
 

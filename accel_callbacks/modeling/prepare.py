@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_callbacks.errors import nearest
+from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.modeling.compile import adopt, compile_model
 from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -44,6 +46,7 @@ class Preparer:
         models: the prepared models; the new ones are added.
         optimizers: the prepared optimizers, likewise.
         schedulers: the prepared schedulers, likewise.
+        first_steps: watches the first steps of new optimizers.
         scheduler_options: keywords of :class:`AcceleratedScheduler`.
 
     Example:
@@ -63,6 +66,7 @@ class Preparer:
         models: list[torch.nn.Module],
         optimizers: list[AcceleratedOptimizer],
         schedulers: list[AcceleratedScheduler],
+        first_steps: FirstSteps,
         *,
         scheduler_options: dict[str, Any],
     ) -> None:
@@ -73,6 +77,7 @@ class Preparer:
         self._models = models
         self._optimizers = optimizers
         self._schedulers = schedulers
+        self._first_steps = first_steps
         self._scheduler_options = scheduler_options
 
     def prepare(
@@ -80,6 +85,7 @@ class Preparer:
         requests: Sequence[ModelRequest] = (),
         optimizers: Sequence[torch.optim.Optimizer] = (),
         schedulers: Sequence[Any] = (),
+        forward_methods: Sequence[str] = (),
     ) -> dict[int, Any]:
         """Prepare the objects of one call; what is prepared already comes back as it is.
 
@@ -87,10 +93,12 @@ class Preparer:
             The prepared objects by the ``id`` of those that were given.
 
         Raises:
-            ValueError: a model cannot be set up, or a scheduler's optimizer is not prepared.
+            ValueError: a model cannot be set up, or a scheduler's optimizer is not prepared, or no
+                model has one of the ``forward_methods``.
         """
         ready: dict[int, Any] = {}
         bare = [self._strategy.unwrap(request.model) for request in requests]
+        _check_methods(bare, forward_methods)
         prepared = {id(self._strategy.unwrap(model)): model for model in self._models}
         new: list[torch.nn.Module] = []
         for request, inner in zip(requests, bare, strict=True):
@@ -109,6 +117,10 @@ class Preparer:
         prepared.update(zip(map(id, new), set_up.models, strict=True))
         for request, inner in zip(requests, bare, strict=True):
             ready[id(request.model)] = self._add_model(prepared[id(inner)], inner)
+            own = [name for name in forward_methods if _has_method(inner, name)]
+            if own:
+                self._precision.wrap_methods(inner, own)
+                self._strategy.mark_forward_methods(prepared[id(inner)], own)
         for given, optimizer in zip(optimizers, set_up.optimizers, strict=True):
             ready[id(given)] = self._optimizer(optimizer)
         for given, scheduler in zip(schedulers, set_up.schedulers, strict=True):
@@ -131,6 +143,7 @@ class Preparer:
     def _add_model(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
         if not any(model is known for known in self._models):
             self._models.append(model)
+            self._first_steps.watch_model(model)
             if self._loop.model is None:
                 self._loop.model = inner
         return model
@@ -139,7 +152,8 @@ class Preparer:
         for known in self._optimizers:
             if known.optimizer is optimizer:
                 return known
-        prepared = AcceleratedOptimizer(optimizer, self._loop, self._precision)
+        watch = self._first_steps.watch(optimizer)
+        prepared = AcceleratedOptimizer(optimizer, self._loop, self._precision, watch)
         self._optimizers.append(prepared)
         return prepared
 
@@ -157,6 +171,25 @@ class Preparer:
         prepared = AcceleratedScheduler(scheduler, own, self._loop, **self._scheduler_options)
         self._schedulers.append(prepared)
         return prepared
+
+
+def _check_methods(models: Sequence[torch.nn.Module], names: Sequence[str]) -> None:
+    """Refuse names that are no method of any of the models, or one of every module."""
+    for name in names:
+        if hasattr(torch.nn.Module, name):
+            raise ValueError(
+                f"forward_methods: {name!r} is a method of torch.nn.Module itself; name those that "
+                "you call besides the model itself, such as 'encode'."
+            )
+        if not any(_has_method(model, name) for model in models):
+            hint = nearest(name, [known for model in models for known in dir(type(model))])
+            shown = ", ".join(type(model).__name__ for model in models) or "no model"
+            raise ValueError(f"forward_methods: {shown} has no method {name!r}.{hint}")
+
+
+def _has_method(model: torch.nn.Module, name: str) -> bool:
+    method = getattr(model, name, None)
+    return callable(method) and not isinstance(method, torch.nn.Module)
 
 
 def is_scheduler(item: Any) -> bool:

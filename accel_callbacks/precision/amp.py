@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from accel_callbacks.collectives import map_tensors
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AutocastKwargs
-from accel_callbacks.precision.base import Precision, PreparedForward
+from accel_callbacks.precision.base import Precision, PreparedForward, PreparedMethod
 
 __all__ = ["BF16", "Autocast"]
 
@@ -58,6 +58,15 @@ class Autocast(Precision):
         self.unwrap(model)
         model.__dict__["forward"] = PreparedForward(model.forward, self)
         return model
+
+    def wrap_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Run these methods under autocast too, and upcast what the outermost call returns."""
+        entered: list[bool] = []
+        before = [one for one, it in vars(model).items() if isinstance(it, PreparedForward)]
+        for name in dict.fromkeys([*before, *names]):
+            method = getattr(model, name)
+            original = method.original if isinstance(method, PreparedForward) else method
+            model.__dict__[name] = PreparedMethod(original, self, entered)
 
     def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``forward`` under autocast, and upcast its outputs unless that is turned off."""

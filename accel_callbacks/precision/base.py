@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AutocastKwargs
 
-__all__ = ["Precision", "PreparedForward"]
+__all__ = ["Precision", "PreparedForward", "PreparedMethod"]
 
 
 class Precision:
@@ -53,14 +53,25 @@ class Precision:
         return self.unwrap(model)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Restore the model's own forward, whichever precision wrapped it."""
-        prepared = model.__dict__.get("forward")
-        if isinstance(prepared, PreparedForward):
-            del model.__dict__["forward"]
-            if model.forward != prepared.original:  # it was set on the instance, not on the class
-                model.__dict__["forward"] = prepared.original
-            prepared.precision.release(model)
+        """Restore the model's own methods, whichever precision wrapped them."""
+        for name, prepared in list(model.__dict__.items()):
+            if not isinstance(prepared, PreparedForward):
+                continue
+            del model.__dict__[name]
+            # It may have been set on the instance, not on the class.
+            if getattr(model, name, None) != prepared.original:
+                model.__dict__[name] = prepared.original
+            if name == "forward":
+                prepared.precision.release(model)
         return model
+
+    def wrap_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Run other methods of a wrapped model in this precision, as its forward.
+
+        Args:
+            model: a model after :meth:`wrap`.
+            names: its methods. Where they or the forward call each other, the outermost counts.
+        """
 
     def release(self, model: torch.nn.Module) -> None:
         """Undo what :meth:`wrap` changed besides the forward."""
@@ -121,3 +132,44 @@ class PreparedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedForward:
         # A copy of the model has its own forward, but shares the precision.
         return PreparedForward(copy.deepcopy(self.original, memo), self.precision)
+
+
+class PreparedMethod(PreparedForward):
+    """One of several methods of a model in a precision; calls between them run as they are.
+
+    Args:
+        original: the method.
+        precision: the precision to run it in.
+        entered: shared by the methods of a model; not empty while one of them runs.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.precision import BF16
+        >>> class Model(torch.nn.Linear):
+        ...     def encode(self, x):
+        ...         return self(x)
+        >>> precision, model = BF16(torch.device("cpu")), Model(2, 2)
+        >>> precision.wrap_methods(precision.wrap(model), ["encode"])
+        >>> model.encode(torch.ones(1, 2)).dtype
+        torch.float32
+    """
+
+    def __init__(
+        self, original: Callable[..., Any], precision: Precision, entered: list[bool]
+    ) -> None:
+        super().__init__(original, precision)
+        self.entered = entered
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the method in the precision, unless another one has brought it about."""
+        if self.entered:
+            return self.original(*args, **kwargs)
+        self.entered.append(True)
+        try:
+            return self.precision.call(self.original, *args, **kwargs)
+        finally:
+            self.entered.pop()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedMethod:
+        original = copy.deepcopy(self.original, memo)
+        return PreparedMethod(original, self.precision, copy.deepcopy(self.entered, memo))

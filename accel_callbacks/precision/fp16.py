@@ -51,8 +51,17 @@ class FP16(Autocast):
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, at most once a step."""
+        """Divide the gradients by the scale, at most once a step.
+
+        Raises:
+            RuntimeError: no loss was scaled so far.
+        """
         if id(optimizer) not in self._unscaled and has_gradients(optimizer):
+            if self.scaler.is_enabled() and self.scaler._scale is None:
+                raise RuntimeError(
+                    "there are gradients, and no loss was scaled for fp16 yet: call "
+                    "accel.backward(loss) in place of loss.backward()."
+                )
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 

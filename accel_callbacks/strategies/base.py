@@ -115,6 +115,19 @@ class Strategy(ABC):
         """Run the backward pass."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
+    def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Make gradients synchronize after these methods of a wrapped model, as after its forward.
+
+        Args:
+            model: what :meth:`setup` returned.
+            names: methods of the model as the user built it.
+        """
+        return None
+
+    def averages(self, model: torch.nn.Module) -> bool:
+        """Return whether a backward through this model would average its gradients now."""
+        return False
+
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronize gradients."""
         return nullcontext()

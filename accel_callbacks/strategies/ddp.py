@@ -17,6 +17,9 @@ from accel_callbacks.plugins.ddp import DDPCommunicationHookType as Hook
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.strategies.base import Strategy
 from accel_callbacks.strategies.checks import refuse_distributed, refuse_spread
+from accel_callbacks.strategies.forward_methods import (
+    DistributedDataParallel as PreparedDDP,
+)
 from accel_callbacks.strategies.join import joined
 
 __all__ = ["DDP", "register_hook"]
@@ -134,7 +137,7 @@ class DDP(Strategy):
         if len(frozen) == sum(1 for _ in model.parameters()):
             return model
         index = self.topology.device.index
-        wrapped = DistributedDataParallel(
+        wrapped = PreparedDDP(
             model, device_ids=None if index is None else [index], **self.options.to_kwargs()
         )
         # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last
@@ -163,6 +166,24 @@ class DDP(Strategy):
         }
         named = self.unwrap(model).named_parameters(remove_duplicate=False)
         return {name for name, parameter in named if id(parameter) not in ignored}
+
+    def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Run these methods of a model through the wrapper.
+
+        Raises:
+            ValueError: the wrapper is the user's own, or has a method of this name itself.
+        """
+        if isinstance(model, PreparedDDP):
+            model.mark_forward_methods(names)
+        elif isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "forward_methods: the model is wrapped in DistributedDataParallel already, which "
+                "has no other methods: pass the model itself to prepare()."
+            )
+
+    def averages(self, model: torch.nn.Module) -> bool:
+        """Return False for models that DDP does not wrap, and in ``no_sync``."""
+        return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return DDP's own ``no_sync`` for models that it wraps."""

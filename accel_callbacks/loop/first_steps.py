@@ -1,0 +1,292 @@
+"""The first steps of each optimizer: checks for mistakes that training would hide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks.loop.loop import Loop
+from accel_callbacks.precision import Precision
+from accel_callbacks.strategies import Strategy
+from accel_callbacks.warning import warn
+
+__all__ = ["FirstSteps", "OptimizerWatch"]
+
+_STEPS = 3
+
+
+class FirstSteps:
+    """Watches the first steps of each prepared optimizer, and warns once of each mistake.
+
+    Afterwards the hooks on parameters and models are removed, and nothing is left to be paid.
+
+    Args:
+        loop: has the gradient window and the prepared models.
+        strategy: runs backward.
+        precision: may scale losses.
+
+    Attributes:
+        run_backward: the backward of the strategy, noted as the Accelerator's own while it matters.
+
+    Example:
+        >>> import torch, warnings
+        >>> from accel_callbacks import Accelerator
+        >>> accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        >>> accel.backward(model(torch.ones(1, 1)).sum())
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     optimizer.step()
+        >>> "`with accel.accumulate(model):`" in str(caught[0].message)
+        True
+    """
+
+    def __init__(self, loop: Loop, strategy: Strategy, precision: Precision) -> None:
+        self.loop = loop
+        self.strategy = strategy
+        self.precision = precision
+        self.run_backward: Callable[..., None] = strategy.backward
+        self.in_backward = False
+        self._watches: list[OptimizerWatch] = []
+        self._calls: list[_Calls] = []
+        self._warned: set[str] = set()
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch:
+        """Return the watch of a new optimizer."""
+        watch = OptimizerWatch(self, optimizer)
+        self._watches.append(watch)
+        self.run_backward = self._noted_backward
+        for model in self.loop.models:
+            self.watch_model(model)
+        return watch
+
+    def watch_model(self, model: torch.nn.Module) -> None:
+        """Note the calls of a model whose gradients are averaged between ranks."""
+        known = any(calls.model is model for calls in self._calls)
+        if self._watches and not known and self.strategy.averages(model):
+            self._calls.append(_Calls(model))
+
+    def finish(self, watch: OptimizerWatch) -> None:
+        """Remove a watch, and with the last one all that it needed."""
+        watch.remove()
+        if watch in self._watches:
+            self._watches.remove(watch)
+        if not self._watches:
+            self.run_backward = self.strategy.backward
+            for calls in self._calls:
+                calls.handle.remove()
+            self._calls.clear()
+
+    def forget(self) -> None:
+        """Remove all watches."""
+        for watch in list(self._watches):
+            self.finish(watch)
+
+    def warn(self, kind: str, text: str) -> None:
+        """Warn of a mistake on rank 0, the first time that it is found."""
+        if kind not in self._warned and collectives.rank() == 0:
+            warn(text)
+        self._warned.add(kind)
+
+    def _noted_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self.in_backward = True
+        try:
+            self.strategy.backward(loss, **kwargs)
+        finally:
+            self.in_backward = False
+
+    @property
+    def in_sync(self) -> bool:
+        """True unless a backward now would leave gradients on their rank, as in ``no_sync``."""
+        return all(self.strategy.averages(calls.model) for calls in self._calls)
+
+    def share_calls(self) -> None:
+        """Tell all watches which models were called since this was last done."""
+        for calls in self._calls:
+            if calls.called:
+                calls.called = False
+                for watch in self._watches:
+                    watch.called.add(id(calls.model))
+
+    def averaged(self) -> Iterator[torch.nn.Module]:
+        """Yield the watched models."""
+        return (calls.model for calls in self._calls)
+
+
+class _Calls:
+    """A forward hook that notes that the model was called as ``prepare`` returned it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.called = False
+        self.handle = model.register_forward_pre_hook(self)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.called = True
+
+
+class OptimizerWatch:
+    """The backward passes into the parameters of one optimizer, checked at its steps.
+
+    Args:
+        first_steps: makes it, and warns.
+        optimizer: the optimizer as the user made it.
+
+    Attributes:
+        called: the ids of averaged models that were called since the last step.
+    """
+
+    def __init__(self, first_steps: FirstSteps, optimizer: torch.optim.Optimizer) -> None:
+        self._first = first_steps
+        self._left = _STEPS
+        self._idle: list[torch.Tensor] | None = None
+        self._windows_checked = False
+        self.called: set[int] = set()
+        self._reset()
+        # Weak, so that a parameter does not keep its optimizer alive.
+        note = _note(ref(self))
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            for parameter in _trained(optimizer)
+            if parameter.is_leaf
+        ]
+
+    def _reset(self) -> None:
+        self._passes: Counter[int] = Counter()
+        self._plain = self._apart = False
+        self.called.clear()
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Note a backward pass that reached a parameter."""
+        self._passes[id(parameter)] += 1
+        self._plain = self._plain or not self._first.in_backward
+        # Of the last pass: those before it in a window stay on their rank.
+        self._apart = not self._first.in_sync
+
+    def check(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> bool:
+        """Check a step that is about to be taken; return whether to check the next one.
+
+        Args:
+            optimizer: the optimizer as the user made it.
+            closure: the step computes gradients itself.
+        """
+        self._first.share_calls()
+        if self._passes:
+            self._check_window()
+            self._check_backward()
+            self._check_averaged()
+        self._check_changes(optimizer, closure)
+        self._reset()
+        self._left -= 1
+        if self._left == 0:
+            self._first.finish(self)
+        return self._left > 0
+
+    def _check_window(self) -> None:
+        """Warn of a step that is not inside of ``accumulate``."""
+        window, done = self._first.loop.window, self._windows_checked
+        # Only at the first step: a loop that counts by itself has its full length there.
+        self._windows_checked = True
+        passes = max(self._passes.values())
+        within = window.position > 0 or window.dirty  # left by a break
+        if done or within or passes >= window.num_steps:
+            return
+        self._first.warn(
+            "window",
+            f"gradient_accumulation_steps={window.num_steps}, and the optimizer stepped after "
+            f"{passes} backward, outside of accelerator.accumulate: put the body of the loop into "
+            "`with accel.accumulate(model):`, or set gradient_accumulation_steps=1.",
+        )
+
+    def _check_backward(self) -> None:
+        """Warn of a loss that was neither divided nor scaled."""
+        window = self._first.loop.window
+        divided = window.position > 0 and window.divisor > 1
+        if not self._plain or not (divided or self._first.precision.scales_loss):
+            return
+        lost = f"divided by the {window.divisor} micro-batches of its step" if divided else ""
+        if self._first.precision.scales_loss:
+            lost += f"{' nor ' if lost else ''}scaled for {self._first.precision.name}"
+        self._first.warn(
+            "backward",
+            f"the optimizer steps with gradients of a loss.backward(), whose loss was not {lost}: "
+            "call accel.backward(loss) instead.",
+        )
+
+    def _check_averaged(self) -> None:
+        """Warn of gradients that were not averaged over the ranks."""
+        models = list(self._first.averaged())
+        if self._apart or not models:
+            return
+        called = (model for model in models if id(model) in self.called)
+        averaged = {id(parameter) for model in called for parameter in model.parameters()}
+        for model in models:
+            reached = {id(parameter) for parameter in model.parameters()} & self._passes.keys()
+            if reached - averaged:
+                name = type(self._first.strategy.unwrap(model)).__name__
+                self._first.warn(
+                    "averaged",
+                    f"the gradients of {name} were not averaged over the processes, whose weights "
+                    "drift apart: call the model that accel.prepare returned, not the one that it "
+                    "was given, or that unwrap_model returned; for its other methods pass "
+                    "prepare(model, forward_methods=[...]).",
+                )
+
+    def _check_changes(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Warn of two steps in a row that changed nothing."""
+        held = list(_trained(optimizer))
+        loop = self._first.loop
+        idle = held and not closure and all(parameter.grad is None for parameter in held)
+        # A callback may have dropped the gradients, as Freeze does under DDP.
+        dropped = self._passes and loop.dispatch.hooks["on_after_backward"]
+        if not idle or dropped or not loop.models:
+            self._idle = None
+            return
+        before, self._idle = self._idle, _sample(held)
+        # Some optimizers step within backward, and their own step has nothing left to do.
+        if before is None or not all(map(torch.equal, before, self._idle)):
+            return
+        known = {id(p) for model in loop.models for p in model.parameters()}
+        if not any(id(parameter) in known for parameter in held):
+            cause = (
+                "it has no parameter of a prepared model: make it of model.parameters() of the "
+                "same object that is passed to prepare()"
+            )
+        else:
+            cause = (
+                "none of its parameters had a gradient: call accel.backward(loss) before step(), "
+                "and zero_grad() after it"
+            )
+        self._first.warn(
+            "changes", f"two steps of {type(optimizer).__name__} changed no parameter, as {cause}."
+        )
+
+
+def _note(watch: ref[OptimizerWatch]) -> Callable[[torch.Tensor], None]:
+    def note(parameter: torch.Tensor) -> None:
+        alive = watch()
+        if alive is not None:
+            alive.note(parameter)
+
+    return note
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (parameter for parameter in held if parameter.requires_grad)
+
+
+def _sample(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of the first elements of each parameter."""
+    return [parameter.detach().flatten()[:64].clone() for parameter in parameters]

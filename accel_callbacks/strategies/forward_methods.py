@@ -1,0 +1,114 @@
+"""DistributedDataParallel for models with several forward methods."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(TorchDDP):
+    """torch's wrapper, with the attributes and methods of the model inside.
+
+    Methods that are marked run through the wrapper's forward, so that gradients are averaged.
+    Others run as they are; those that would train parameters behind the wrapper's back are refused.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.forward_methods import DistributedDataParallel
+        >>> issubclass(DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
+        True
+    """
+
+    _forward_methods: frozenset[str] = frozenset()
+
+    def mark_forward_methods(self, names: Iterable[str]) -> None:
+        """Run these methods of the model inside through the wrapper's forward.
+
+        Raises:
+            ValueError: the wrapper has a method of this name itself.
+        """
+        names = frozenset(names)
+        for name in sorted(names):
+            if hasattr(TorchDDP, name):
+                raise ValueError(
+                    f"forward_methods: {name!r} is a method of DistributedDataParallel too, which "
+                    "hides that of the model on several processes: give it another name."
+                )
+        self._forward_methods = self._forward_methods | names
+
+    def __getattr__(self, name: str) -> Any:
+        modules = vars(self).get("_modules", {})
+        # First, because each forward asks for it.
+        if name == "module" and name in modules:
+            return modules[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Protocols such as copying ask for dunder names, and mean the wrapper.
+            if name.startswith("__") or "module" not in modules:
+                raise
+        inner = modules["module"]
+        value = getattr(inner, name)
+        if name in self._forward_methods:
+            return functools.partial(self._call_method, name)
+        if inspect.ismethod(value) and value.__self__ is inner:
+            return self._checked(name, value)
+        return value
+
+    def _call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapper with a method of the model inside in place of its forward."""
+        inner = self.module
+        before = inner._compiled_call_impl
+
+        # In place of the compiled call, which torch asks for before hooks and the forward.
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            inner._compiled_call_impl = before
+            return getattr(inner, name)(*args, **kwargs)
+
+        inner._compiled_call_impl = redirected
+        try:
+            return self(*args, **kwargs)
+        finally:
+            inner._compiled_call_impl = before
+
+    def _checked(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that raises where it runs trained layers past the wrapper."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
+                return method(*args, **kwargs)
+            trained = {id(module) for module in self.module.modules() if _is_trained(module)}
+
+            def refuse(module: torch.nn.Module, inputs: Any) -> None:
+                if id(module) in trained and torch.is_grad_enabled():
+                    raise RuntimeError(_unmarked(type(self.module).__name__, name))
+
+            handle = register_module_forward_pre_hook(refuse)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                handle.remove()
+
+        return call
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def _unmarked(model: str, name: str) -> str:
+    return (
+        f"{model}.{name}() runs layers of the model past DistributedDataParallel, and their "
+        "gradients would not be averaged over the processes: mark it with "
+        f"accel.prepare(model, forward_methods=[{name!r}]), or call it under torch.no_grad() if "
+        "nothing is trained by it."
+    )
