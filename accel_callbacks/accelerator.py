@@ -206,7 +206,13 @@ class Accelerator(ProcessControl, MediaLogging):
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
         self.loop = Loop(
-            TrainingRun(self), dispatch, self.window, self.models, self.optimizers, self.loaders
+            TrainingRun(self),
+            dispatch,
+            self.window,
+            self.models,
+            self.optimizers,
+            self.loaders,
+            self.schedulers,
         )
         self.passes = Passes(self.loop)
         self.tracking = Tracking(
@@ -234,7 +240,6 @@ class Accelerator(ProcessControl, MediaLogging):
             self.strategy,
             self.precision,
             self.loop,
-            self.passes.boundary,
             self.models,
             self.optimizers,
         )

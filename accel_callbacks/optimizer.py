@@ -98,6 +98,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             loop.require_loaded("step")
         if not window.sync:
             return None
+        own = loop.outer is None and not loop.stages
+        if own:
+            loop.own.before_step(self)
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         hooks = loop.dispatch.hooks["on_before_optimizer_step"]
         if hooks or window.normalizer.active or window.correction != 1.0:
@@ -113,6 +116,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             loop.count_step(self)
             for hook in loop.dispatch.hooks["on_after_optimizer_step"]:
                 hook(loop.run, loop.model, self)
+        if own:
+            loop.own.note_step(self)
         return result
 
     def _is_skipped(self, hooks: Iterable[Hook]) -> bool:

@@ -115,7 +115,7 @@ class TrainingState:
             "schedulers": _numbered([scheduler.state_dict() for scheduler in self.schedulers]),
             "loaders": _numbered([self._position(loader) for loader in self.loaders]),
             "precision": self.precision.state_dict(),
-            "run": loop.run.state_dict(),
+            "run": self._run_position(),
             "callbacks": loop.dispatch.state_dict(),
             "trackers": self.tracking.state_dict(),
             "registered": self.registered.state_dict(),
@@ -126,6 +126,12 @@ class TrainingState:
         if loop.window.is_open:
             local["window"] = self._open_window()
         return shared, local
+
+    def _run_position(self) -> dict[str, Any]:
+        """Return the position of the run; a batch without a loader counts once it has worked."""
+        waiting = self.loop.own.is_open and not self.loop.worked
+        state = self.loop.run.state_dict()
+        return {**state, "batch_idx": state["batch_idx"] - waiting}
 
     def _position(self, loader: DataLoaderShard) -> dict[str, Any]:
         """Return the position of a loader.

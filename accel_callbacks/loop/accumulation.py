@@ -36,6 +36,8 @@ class Accumulate(AbstractContextManager["Accumulate"]):
 
     def __enter__(self) -> Accumulate:
         loop = self._loop
+        if loop.outer is None and not loop.stages:
+            loop.own.enter_block()
         # The window before was left early, by an error or at the end of a pass.
         if loop.window.dirty:
             loop.drop_gradients()
@@ -54,8 +56,14 @@ class Accumulate(AbstractContextManager["Accumulate"]):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self._stack is not None:
             self._stack.close()
+        loop = self._loop
         if error is None:
-            self._loop.worked = True
-            self._loop.window.leave()
+            loop.worked = True
+            stepped = loop.window.sync
+            loop.window.leave()
+            if loop.own.in_block:
+                loop.own.leave_block(stepped=stepped)
         else:
-            self._loop.window.abandon()
+            loop.window.abandon()
+            if loop.own.in_block:
+                loop.drop_own_batch()

@@ -21,6 +21,7 @@ from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.gradient_window import GradientWindow
+from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.run import TrainingRun
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
@@ -115,8 +116,11 @@ class Loop:
         models: the prepared models, a list that grows.
         optimizers: the prepared optimizers, a list that grows.
         loaders: the prepared loaders, a list that grows.
+        schedulers: the prepared schedulers, a list that grows.
 
     Attributes:
+        outer: the loader of the training pass, None outside of one.
+        own: the batches of a loop that iterates no prepared loader.
         active: loaders being iterated, the innermost last.
         worked: True once the current training batch was trained on.
         stepped: optimizers that stepped since the global step was last counted.
@@ -144,6 +148,7 @@ class Loop:
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         loaders: Sequence[DataLoaderShard],
+        schedulers: Sequence[Any] = (),
     ) -> None:
         self.run = run
         self.dispatch = dispatch
@@ -165,9 +170,10 @@ class Loop:
         self.worked = False
         self.epochs_counted = self.stop_consumed = False
         self.stepped: set[int] = set()
-        self._outer: DataLoaderShard | None = None
-        self._cut_short = self._passed = False
-        self._settling = self._fit_started = self._train_started = False
+        self.outer: DataLoaderShard | None = None
+        self.own = OwnBatches(optimizers, schedulers)
+        self._cut_short = self._passed = self._ignores_stop = False
+        self._warming_up = self._settling = self._fit_started = self._train_started = False
         self._pending_teardowns: list[Callable[..., None]] | None = None
 
     @property
@@ -277,6 +283,8 @@ load_state() takes the newest valid one.
         try:
             while self.deferred:
                 self.deferred.pop(0)()
+            if self.own.waits:
+                self.own.finish()
         finally:
             self._settling = False
 
@@ -364,8 +372,20 @@ load_state() takes the newest valid one.
         """Fire ``on_train_start``, once a run, before the first training batch."""
         self.begin_fit()
         if not self._train_started:
-            self._train_started = True
+            self._train_started = self._warming_up = True
             self.fire("on_train_start")
+
+    def withdraw_consumed_stop(self) -> None:
+        """Withdraw a stop that ended an earlier training."""
+        if self.stop_consumed and self.run.should_stop:
+            self.run.should_stop = False
+
+    def end_warm_up(self) -> None:
+        """Forget a training without a prepared loader or epochs: some steps before a run."""
+        # To save them would be to resume from them.
+        if self._warming_up:
+            self.own.drop()
+            self._train_started = False
 
     def end_fit(self, error: BaseException | None = None) -> None:
         """End the run; an error in an end hook fails it."""
@@ -436,7 +456,8 @@ load_state() takes the newest valid one.
         self._cut_short = False
         for group in (self.deferred, self.active, self.progress, self.stepped, self.stages):
             group.clear()
-        self._outer = None
+        self.outer = None
+        self.own.drop()
         # After a load, the open window is the one that the checkpoint holds.
         if not self.run.awaits_training:
             self.window.abandon()
@@ -464,7 +485,8 @@ load_state() takes the newest valid one.
 
     def open_epoch(self, *, counted: bool) -> None:
         """Start an epoch of the loaders, and fire ``on_train_epoch_start``."""
-        self.run.epoch_open = True
+        self.run.epoch_open, self.run.batch_idx = True, -1
+        self._warming_up = False
         for loader in self.loaders:
             loader.begin_epoch(counted=counted)
         self.fire("on_train_epoch_start")
@@ -486,7 +508,9 @@ load_state() takes the newest valid one.
         self.active.append(loader)
         self._passed = True
         if outer:
-            self._outer = self.used_loaders.training = loader
+            self.outer = self.used_loaders.training = loader
+            self.own.drop()  # its data comes from this loader
+            self._warming_up = False
         loader.passes += 1
         return loader.passes
 
@@ -494,17 +518,30 @@ load_state() takes the newest valid one.
         """End a pass; return False if a newer pass over the same loader has replaced it."""
         if loader.passes != token:
             return False
-        if self._outer is loader:
-            self._outer = None
+        if self.outer is loader:
+            self.outer = None
             self.window.leave_loader()
         if loader in self.active:
             self.active.remove(loader)
         return True
 
-    @property
-    def outer(self) -> DataLoaderShard | None:
-        """The loader of the training pass, None outside of one."""
-        return self._outer
+    def begin_own_batch(self) -> None:
+        """Start a batch that no prepared loader delivers."""
+        self.worked, self.last_loss = False, None
+        # A loop over data of its own that goes on after a stop is not cut short by it.
+        self._cut_short, self._ignores_stop = False, self.run.should_stop
+        self.run.num_training_batches = float("inf")
+        self.run.batch_idx += 1
+
+    def drop_own_batch(self) -> None:
+        """Forget a batch that an error has ended; the next one has its index if it did no work."""
+        self.own.drop()
+        self.run.batch_idx -= not self.worked
+
+    def stop_after_own_batch(self) -> None:
+        """Note that a stop cuts the epoch short, unless the loop over its data is over anyway."""
+        ended = self._settling or self._ignores_stop
+        self._cut_short = self.run.epoch_open and not ended
 
     def stop_pass(self, loader: DataLoaderShard) -> None:
         """Stop after this batch; unless it was the last, the epoch is cut short."""

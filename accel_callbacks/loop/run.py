@@ -347,7 +347,7 @@ class TrainingRun(TrainerAttributes):
         first_epoch: the epoch that the next ``epochs`` begins with.
         epochs_done: training epochs finished, those before a resume included.
         max_epochs: what ``epochs`` was called with, or ``None``.
-        batch_idx: index of the current training batch in its epoch.
+        batch_idx: index of the current training batch in its epoch, -1 before the first.
         num_training_batches: batches of a training epoch on this process; ``inf`` if unknown.
         callback_metrics: the last value logged under each name (tensors stay on their device).
         config: what the run was started with.

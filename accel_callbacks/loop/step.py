@@ -10,7 +10,6 @@ import torch
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.loop import Loop
-from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategies import Strategy
@@ -25,7 +24,6 @@ class StepEngine:
         strategy: runs backward and clips.
         precision: scales losses and unscales gradients.
         loop: has the gradient window and fires the hooks.
-        boundary: polls the save in the background.
         models: the prepared models, a list that grows.
         optimizers: the prepared optimizers, a list that grows.
 
@@ -43,14 +41,12 @@ class StepEngine:
         strategy: Strategy,
         precision: Precision,
         loop: Loop,
-        boundary: StepBoundary,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[AcceleratedOptimizer],
     ) -> None:
         self._strategy = strategy
         self._precision = precision
         self._loop = loop
-        self._boundary = boundary
         self._models = models
         self._optimizers = optimizers
         self._one_over: dict[Any, torch.Tensor] = {}
@@ -95,9 +91,8 @@ class StepEngine:
         loop = self._loop
         if loop.half_loaded is not None:
             loop.require_loaded("backward")
-        # Without a prepared loader, nothing else marks the boundary between two steps.
-        if loop.saves.pending:
-            self._boundary.poll_before_backward()
+        if loop.outer is None and not loop.stages:
+            loop.own.before_backward()
         hooks = loop.dispatch.hooks
         for hook in hooks["on_before_backward"]:
             hook(loop.run, loop.model, loss)
