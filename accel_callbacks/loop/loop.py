@@ -120,6 +120,7 @@ class Loop:
 
     Attributes:
         outer: the loader of the training pass, None outside of one.
+        model: the first prepared model that has an optimizer, as the user built it; hooks get it.
         own: the batches of a loop that iterates no prepared loader.
         active: loaders being iterated, the innermost last.
         worked: True once the current training batch was trained on.
@@ -189,12 +190,15 @@ class Loop:
 
     def _in_train_mode(self) -> bool:
         """Return whether a model that is trained is in train mode: of several, a teacher is not."""
-        models = self.models
-        if len(models) > 1:
-            groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-            stepped = {id(parameter) for group in groups for parameter in group["params"]}
-            models = [m for m in models if any(id(p) in stepped for p in m.parameters())] or models
+        models = self.models if len(self.models) <= 1 else self.trained_models()
         return not models or any(model.training for model in models)
+
+    def trained_models(self) -> list[torch.nn.Module]:
+        """Return the prepared models that have an optimizer; all of them if none has."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        owned = {id(parameter) for group in groups for parameter in group["params"]}
+        trained = [m for m in self.models if any(id(p) in owned for p in m.parameters())]
+        return trained or list(self.models)
 
     @property
     def evaluating(self) -> int:

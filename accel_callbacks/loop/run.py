@@ -59,7 +59,7 @@ class TrainerAttributes:
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The first prepared model as the user built it."""
+        """The first prepared model that has an optimizer, as the user built it."""
         return self._host.loop.model
 
     @property

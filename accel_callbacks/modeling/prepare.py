@@ -108,11 +108,14 @@ class Preparer:
         )
         prepared.update(zip(map(id, new), set_up.models, strict=True))
         for request, inner in zip(requests, bare, strict=True):
-            ready[id(request.model)] = self._add_model(prepared[id(inner)], inner)
+            ready[id(request.model)] = self._add_model(prepared[id(inner)])
         for given, optimizer in zip(optimizers, set_up.optimizers, strict=True):
             ready[id(given)] = self._optimizer(optimizer)
         for given, scheduler in zip(schedulers, set_up.schedulers, strict=True):
             ready[id(given)] = self._scheduler(scheduler)
+        # An optimizer may be prepared after its model: a teacher without one is no hook's model.
+        trained = self._loop.trained_models()
+        self._loop.model = self._strategy.unwrap(trained[0]) if trained else None
         return ready
 
     def _wrap_for_precision(self, request: ModelRequest, inner: torch.nn.Module) -> torch.nn.Module:
@@ -128,11 +131,9 @@ class Preparer:
         compile_model(self._precision.wrap(inner), self._compile_plugin)
         return model
 
-    def _add_model(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
+    def _add_model(self, model: torch.nn.Module) -> torch.nn.Module:
         if not any(model is known for known in self._models):
             self._models.append(model)
-            if self._loop.model is None:
-                self._loop.model = inner
         return model
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
