@@ -110,7 +110,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         else:
             stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
         self.step_was_skipped = not stepped
-        loop.worked = window.touched = True
+        loop.worked = window.touched = window.stepped = True
         window.dirty = window.normalizer.pending = False
         if stepped:
             loop.count_step(self)

@@ -155,6 +155,7 @@ class TrainingState:
             "divisor": window.divisor,
             "normalizer": window.normalizer.state_dict(),
             "gradients": gradients,
+            "logged": self.tracking.row.state_dict(),
         }
 
     def choose_weights(
