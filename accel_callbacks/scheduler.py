@@ -49,19 +49,18 @@ class AcceleratedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler, if the optimizer stepped."""
-        if not self._step_with_optimizer or self._follows_a_step():
-            for _ in range(self._steps_at_once):
-                self.scheduler.step(*args, **kwargs)
-        own = self._loop.own
-        if own.is_open:
-            own.note_step(self)
-
-    def _follows_a_step(self) -> bool:
-        """Return False inside of a gradient window, and after a step that was skipped."""
         loop = self._loop
-        if not loop.window.sync and loop.window.plugin.adjust_scheduler:
-            return False
-        return loop.between_passes or not any(one.step_was_skipped for one in self._optimizers)
+        if self._step_with_optimizer:
+            if not loop.window.sync and loop.window.plugin.adjust_scheduler:
+                return
+            for optimizer in self._optimizers:
+                if optimizer.step_was_skipped and not loop.between_passes:
+                    loop.own.note_call(self)
+                    return
+        for _ in range(self._steps_at_once):
+            self.scheduler.step(*args, **kwargs)
+        if loop.outer is None:
+            loop.own.note_call(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped scheduler."""

@@ -36,14 +36,18 @@ class Accumulate(AbstractContextManager["Accumulate"]):
 
     def __enter__(self) -> Accumulate:
         loop = self._loop
-        if loop.outer is None and not loop.stages:
-            loop.own.enter_block()
+        if loop.outer is None:
+            if not loop.stages:
+                loop.own.enter_block()
+            innermost = loop.active[-1] if loop.active else None
+        else:
+            innermost = loop.active[-1]
         # The window before was left early, by an error or at the end of a pass.
-        if loop.window.dirty:
-            loop.drop_gradients()
-        remaining, last = loop.progress.remaining(loop.active[-1] if loop.active else None)
-        loop.window.enter(remaining, last)
         window = loop.window
+        if window.dirty:
+            loop.drop_gradients()
+        remaining, last = loop.progress.remaining(innermost)
+        window.enter(remaining, last)
         # Only the last backward of a window communicates: the others keep their gradients on the
         # rank, and the last one averages the sums.
         local = not window.sync and not window.plugin.sync_each_batch
@@ -59,10 +63,12 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         loop = self._loop
         if error is None:
             loop.worked = True
-            stepped = loop.window.sync
-            loop.window.leave()
             if loop.own.in_block:
+                stepped = loop.window.sync
+                loop.window.leave()
                 loop.own.leave_block(stepped=stepped)
+            else:
+                loop.window.leave()
         else:
             loop.window.abandon()
             if loop.own.in_block:

@@ -34,8 +34,8 @@ class OwnBatches:
         >>> batches.connect(begin=lambda: print("begins"), end=lambda: print("ends"))
         >>> batches.before_backward()
         begins
-        >>> batches.note_step("optimizer")
-        >>> batches.note_step("scheduler")
+        >>> batches.note_call("optimizer")
+        >>> batches.note_call("scheduler")
         ends
     """
 
@@ -79,8 +79,10 @@ class OwnBatches:
         if not self.is_open:
             self._open()
 
-    def note_step(self, one: Any) -> None:
-        """Note the step of an optimizer or scheduler, and end the batch if it was the last."""
+    def note_call(self, one: Any) -> None:
+        """Note that an optimizer or scheduler was stepped; end the batch if it was the last."""
+        if not self.is_open:
+            return
         self._left[id(one)] = one
         if not self.in_block and self._is_complete():
             self.finish()

@@ -455,7 +455,7 @@ def test_the_parts_of_a_step_in_any_order():
     own.connect(lambda: seen.append("begin"), lambda: seen.append("end"))
     own.before_backward()
     own.before_step("b")
-    own.note_step("b")
+    own.note_call("b")
     own.before_backward()
-    own.note_step("a")
+    own.note_call("a")
     assert seen == ["begin", "end"]
