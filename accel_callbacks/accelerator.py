@@ -211,7 +211,13 @@ class Accelerator(ProcessControl, MediaLogging):
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
         self.loop = Loop(
-            TrainingRun(self), dispatch, self.window, self.models, self.optimizers, self.loaders
+            TrainingRun(self),
+            dispatch,
+            self.window,
+            self.models,
+            self.optimizers,
+            self.loaders,
+            self.schedulers,
         )
         self.passes = Passes(self.loop)
         self.tracking = Tracking(
@@ -220,6 +226,7 @@ class Accelerator(ProcessControl, MediaLogging):
             is_main_process=self.is_main_process,
             strict=strict_trackers,
             config=tracker_config,
+            window=self.window,
         )
         self.training_state = TrainingState(
             self.strategy,
@@ -240,7 +247,6 @@ class Accelerator(ProcessControl, MediaLogging):
             self.strategy,
             self.precision,
             self.loop,
-            self.passes.boundary,
             self.models,
             self.optimizers,
             self._first_steps,
@@ -1506,10 +1512,15 @@ class Accelerator(ProcessControl, MediaLogging):
     ) -> None:
         """Log values to callbacks and trackers, without waiting for the device or the trackers.
 
+        With gradient accumulation, trackers get one row for each optimizer step: the mean of what
+        the micro-batches of its window log, or the last one of integers and texts. Callbacks get
+        each call.
+
         Args:
             values: numbers, zero-dimensional tensors or strings, by name; nested dicts are
                 flattened with ``/``, ``None`` is left out.
-            step: optimizer steps so far; ``run.global_step`` if ``None``.
+            step: optimizer steps so far; ``run.global_step`` if ``None``. With a step, the row is
+                written as it is.
             log_kwargs: further keywords for a tracker's ``log``, by tracker name.
 
         Raises:

@@ -112,8 +112,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer, closure=bool(args or kwargs)
         ):
             self._watch = None
+        own = loop.outer is None
+        if own and not loop.stages:
+            loop.own.before_step(self)
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
-        hooks = loop.dispatch.hooks["on_before_optimizer_step"]
+        table = loop.dispatch.hooks
+        hooks = table["on_before_optimizer_step"]
         if hooks or window.normalizer.active or window.correction != 1.0:
             self.unscale_gradients()
         if hooks and self._is_skipped(hooks):
@@ -121,12 +125,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         else:
             stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
         self.step_was_skipped = not stepped
-        loop.worked = window.touched = True
+        loop.worked = window.touched = window.stepped = True
         window.dirty = window.normalizer.pending = False
         if stepped:
             loop.count_step(self)
-            for hook in loop.dispatch.hooks["on_after_optimizer_step"]:
+            for hook in table["on_after_optimizer_step"]:
                 hook(loop.run, loop.model, self)
+        if own:
+            loop.own.note_call(self)
         return result
 
     def _is_skipped(self, hooks: Iterable[Hook]) -> bool:
@@ -146,11 +152,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, at the end of a gradient window or before its first backward."""
         loop = self._loop
-        if not loop.window.may_clear:
+        window = loop.window
+        if not window.may_clear:
             return
         for hook in loop.dispatch.hooks["on_before_zero_grad"]:
             hook(loop.run, loop.model, self)
-        normalizer = loop.window.normalizer
+        normalizer = window.normalizer
         if normalizer.pending and has_gradients(self.optimizer):  # discarded without a step
             normalizer.forget()
         self.optimizer.zero_grad(set_to_none)

@@ -49,15 +49,18 @@ class AcceleratedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler, if the optimizer stepped."""
+        loop = self._loop
         if self._step_with_optimizer:
-            loop = self._loop
             if not loop.window.sync and loop.window.plugin.adjust_scheduler:
                 return
             for optimizer in self._optimizers:
                 if optimizer.step_was_skipped and not loop.between_passes:
+                    loop.own.note_call(self)
                     return
         for _ in range(self._steps_at_once):
             self.scheduler.step(*args, **kwargs)
+        if loop.outer is None:
+            loop.own.note_call(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped scheduler."""

@@ -73,7 +73,8 @@ class Callback:
     """Base class of callbacks: override the hooks you need, the others cost nothing.
 
     Every hook is passed the :class:`TrainingRun` in place of Lightning's trainer, and the first
-    prepared model (unwrapped; ``None`` if there is none) in place of its module.
+    prepared model that has an optimizer (unwrapped; the first one if none has, ``None`` without a
+    model) in place of its module.
 
     Attributes:
         can_vote: set to True if the callback may call ``run.stop``, ``run.save_now`` or

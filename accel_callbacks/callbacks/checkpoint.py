@@ -166,7 +166,7 @@ class Checkpoint(ResumableState):
         self.last_path: str | None = None
         self.best_path: str | None = None
         self._record = SaveRecord(self.monitor)
-        self._last_step: int | None = None  # at the end of the previous batch
+        self._last_step = 0  # at the end of the previous batch
 
     @property
     def state_key(self) -> str:
@@ -197,7 +197,8 @@ class Checkpoint(ResumableState):
     # --- when to save ------------------------------------------------------------------------
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
-        """Start the clock."""
+        """Count steps and time from here."""
+        self._last_step = run.global_step
         self.schedule.restart_clock(run)
 
     def on_log(self, run: TrainingRun, model: Any, metrics: Mapping[str, Any], step: int) -> None:
@@ -208,14 +209,17 @@ class Checkpoint(ResumableState):
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if a step interval ends here; request a save of all ranks if the time is up."""
-        # Only right after a step: a save that failed or was skipped is not tried again with the
-        # next batch, but at the end of the next interval.
-        before, self._last_step = self._last_step, run.global_step
-        stepped = run.global_step != before
-        if stepped and self.schedule.step_is_due(run.global_step, self._record.saved_step):
+        # A save that failed or was skipped is not tried again with the next batch, but at the end
+        # of the next interval. In join_uneven_inputs another rank may take no step any more.
+        if run.in_lockstep and self._step_is_due(run):
             self._save(run)
         elif self.schedule.clock_is_due(run):
             run.save_now(self._clock_reason)
+
+    def _step_is_due(self, run: TrainingRun) -> bool:
+        """Return whether a step interval has ended since the last batch."""
+        before, self._last_step = self._last_step, run.global_step
+        return self.schedule.step_is_due(run.global_step, self._record.saved_step, before)
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Save if an epoch interval ends here, or the metric improved."""
@@ -526,9 +530,20 @@ class Schedule:
         """The time interval or part of the run as text; empty if there is none."""
         return "" if self._clock is None else f"every {self._clock.interval}"
 
-    def step_is_due(self, step: int, saved_step: int | None = None) -> bool:
-        """Return whether a step interval ends at this step, which is not saved yet."""
-        return self._steps is not None and 0 < step != saved_step and step % self._steps == 0
+    def step_is_due(
+        self, step: int, saved_step: int | None = None, before: int | None = None
+    ) -> bool:
+        """Return whether a step interval ends at this step, which is not saved yet.
+
+        Args:
+            step: the global step.
+            saved_step: of the last save.
+            before: the step of the last call, if a batch may take several; the one before if
+                ``None``.
+        """
+        if self._steps is None or step == saved_step:
+            return False
+        return step // self._steps > (step - 1 if before is None else before) // self._steps
 
     def epoch_is_due(self, epochs_done: int) -> bool:
         """Return whether an epoch interval ends after this many epochs."""

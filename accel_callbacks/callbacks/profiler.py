@@ -29,7 +29,7 @@ class Profiler(Callback):
     steps that are recorded and discarded, and ``active`` steps that are written to
     ``rank<rank>.<global step>.pt.trace.json``: a Chrome trace (for Perfetto), in the layout that
     TensorBoard's profiler plugin reads. A recording cut short by the end of training or by an error
-    is written too. It needs a prepared loader, and only one profiler can record at a time.
+    is written too. Only one profiler can record at a time.
 
     Args:
         dir: folder or fsspec URL; ``<project_dir>/profile`` if ``None``.

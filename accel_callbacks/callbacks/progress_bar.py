@@ -40,7 +40,8 @@ class ProgressBar(Callback):
 
     On a terminal it is a tqdm bar, with a second one below it during an evaluation; elsewhere (a
     file, a CI log) it prints one line every ``seconds_between_lines`` and one at the end of each
-    epoch. If training waits for its data for more than a tenth of the time, the bar shows that.
+    epoch. If training waits for its data for more than a tenth of the time, the bar shows that. A
+    loop over data of its own, without ``run.epochs``, has one bar for all of its batches.
 
     The bar, epoch, count and speed come first, and metrics take what is left of the line: those of
     the loop before those of callbacks, with long names shortened in the middle. ``+3`` at the end
@@ -90,7 +91,8 @@ class ProgressBar(Callback):
         """Start the bar with the first batch of an epoch, or of the rest of a resumed one."""
         if self._bar is None and run.is_global_zero:
             self._started, self._waited = time.monotonic(), run.data_wait_s
-            spec = BarSpec(_epoch(run), _known(run.num_training_batches), first=batch_idx)
+            title = _epoch(run) if run.epoch_open else "training"
+            spec = BarSpec(title, _known(run.num_training_batches), first=batch_idx)
             self._bar = BatchCounter(self._new_display(), spec)
 
     def on_train_batch_end(
@@ -102,6 +104,13 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Show the end of the epoch, with the values logged by its validation."""
+        self._finish_bar(run)
+
+    def on_train_end(self, run: TrainingRun, model: Any) -> None:
+        """Show the end of a training without epochs."""
+        self._finish_bar(run)
+
+    def _finish_bar(self, run: TrainingRun) -> None:
         if self._bar is not None:
             self._bar.finish(lambda: self._values(run))
             self._bar = None

@@ -27,8 +27,9 @@ class Throughput(ResumableState):
     The clock is stopped during evaluations and while a save starts, and the first two steps of a
     process are not measured. Training does not synchronize with the device: wall-clock time over a
     window is right on average. Values over all ranks are those of this rank times their number,
-    which holds for even loaders; samples that pad a last batch count. It needs a prepared loader.
-    Measured FLOPs are those of one batch, and taken for all.
+    which holds for even loaders; samples that pad a last batch count. Measured FLOPs are those of
+    one batch, and taken for all. In a loop that iterates no prepared loader only steps, batches and
+    seconds are counted, and FLOPs inside of ``accumulate``.
 
     Names, each after ``throughput/``: ``steps_per_s``; ``batches_per_s``, ``samples_per_s`` and
     ``tokens_per_s`` over all ranks, and the same after ``device/`` for this one;
@@ -160,6 +161,9 @@ class Throughput(ResumableState):
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
         """Start the clock again after an evaluation or a save in the middle of the loop body."""
         self._clock.start(run.data_wait_s)
+        counter = self._counter
+        if counter is not None and counter.total == 0:  # the batch began after its forward
+            self._stop_counting()
 
     def on_validation_start(self, run: TrainingRun, model: Any) -> None:
         """Stop the clock."""
@@ -186,13 +190,14 @@ class Throughput(ResumableState):
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; mark the end of a step, and log every ``log_every_n_steps``."""
-        samples = self.samples(batch)
+        own = batch is None  # of a loop that iterates no prepared loader
+        samples = None if own else self.samples(batch)
         self._has_samples = samples is not None
         self._read_flops(samples)
         self._batches += 1
         self._flops = self._flops + (self._measured or 0.0) * (1 if samples is None else samples)
         self._samples = self._samples + (samples or 0)
-        if self.tokens is not None:
+        if self.tokens is not None and not own:
             self._tokens = self._tokens + self.tokens(batch)  # not in place: marks share the tensor
         if run.global_step != self._step:
             self._mark(run)

@@ -162,10 +162,12 @@ class Averaging(ResumableState, ABC):
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
     ) -> None:
         """Restore the weights after an evaluation that raised."""
-        self._swap_out_after_evaluation(run)
+        # Without a loader and `accumulate`, a batch begins with its backward, after the forward.
+        if run.iterating or run.accelerator.loop.own.in_block:
+            self._swap_out_after_evaluation(run)
 
     def on_before_backward(self, run: TrainingRun, model: Any, loss: torch.Tensor) -> None:
-        """Restore the weights after an evaluation that raised, if no prepared loader is used."""
+        """Restore the weights after an evaluation that raised, if no batch began before."""
         if self._swapped_in and not run.open_evaluations:
             self._swap_out()
             warn(

@@ -441,6 +441,8 @@ def _restore_window(
         window.position, window.divisor = saved["position"], saved["divisor"]
         window.sync, window.touched = False, True
         window.normalizer.load_state_dict(saved["normalizer"])
+    logged = None if saved is None else saved.get("logged")
+    training.tracking.row.load_state_dict(logged, training.loop.run)
 
 
 def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:

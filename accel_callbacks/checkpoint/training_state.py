@@ -119,7 +119,7 @@ class TrainingState:
             "schedulers": _numbered([scheduler.state_dict() for scheduler in self.schedulers]),
             "loaders": _numbered([self._position(loader) for loader in self.loaders]),
             "precision": self.precision.state_dict(),
-            "run": loop.run.state_dict(),
+            "run": self._run_position(),
             "callbacks": loop.dispatch.state_dict(),
             "trackers": self.tracking.state_dict(),
             "registered": self.registered.state_dict(),
@@ -140,6 +140,12 @@ class TrainingState:
     def _random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return the state of the random generators, and of those that belong to the loaders."""
         return capture_rng(self.device), [loader.random_state() for loader in self.loaders]
+
+    def _run_position(self) -> dict[str, Any]:
+        """Return the position of the run; a batch without a loader counts once it has worked."""
+        waiting = self.loop.own.is_open and not self.loop.worked
+        state = self.loop.run.state_dict()
+        return {**state, "batch_idx": state["batch_idx"] - waiting}
 
     def _position(self, loader: DataLoaderShard) -> dict[str, Any]:
         """Return the position of a loader.
@@ -163,6 +169,7 @@ class TrainingState:
             "divisor": window.divisor,
             "normalizer": window.normalizer.state_dict(),
             "gradients": gradients,
+            "logged": self.tracking.row.state_dict(),
         }
 
     def choose_weights(

@@ -36,12 +36,18 @@ class Accumulate(AbstractContextManager["Accumulate"]):
 
     def __enter__(self) -> Accumulate:
         loop = self._loop
+        if loop.outer is None:
+            if not loop.stages:
+                loop.own.enter_block()
+            innermost = loop.active[-1] if loop.active else None
+        else:
+            innermost = loop.active[-1]
         # The window before was left early, by an error or at the end of a pass.
-        if loop.window.dirty:
-            loop.drop_gradients()
-        remaining, last = loop.progress.remaining(loop.active[-1] if loop.active else None)
-        loop.window.enter(remaining, last)
         window = loop.window
+        if window.dirty:
+            loop.drop_gradients()
+        remaining, last = loop.progress.remaining(innermost)
+        window.enter(remaining, last)
         # Only the last backward of a window communicates: the others keep their gradients on the
         # rank, and the last one averages the sums.
         local = not window.sync and not window.plugin.sync_each_batch
@@ -54,8 +60,16 @@ class Accumulate(AbstractContextManager["Accumulate"]):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self._stack is not None:
             self._stack.close()
+        loop = self._loop
         if error is None:
-            self._loop.worked = True
-            self._loop.window.leave()
+            loop.worked = True
+            if loop.own.in_block:
+                stepped = loop.window.sync
+                loop.window.leave()
+                loop.own.leave_block(stepped=stepped)
+            else:
+                loop.window.leave()
         else:
-            self._loop.window.abandon()
+            loop.window.abandon()
+            if loop.own.in_block:
+                loop.drop_own_batch()

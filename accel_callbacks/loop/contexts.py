@@ -197,6 +197,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
 
     def _begin(self) -> None:
         loop, run = self._loop, self._run
+        loop.end_warm_up()
         loop.end_fit()  # of a plain loop that came before, with its saves
         self._tracking.close("success")
         loop.share_identity(run)
@@ -359,6 +360,9 @@ def join_uneven_inputs(
             loop.window.abandon()
 
     counts = loop.window.normalizer
+    # A rank without a batch takes part in the hooks of the start and the end too.
+    loop.withdraw_consumed_stop()
+    loop.begin_training()
     with loaders.even_batches(even_batches), strategy.join(list(joinables), follow):
         counts.closed = strategy.topology.world_size > 1
         try:

@@ -160,7 +160,9 @@ class GradientWindow:
         divisor: the number that a loss is divided by in this window.
         index: number of windows closed so far.
         touched: True once the current micro-batch has added gradients.
+        stepped: True once an optimizer has stepped in the current micro-batch, or tried to.
         dirty: True if a window was abandoned, and its gradients are not cleared yet.
+        abandoned: index of the window that was abandoned last, -1 before the first.
         normalizer: counts the units given to ``backward(normalizer=...)``.
 
     Raises:
@@ -179,6 +181,7 @@ class GradientWindow:
     """
 
     __slots__ = (
+        "abandoned",
         "dirty",
         "divisor",
         "index",
@@ -186,6 +189,7 @@ class GradientWindow:
         "num_steps",
         "plugin",
         "position",
+        "stepped",
         "sync",
         "touched",
     )
@@ -203,8 +207,9 @@ class GradientWindow:
         self.resize(self.plugin.num_steps)
         self.sync = True
         self.index = 0
-        self.touched = False
+        self.touched = self.stepped = False
         self.dirty = False
+        self.abandoned = -1
 
     def resize(self, num_steps: int) -> None:
         """Set the length of windows, from the next one on.
@@ -233,7 +238,7 @@ class GradientWindow:
             known = remaining is not None and remaining < self.num_steps
             self.divisor = remaining if known and remaining else self.num_steps
         self.position += 1
-        self.touched = False
+        self.touched = self.stepped = False
         self.sync = last or self.position >= self.divisor
 
     def leave(self) -> None:
@@ -256,7 +261,8 @@ class GradientWindow:
 
     def abandon(self) -> None:
         """Leave the window early; its gradients must not reach the next one."""
-        self.dirty = self.dirty or self.position > 0
+        if self.position > 0:
+            self.dirty, self.abandoned = True, self.index
         self.close()
 
     @property

@@ -22,6 +22,7 @@ from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.gradient_window import GradientWindow
+from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.run import TrainingRun, length_of
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
@@ -140,8 +141,12 @@ class Loop:
         models: the prepared models, a list that grows.
         optimizers: the prepared optimizers, a list that grows.
         loaders: the prepared loaders, a list that grows.
+        schedulers: the prepared schedulers, a list that grows.
 
     Attributes:
+        outer: the loader of the training pass, None outside of one.
+        model: the first prepared model that has an optimizer, as the user built it; hooks get it.
+        own: the batches of a loop that iterates no prepared loader.
         active: loaders being iterated, the innermost last.
         worked: True once the current training batch was trained on.
         stepped: optimizers that stepped since the global step was last counted.
@@ -170,6 +175,7 @@ class Loop:
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         loaders: Sequence[DataLoaderShard],
+        schedulers: Sequence[Any] = (),
     ) -> None:
         self.run = run
         self.dispatch = dispatch
@@ -192,12 +198,13 @@ class Loop:
         self.worked = False
         self.epochs_counted = self.stop_consumed = False
         self.stepped: set[int] = set()
-        self._outer: DataLoaderShard | None = None
-        self._cut_short = self._passed = False
+        self.outer: DataLoaderShard | None = None
+        self.own = OwnBatches(optimizers, schedulers)
+        self._cut_short = self._passed = self._ignores_stop = False
         # Of random generators: how to capture it, and what it was where a stop cut an epoch short.
         self.capture_random: Callable[[], Any] | None = None
         self.random_at_stop: Any = None
-        self._settling = self._fit_started = self._train_started = False
+        self._warming_up = self._settling = self._fit_started = self._train_started = False
         self._pending_teardowns: list[Callable[..., None]] | None = None
         self._ended: TrainingRun | None = None
 
@@ -214,12 +221,15 @@ class Loop:
 
     def _in_train_mode(self) -> bool:
         """Return whether a model that is trained is in train mode: of several, a teacher is not."""
-        models = self.models
-        if len(models) > 1:
-            groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-            stepped = {id(parameter) for group in groups for parameter in group["params"]}
-            models = [m for m in models if any(id(p) in stepped for p in m.parameters())] or models
+        models = self.models if len(self.models) <= 1 else self.trained_models()
         return not models or any(model.training for model in models)
+
+    def trained_models(self) -> list[torch.nn.Module]:
+        """Return the prepared models that have an optimizer; all of them if none has."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        owned = {id(parameter) for group in groups for parameter in group["params"]}
+        trained = [m for m in self.models if any(id(p) in owned for p in m.parameters())]
+        return trained or list(self.models)
 
     @property
     def evaluating(self) -> int:
@@ -325,6 +335,8 @@ load_state() takes the newest valid one.
         try:
             while self.deferred:
                 self.deferred.pop(0)()
+            if self.own.waits:
+                self.own.finish()
         finally:
             self._settling = False
 
@@ -418,7 +430,7 @@ load_state() takes the newest valid one.
         """Fire ``on_train_start``, once a run, before the first training batch."""
         self.begin_fit()
         if not self._train_started:
-            self._train_started = True
+            self._train_started = self._warming_up = True
             self._count_batches()
             self.fire("on_train_start")
 
@@ -427,6 +439,18 @@ load_state() takes the newest valid one.
         loader = self.used_loaders.expected(self.loaders)
         if loader is not None:
             self.run.num_training_batches = length_of(loader)
+
+    def withdraw_consumed_stop(self) -> None:
+        """Withdraw a stop that ended an earlier training."""
+        if self.stop_consumed and self.run.should_stop:
+            self.run.should_stop = False
+
+    def end_warm_up(self) -> None:
+        """Forget a training without a prepared loader or epochs: some steps before a run."""
+        # To save them would be to resume from them.
+        if self._warming_up:
+            self.own.drop()
+            self._train_started = False
 
     def end_fit(self, error: BaseException | None = None) -> None:
         """End the run; an error in an end hook fails it."""
@@ -497,7 +521,8 @@ load_state() takes the newest valid one.
         self._cut_short, self.random_at_stop = False, None
         for group in (self.deferred, self.active, self.progress, self.stepped, self.stages):
             group.clear()
-        self._outer = None
+        self.outer = None
+        self.own.drop()
         # After a load, the open window is the one that the checkpoint holds.
         if not self.run.awaits_training:
             self.window.abandon()
@@ -525,7 +550,8 @@ load_state() takes the newest valid one.
 
     def open_epoch(self, *, counted: bool) -> None:
         """Start an epoch of the loaders, and fire ``on_train_epoch_start``."""
-        self.run.epoch_open = True
+        self.run.epoch_open, self.run.batch_idx = True, -1
+        self._warming_up = False
         for loader in self.loaders:
             loader.begin_epoch(counted=counted)
         self.fire("on_train_epoch_start")
@@ -548,7 +574,9 @@ load_state() takes the newest valid one.
         self._passed = True
         if outer:
             self.random_at_stop = None
-            self._outer = self.used_loaders.training = loader
+            self.outer = self.used_loaders.training = loader
+            self.own.drop()  # its data comes from this loader
+            self._warming_up = False
         loader.passes += 1
         return loader.passes
 
@@ -556,17 +584,30 @@ load_state() takes the newest valid one.
         """End a pass; return False if a newer pass over the same loader has replaced it."""
         if loader.passes != token:
             return False
-        if self._outer is loader:
-            self._outer = None
+        if self.outer is loader:
+            self.outer = None
             self.window.leave_loader()
         if loader in self.active:
             self.active.remove(loader)
         return True
 
-    @property
-    def outer(self) -> DataLoaderShard | None:
-        """The loader of the training pass, None outside of one."""
-        return self._outer
+    def begin_own_batch(self) -> None:
+        """Start a batch that no prepared loader delivers."""
+        self.worked, self.last_loss = False, None
+        # A loop over data of its own that goes on after a stop is not cut short by it.
+        self._cut_short, self._ignores_stop = False, self.run.should_stop
+        self.run.num_training_batches = float("inf")
+        self.run.batch_idx += 1
+
+    def drop_own_batch(self) -> None:
+        """Forget a batch that an error has ended; the next one has its index if it did no work."""
+        self.own.drop()
+        self.run.batch_idx -= not self.worked
+
+    def stop_after_own_batch(self) -> None:
+        """Note that a stop cuts the epoch short, unless the loop over its data is over anyway."""
+        ended = self._settling or self._ignores_stop
+        self._cut_short = self.run.epoch_open and not ended
 
     def stop_pass(self, loader: DataLoaderShard) -> None:
         """Stop after this batch; unless it was the last, the epoch is cut short."""

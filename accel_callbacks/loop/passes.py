@@ -35,6 +35,7 @@ class Passes:
     def __init__(self, loop: Loop) -> None:
         self.boundary = StepBoundary(loop)
         self._loop = loop
+        loop.own.connect(self._begin_own_batch, self._end_own_batch)
 
     def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate a prepared loader, as the phase of the loop says."""
@@ -113,10 +114,9 @@ class Passes:
     def _training_pass(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate training data, with the hooks of batches, and of epochs in a plain loop."""
         loop, run = self._loop, self._loop.run
+        loop.withdraw_consumed_stop()
         if run.should_stop:
-            if not loop.stop_consumed:
-                return
-            run.should_stop = False
+            return
         loop.begin_training()
         run.votes.withdraw("end_epoch")  # of the epoch before, whose end came first
         token = loop.enter(loader, outer=True)
@@ -190,6 +190,23 @@ class Passes:
             return False
         votes.withdraw("end_epoch")
         return True
+
+    def _begin_own_batch(self) -> None:
+        """Fire ``on_train_batch_start`` in a loop that iterates no prepared loader."""
+        loop = self._loop
+        loop.settle()
+        loop.withdraw_consumed_stop()
+        loop.begin_training()
+        loop.begin_own_batch()
+        for hook in loop.dispatch.hooks["on_train_batch_start"]:
+            hook(loop.run, loop.model, None, loop.run.batch_idx)
+
+    def _end_own_batch(self) -> None:
+        """Fire ``on_train_batch_end``, and vote."""
+        loop = self._loop
+        self._end_batch(None, loop.run.batch_idx)
+        if loop.run.should_stop and not loop.window.is_open:
+            loop.stop_after_own_batch()
 
     def _end_batch(self, batch: Any, index: int) -> bool:
         """Fire ``on_train_batch_end`` and vote; return whether the ranks end the epoch here."""

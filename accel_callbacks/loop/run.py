@@ -60,7 +60,7 @@ class TrainerAttributes:
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The first prepared model as the user built it."""
+        """The first prepared model that has an optimizer, as the user built it."""
         return self._host.loop.model
 
     @property
@@ -348,7 +348,7 @@ class TrainingRun(TrainerAttributes):
         first_epoch: the epoch that the next ``epochs`` begins with.
         epochs_done: training epochs finished, those before a resume included.
         max_epochs: what ``epochs`` was called with, or ``None``.
-        batch_idx: index of the current training batch in its epoch.
+        batch_idx: index of the current training batch in its epoch, -1 before the first.
         num_training_batches: batches of a training epoch on this process; ``inf`` if unknown.
             Before the first pass, those of the only prepared loader that shuffles, or of the only
             one, among those that no evaluation has used.

@@ -11,7 +11,6 @@ from accel_callbacks.gradients import has_gradients
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
-from accel_callbacks.loop.step_boundary import StepBoundary
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategies import Strategy
@@ -26,7 +25,6 @@ class StepEngine:
         strategy: clips, and leaves gradients on their rank in a window.
         precision: scales losses and unscales gradients.
         loop: has the gradient window and fires the hooks.
-        boundary: polls the save in the background.
         models: the prepared models, a list that grows.
         optimizers: the prepared optimizers, a list that grows.
         first_steps: runs backward, and notes that it is the Accelerator's.
@@ -45,7 +43,6 @@ class StepEngine:
         strategy: Strategy,
         precision: Precision,
         loop: Loop,
-        boundary: StepBoundary,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[AcceleratedOptimizer],
         first_steps: FirstSteps,
@@ -53,7 +50,6 @@ class StepEngine:
         self._strategy = strategy
         self._precision = precision
         self._loop = loop
-        self._boundary = boundary
         self._models = models
         self._optimizers = optimizers
         self._first_steps = first_steps
@@ -99,9 +95,8 @@ class StepEngine:
         loop = self._loop
         if loop.half_loaded is not None:
             loop.require_loaded("backward")
-        # Without a prepared loader, nothing else marks the boundary between two steps.
-        if loop.saves.pending:
-            self._boundary.poll_before_backward()
+        if loop.outer is None and not loop.stages:
+            loop.own.before_backward()
         hooks = loop.dispatch.hooks
         for hook in hooks["on_before_backward"]:
             hook(loop.run, loop.model, loss)

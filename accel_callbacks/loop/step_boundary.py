@@ -38,12 +38,6 @@ class StepBoundary:
         if loop.saves.pending and not loop.in_window and loop.in_lockstep:
             loop.saves.poll()
 
-    def poll_before_backward(self) -> None:
-        """Poll before the first backward of a step, where no prepared loader marks the boundary."""
-        loop = self._loop
-        if not loop.active and loop.window.position <= 1 and loop.in_lockstep:
-            loop.saves.poll()
-
     def vote_within_epoch(self) -> bool:
         """Vote at a step boundary, if a callback may; return whether the epoch ends here."""
         loop = self._loop

@@ -116,7 +116,7 @@ class Preparer:
         )
         prepared.update(zip(map(id, new), set_up.models, strict=True))
         for request, inner in zip(requests, bare, strict=True):
-            ready[id(request.model)] = self._add_model(prepared[id(inner)], inner)
+            ready[id(request.model)] = self._add_model(prepared[id(inner)])
             own = [name for name in forward_methods if _has_method(inner, name)]
             if own:
                 self._precision.wrap_methods(inner, own)
@@ -125,6 +125,9 @@ class Preparer:
             ready[id(given)] = self._optimizer(optimizer)
         for given, scheduler in zip(schedulers, set_up.schedulers, strict=True):
             ready[id(given)] = self._scheduler(scheduler)
+        # An optimizer may be prepared after its model: a teacher without one is no hook's model.
+        trained = self._loop.trained_models()
+        self._loop.model = self._strategy.unwrap(trained[0]) if trained else None
         return ready
 
     def _wrap_for_precision(self, request: ModelRequest, inner: torch.nn.Module) -> torch.nn.Module:
@@ -140,12 +143,10 @@ class Preparer:
         compile_model(self._precision.wrap(inner), self._compile_plugin)
         return model
 
-    def _add_model(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
+    def _add_model(self, model: torch.nn.Module) -> torch.nn.Module:
         if not any(model is known for known in self._models):
             self._models.append(model)
             self._first_steps.watch_model(model)
-            if self._loop.model is None:
-                self._loop.model = inner
         return model
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:

@@ -81,7 +81,7 @@ def arguments_of(hook: str) -> list[str]:
 
 
 def _model(run: TrainingRun) -> Any:
-    return run.models[0] if run.models else None
+    return run.model
 
 
 def _optimizer(run: TrainingRun) -> Any:

@@ -25,9 +25,11 @@ from accel_callbacks.tracking.general_tracker import (
     is_general,
     on_main_process,
 )
+from accel_callbacks.tracking.window_row import WindowRow
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
+    from accel_callbacks.loop.gradient_window import GradientWindow
     from accel_callbacks.loop.run import TrainingRun
     from loggers import TrackerConfig, TrackerHub
 
@@ -106,6 +108,10 @@ class Tracking:
         is_main_process: whether this process logs.
         strict: let a tracker's error end the run.
         config: further options of the hub; the defaults if None.
+        window: the gradient window, whose micro-batches log one row together.
+
+    Attributes:
+        row: what the micro-batches of the open window have logged.
 
     Example:
         >>> from accel_callbacks.tracking.trackers import Tracking
@@ -121,6 +127,7 @@ class Tracking:
         is_main_process: bool,
         strict: bool = False,
         config: TrackerConfig | None = None,
+        window: GradientWindow | None = None,
     ) -> None:
         self.log_with = list(log_with)
         for one in self.log_with:
@@ -133,6 +140,7 @@ class Tracking:
         self._config = config
         self._init_kwargs: InitKwargs = {}
         self._hub: TrackerHub | None = None
+        self.row = WindowRow(window)
         self._loaded: dict[str, Any] = {}
         self._closed_run: str | None = None
         self._awaited: int | None = None  # the step of a checkpoint that is about to be restored
@@ -228,12 +236,15 @@ class Tracking:
     ) -> tuple[dict[str, Any], int]:
         """Hand values to the trackers and to the run; return them flat, and their step."""
         flat = self.flat(values)
-        step = run.global_step if step is None else step
         if not flat.keys() <= run.metric_origins.keys():
             self._note_origin(run, flat)
         if self._hub is None:
             self.open(run)
-        self.put(flat, step, log_kwargs)
+        if step is None:
+            step = run.global_step
+            self._put_in_window(run, flat, log_kwargs)
+        else:
+            self.put(flat, step, log_kwargs)
         run.callback_metrics.update(flat)
         return flat, step
 
@@ -243,6 +254,28 @@ class Tracking:
         for name in names:
             if run.metric_origins.setdefault(name, origin) == "callback":
                 self._secondary.add(name)
+
+    def _put_in_window(
+        self, run: TrainingRun, flat: dict[str, Any], log_kwargs: InitKwargs | None
+    ) -> None:
+        """Queue values of this step; those of micro-batches wait for the end of their window."""
+        row = self.row
+        if row.values and not row.is_current:
+            self._put_row()
+        if row.is_collecting and self._hub is not None and self._hub.trackers:
+            row.add(flat, run)
+            row.log_kwargs = log_kwargs or row.log_kwargs
+        elif row.values:
+            self.put(_readable(row.merged(flat)), run.global_step, log_kwargs or row.log_kwargs)
+        else:
+            self.put(flat, run.global_step, log_kwargs)
+
+    def _put_row(self) -> None:
+        """Queue what is left of a window as a row of its step; drop it if there is no such step."""
+        row = self.row
+        if row.values and not row.has_no_step:
+            self.put(_readable(row.values), row.step, row.log_kwargs)
+        row.clear()
 
     def flat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Flatten values to ``{"a/b": number, text or tensor on its device}``."""
@@ -267,6 +300,7 @@ class Tracking:
 
     def close(self, status: Any) -> None:
         """Flush and finish all trackers, within a time limit."""
+        self._put_row()
         hub, self._hub, self._awaited = self._hub, None, None
         if hub is None:
             return
@@ -288,6 +322,8 @@ class Tracking:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume the trackers' run with; entries of other trackers are kept."""
+        if not (self.row.is_collecting and self.row.is_current):
+            self._put_row()  # a resume keeps the rows up to here
         own = self._hub.state_dict() if self._hub is not None else {}
         return {**self._loaded, **own}
 
@@ -376,6 +412,14 @@ def _unwrapped(tracker: Any) -> Any:
     from accel_callbacks.tracking.adapted_tracker import AdaptedTracker
 
     return tracker.wrapped if isinstance(tracker, AdaptedTracker) else tracker
+
+
+def _readable(values: dict[str, Any]) -> dict[str, Any]:
+    """Order means that were computed on a device before the reads of the hub's thread."""
+    for device in {one.device for one in values.values() if hasattr(one, "device")}:
+        if device.type == "cuda":
+            _loggers().values.order_before_reads(device)
+    return values
 
 
 @functools.cache

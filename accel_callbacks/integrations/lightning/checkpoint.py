@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["AddedParamGroups", "CheckpointView", "PrunedWeights", "overrides"]
 
 _ORIG, _MASK = "_orig", "_mask"  # suffixes of torch.nn.utils.prune
-_MODEL = "0"  # the LightningModule is the first prepared model
 
 
 class CheckpointView:
@@ -74,7 +73,7 @@ class CheckpointView:
     def save(self, run: TrainingRun, state: dict[str, Any], call: Callable[[Any], None]) -> None:
         """Call the callback's hook through ``call``, and keep its changes in the state."""
         kept: dict[str, Any] = {}
-        view = self._view_of(state)
+        view = self._view_of(run, state)
         before = dict(view)
         if self._saves:
             call(view)
@@ -85,7 +84,7 @@ class CheckpointView:
         is_kept = any(value is live for name, value in view.items() if name != "state_dict")
         if not is_kept and view["state_dict"] is not live:
             kept["entries"].pop("state_dict")
-            state["models"][_MODEL] = view["state_dict"]
+            state["models"][_model_key(run)] = view["state_dict"]
         kept = {name: value for name, value in kept.items() if value}
         if kept:
             state["callbacks"].setdefault(self.key, {})["checkpoint"] = kept
@@ -97,19 +96,19 @@ class CheckpointView:
             edit.on_load(run, state, kept)
         if not self._loads:
             return
-        view = self._view_of(state)
+        view = self._view_of(run, state)
         before = dict(view)
         for name, entry in kept.get("entries", {}).items():
             same = entry.get("same_as")
             view[name] = entry["value"] if same is None else before[same]
         call(view)
 
-    def _view_of(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _view_of(self, run: TrainingRun, state: dict[str, Any]) -> dict[str, Any]:
         return {
             "epoch": state["run"]["current_epoch"],
             "global_step": state["run"]["global_step"],
             "pytorch-lightning_version": self._version,
-            "state_dict": state["models"].get(_MODEL, {}),
+            "state_dict": state["models"].get(_model_key(run), {}),
             "loops": {},
             "callbacks": {
                 name: one.get("callback", one) if isinstance(one, dict) else one
@@ -118,6 +117,11 @@ class CheckpointView:
             "optimizer_states": list(state["optimizers"].values()),
             "lr_schedulers": list(state["schedulers"].values()),
         }
+
+
+def _model_key(run: TrainingRun) -> str:
+    """Return the name in a checkpoint of the model that is the LightningModule."""
+    return next((str(n) for n, model in enumerate(run.models) if model is run.model), "0")
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +257,8 @@ class PrunedWeights:
 
     def on_save(self, run: TrainingRun, state: dict[str, Any]) -> dict[str, Any]:
         """Merge mask and original in the states of model and optimizers, and return them."""
-        weights = dict(state["models"].get("0", {}))
+        key = _model_key(run)
+        weights = dict(state["models"].get(key, {}))
         names = [n.removesuffix(_MASK) for n in weights if n.endswith(_MASK)]
         names = [n for n in names if n + _ORIG in weights]
         pruned = {}
@@ -262,8 +267,8 @@ class PrunedWeights:
             pruned[name] = {"mask": mask, "orig": orig}
             weights[name] = mask.to(dtype=orig.dtype) * orig
         if pruned:
-            state["models"]["0"] = weights
-            _rename(state, {f"0.{name}{_ORIG}": f"0.{name}" for name in pruned})
+            state["models"][key] = weights
+            _rename(state, {f"{key}.{name}{_ORIG}": f"{key}.{name}" for name in pruned})
         return {"pruned": pruned}
 
     def on_load(self, run: TrainingRun, state: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -271,13 +276,15 @@ class PrunedWeights:
         pruned = kept.get("pruned", {})
         if not pruned:
             return
-        weights = dict(state["models"]["0"])
+        key, model = _model_key(run), run.model
+        assert model is not None
+        weights = dict(state["models"][key])
         for name, parts in pruned.items():
-            _prune(run.models[0], name, parts["mask"])
+            _prune(model, name, parts["mask"])
             del weights[name]
             weights[name + _MASK], weights[name + _ORIG] = parts["mask"], parts["orig"]
-        state["models"]["0"] = weights
-        _rename(state, {f"0.{name}": f"0.{name}{_ORIG}" for name in pruned})
+        state["models"][key] = weights
+        _rename(state, {f"{key}.{name}": f"{key}.{name}{_ORIG}" for name in pruned})
 
 
 def _prune(model: torch.nn.Module, name: str, mask: torch.Tensor) -> None:

@@ -46,8 +46,8 @@ def from_lightning(callback: Any, *, log_every_n_steps: int = 50) -> LightningAd
 
     ``Accelerator(callbacks=[...])`` does this for callbacks of ``lightning.pytorch`` and
     ``pytorch_lightning``. The callback gets the run under the names of Lightning's Trainer, and the
-    first prepared model as a LightningModule with the same parameters. Its state is saved by
-    ``save_state``. ``trainer.save_checkpoint`` writes a checkpoint folder of this library.
+    first model with an optimizer as a LightningModule with the same parameters. Its state is saved
+    by ``save_state``. ``trainer.save_checkpoint`` writes a checkpoint folder of this library.
 
     Args:
         callback: an instance of Lightning's ``Callback``.

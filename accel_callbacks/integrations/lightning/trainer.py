@@ -321,7 +321,9 @@ class TrainerFacade:
                 "other ranks do not take part",
             )
         elif weights_only:
-            model = run.accelerator.models[0]
+            model = run.model
+            if model is None:
+                raise ValueError("save_checkpoint(weights_only=True): no model is prepared.")
             run.accelerator.save_model(model, filepath, storage_options=storage_options)
         else:
             run.accelerator.checkpointer.write(fspath(filepath), storage_options=storage_options)

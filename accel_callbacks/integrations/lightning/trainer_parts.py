@@ -280,7 +280,9 @@ class StrategyFacade(Part):
     @property
     def model(self) -> Any:
         """The prepared model, with its wrapper."""
-        return next(iter(self._trainer.accel_run.accelerator.models), None)
+        run = self._trainer.accel_run
+        pairs = zip(run.accelerator.models, run.models, strict=True)
+        return next((wrapped for wrapped, bare in pairs if bare is run.model), None)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

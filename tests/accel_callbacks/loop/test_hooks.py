@@ -690,3 +690,47 @@ def test_a_hook_that_evaluates_by_itself_nests(training):
     assert t.recorder.trace == [
         *BEGIN, *epoch(0, *batches(0, 1)), *inside, *epoch(1, *batches(0, 1)), *inside, *END,
     ]  # fmt: skip
+
+
+# --- the model that hooks get --------------------------------------------------------------
+
+
+class Models(Callback):
+    """Notes the model of the hooks of a step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_start(self, run, model):
+        self.seen.append(model)
+
+    def on_before_zero_grad(self, run, model, optimizer):
+        self.seen.append(model)
+
+    def on_train_batch_end(self, run, model, outputs, batch, batch_idx):
+        self.seen.append(model)
+
+
+@pytest.mark.parametrize("order", ["together", "teacher first", "optimizer last"])
+def test_hooks_get_the_first_model_that_has_an_optimizer(order):
+    models = Models()
+    accel = Accelerator(cpu=True, callbacks=[models])
+    teacher, student, other = (torch.nn.Linear(1, 1) for _ in range(3))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (student, other)]
+    if order == "together":
+        accel.prepare(teacher, student, other, *optimizers)
+    elif order == "teacher first":
+        accel.prepare(teacher)
+        accel.prepare(student, optimizers[0])
+        accel.prepare(other, optimizers[1])
+    else:
+        accel.prepare(teacher, student, other)
+        assert accel.current_run.model is teacher  # no model has an optimizer yet
+        accel.prepare(*optimizers)
+    assert accel.current_run.model is student
+    accel.backward(student(torch.ones(1, 1)).sum())
+    accel.optimizers[0].step()
+    accel.optimizers[0].zero_grad()
+    accel.end_training()
+    assert len(models.seen) == 3
+    assert all(one is student for one in models.seen)

@@ -16,7 +16,7 @@ import torch
 
 from accel_callbacks import Accelerator
 from accel_callbacks.callbacks import Checkpoint
-from loggers import Tracker, read_jsonl
+from loggers import Tracker, read_csv, read_jsonl
 from tests.support import warm
 
 
@@ -98,12 +98,119 @@ def test_the_default_step_is_that_of_the_optimizer(tmp_path):
             optimizer.zero_grad()
         accel.log({"index": index})
     accel.end_training()
-    assert [(step, row["index"]) for step, row in metrics(tmp_path)] == [
-        (0, 0),
-        (1, 1),
-        (1, 2),
-        (2, 3),
+    assert [(step, row["index"]) for step, row in metrics(tmp_path)] == [(1, 1), (2, 3)]
+
+
+# --- gradient accumulation: one row a step ---------------------------------------------------
+
+
+def accumulate(accel: Accelerator, places: dict, stop_at: int = -1, *, batches: int = 7) -> None:
+    """Windows of three; logs where ``places`` says: before the step, after it, after the block."""
+
+    def log(place: str, index: int) -> None:
+        for names in places.get(place, ()):
+            accel.log({name: float(index) for name in names})
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.ones(batches, 1))
+    model, optimizer, data = accel.prepare(model, optimizer, data)
+    with accel.run("accumulated") as run:
+        for _ in run.epochs(1):
+            for batch in data:
+                with accel.accumulate(model):
+                    accel.backward(model(batch).sum())
+                    index = run.batch_idx
+                    log("before", index)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    log("after", index)
+                log("outside", index)
+                if index == stop_at:
+                    accel.save_state(f"{accel.project_dir}/stopped")
+                    raise KeyboardInterrupt
+
+
+# The last window has one micro-batch.
+MEANS = [(1, {"loss": 1.0}), (2, {"loss": 4.0}), (3, {"loss": 6.0})]
+
+
+@pytest.mark.parametrize("place", ["before", "after", "outside"])
+def test_with_accumulation_a_step_is_one_row_with_the_mean_of_its_micro_batches(tmp_path, place):
+    options = {"log_with": ["jsonl", "csv"], "project_dir": tmp_path}
+    accumulate(Accelerator(cpu=True, gradient_accumulation_steps=3, **options), {place: [["loss"]]})
+    assert metrics(tmp_path) == MEANS
+    assert [(row["step"], row["values"]) for row in read_csv(tmp_path / "metrics.csv")] == MEANS
+
+
+def test_with_accumulation_several_calls_of_a_micro_batch_are_a_row_each(tmp_path):
+    accel = jsonl(tmp_path, gradient_accumulation_steps=3)
+    accumulate(accel, {"before": [["first"]], "outside": [["loss"], ["norm", "loss"]]}, batches=3)
+    assert metrics(tmp_path) == [
+        (1, {"loss": 0.8}),
+        (1, {"norm": 1.0, "loss": 2.0}),
+        (1, {"first": 1.0}),
     ]
+
+
+def test_with_accumulation_counts_and_texts_are_the_last_and_callbacks_get_each_call(tmp_path):
+    seen = []
+    accel = jsonl(tmp_path, gradient_accumulation_steps=3)
+    accel.on("log")(lambda metrics, step: seen.append((step, metrics["loss"])))
+    for index in range(3):
+        with accel.accumulate():
+            half = torch.tensor(float(index), dtype=torch.bfloat16)
+            accel.log({"loss": half, "tokens": index * 10, "phase": f"at {index}", "lr": 0.1})
+    accel.end_training()
+    assert metrics(tmp_path) == [(0, {"loss": 1.0, "tokens": 20, "phase": "at 2", "lr": 0.1})]
+    assert seen == [(0, 0.0), (0, 1.0), (0, 2.0)]
+
+
+def test_with_accumulation_a_step_that_is_given_is_written_as_it_is(tmp_path):
+    accel = jsonl(tmp_path, gradient_accumulation_steps=2)
+    for index in range(2):
+        with accel.accumulate():
+            accel.log({"loss": float(index)}, step=index)
+    accel.end_training()
+    assert metrics(tmp_path) == [(0, {"loss": 0.0}), (1, {"loss": 1.0})]
+
+
+@pytest.mark.parametrize("place", ["before", "after", "outside"])
+@pytest.mark.parametrize("stop_at", [3, 5])
+def test_with_accumulation_a_resume_logs_no_row_twice_and_loses_none(tmp_path, place, stop_at):
+    def options() -> dict:
+        return {
+            "gradient_accumulation_steps": 3,
+            "callbacks": [Checkpoint(tmp_path / "c", every_n_steps=1)],
+        }
+
+    with pytest.raises(KeyboardInterrupt):
+        accumulate(jsonl(tmp_path, **options()), {place: [["loss"]]}, stop_at)
+    accumulate(jsonl(tmp_path, **options()), {place: [["loss"]]})
+    assert [row["values"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [
+        row for _, row in MEANS
+    ]
+
+
+@pytest.mark.parametrize("place", ["after", "outside"])
+def test_with_accumulation_a_save_inside_of_a_window_keeps_its_means(tmp_path, place):
+    accel = jsonl(tmp_path, gradient_accumulation_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        accumulate(accel, {place: [["loss"]]}, 4)
+    accel = jsonl(tmp_path / "resumed", gradient_accumulation_steps=3)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.ones(7, 1))
+    model, optimizer, data = accel.prepare(model, optimizer, data)
+    accel.load_state(tmp_path / "stopped")
+    for batch in data:
+        with accel.accumulate(model):
+            accel.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        accel.log({"loss": float(accel.current_run.batch_idx)})
+    accel.end_training()
+    assert metrics(tmp_path / "resumed") == MEANS[1:]
 
 
 def test_a_value_changed_in_place_after_it_was_logged_is_logged_as_it_was(tmp_path):
