@@ -120,7 +120,7 @@ class DataLoaderShard(DataLoader[Any]):
         **options: Any,
     ) -> None:
         super().__init__(**{**options, **source.loader_options()})
-        if origin is not None and origin.batch_sampler is not None:
+        if origin is not None and self.batch_sampler is not None:
             # What a script calls set_epoch of, instead of torch's default beside a batch_sampler.
             vars(self)["sampler"] = origin.sampler
         self._source = source
@@ -128,6 +128,8 @@ class DataLoaderShard(DataLoader[Any]):
         self._user_generator: torch.Generator | None = options.get("generator")
         self._record: Record | None = None  # of the pass to be resumed
         self._drawn_early: torch.Generator | None = None
+        # A loader that is zipped with one that was read to its end may not begin a pass at all.
+        self._in_resumed_epoch = False
         self._told: int | None = None  # the last set_epoch
         self._workers_known = False  # the persistent workers of a resumed run had their seed
         self._events = events
@@ -158,7 +160,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._before: tuple[Any, ...] = (-1, 0, False, None, False, None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        fresh = not (self._continue or self._skip_pass or self._workers_known)
+        fresh = not (self._in_resumed_epoch or self._continue or self._workers_known)
         if fresh and self.num_workers == 0 and self._source.base_seed_first:
             self._drawn_early = self._draw_base_seed()
         return self._events.iterate(self)
@@ -359,6 +361,7 @@ class DataLoaderShard(DataLoader[Any]):
             self._continue = self._nothing_left = False
         if counted:
             self.done = self._skip_pass = False
+        self._in_resumed_epoch = False
 
     def undo_pass(self) -> None:
         """Undo the start of this pass, which only peeked at the first batch."""
@@ -432,7 +435,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._restore_order(state.get("order"))
 
     def _restore_order(self, order: Mapping[str, Any] | None) -> None:
-        self._record = None
+        self._record, self._in_resumed_epoch = None, True
         if order is None:
             if self._continue:
                 self._record = {"seeded": True}

@@ -608,15 +608,22 @@ load_state() takes the newest valid one.
         """Note that a stop cuts the epoch short, unless the loop over its data is over anyway."""
         ended = self._settling or self._ignores_stop
         self._cut_short = self.run.epoch_open and not ended
+        self._keep_random()
 
     def stop_pass(self, loader: DataLoaderShard) -> None:
         """Stop after this batch; unless it was the last, the epoch is cut short."""
         self._cut_short = not loader.on_last
         if loader.on_last:
             loader.end_pass()
-        elif self.capture_random is not None:
-            # A resume goes on here, and what the script draws from now on, such as in an
-            # evaluation, is drawn in the unbroken run only after the rest of the epoch.
+        self._keep_random()
+
+    def _keep_random(self) -> None:
+        """Keep the state of random generators where an epoch is cut short.
+
+        A resume goes on there, and what the script draws from now on, such as in an evaluation, is
+        drawn in the unbroken run only after the rest of the epoch.
+        """
+        if self._cut_short and self.capture_random is not None:
             self.random_at_stop = self.capture_random()
 
     # --- the step -----------------------------------------------------------------------------

@@ -98,8 +98,9 @@ def test_rng_types_are_those_of_the_main_process_at_each_pass(pool):
         pairs = [zip(a, b, strict=True) for a, b in zip(first, second, strict=True)]
         return [a == b for pair in pairs for a, b in pair]
 
-    assert alike(None) == [False] * 4
-    assert alike(["torch"]) == [True, False] * 2
+    # The loader's own generator is that of rank 0 anyway: the order is drawn from it.
+    assert alike(None) == [False, True] * 2
+    assert alike(["torch"]) == [True, True] * 2
     assert alike(["generator"]) == [False, True] * 2
     assert alike(["torch", "generator"]) == [True] * 4
 

@@ -57,11 +57,9 @@ def test_a_short_window_at_the_end_of_an_epoch_is_averaged_by_its_real_size(pool
     first, second = pool.run(weights_after, 24, 2, 4, 1)
     assert first == second
     assert first[-1] == 2
-    model = torch.nn.Linear(3, 1)
-    torch.manual_seed(3)
-    model.reset_parameters()
     accel = Accelerator(cpu=True)
     torch.manual_seed(3)
+    model = torch.nn.Linear(3, 1)
     order = torch.utils.data.DataLoader(dataset(24), 4, shuffle=True)
     batches = list(accel.prepare(order))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

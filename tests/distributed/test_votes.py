@@ -171,7 +171,7 @@ def count_exchanges(kind: str, can_vote: bool) -> list:
     reduce, exchange = dist.all_reduce, collectives.all_objects
 
     def reducing(tensor, *args, **kwargs):
-        seen.append("ballot" if tensor.shape == (3,) else "other")
+        seen.append("ballot" if tensor.shape == (4,) else "other")
         return reduce(tensor, *args, **kwargs)
 
     def exchanging(value, *, operation="", **kwargs):

@@ -69,6 +69,12 @@ def test_not_more_columns_than_fit(
     assert max(len(header), len(row)) <= int(columns or "100")
 
 
+@pytest.fixture
+def unset_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.mark.usefixtures("unset_columns")
 def test_long_names_are_shortened_in_the_middle_as_far_as_needed() -> None:
     name = "gradients/layers.11.attention.weight"
     assert name in _lines({name: 1.5, "loss": 0.5})[0]
@@ -78,6 +84,7 @@ def test_long_names_are_shortened_in_the_middle_as_far_as_needed() -> None:
     assert _lines({"loss": 10**12})[1].split() == ["1", "1e+12"]
 
 
+@pytest.mark.usefixtures("unset_columns")
 def test_names_that_callbacks_log_come_last_and_are_left_out_first() -> None:
     run = replace(RUN, secondary={"lr", *(f"stats/{i}" for i in range(20))})
     values = {**{f"stats/{i}": i for i in range(20)}, "lr": 0.1, "train/loss": 0.5, "val": 1}
