@@ -328,7 +328,7 @@ class WholeShares(ShareSource):
         if self._order is not None:
             parts = (plan.shares(self._order, self._position) for plan in plans)
         for shares in zip(*parts, strict=True):
-            self._shares.append(shares[0])
+            self._note(shares[0])
             yield [share.indices if self._batched else share.indices[0] for share in shares]
 
 

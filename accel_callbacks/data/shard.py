@@ -379,7 +379,7 @@ class ShareSource:
         total = plan.total_batch_size
         self.batch_size = None if total is None else total // plan.world_size
         self.drop_last = plan.drop_last
-        self._shares: deque[Share] = deque()
+        self._waiting: deque[Delivery] = deque()  # of the batches that are being read
         # Of the current pass: the sampler's draws, None if seeded; the whole order, if it is known.
         self._draws: Draws | None = None
         self._order: Any = None
@@ -529,7 +529,7 @@ class ShareSource:
     ) -> None:
         """Prepare a pass over this epoch from this position on."""
         self._current = self._plan
-        self._shares.clear()
+        self._waiting.clear()
         self._position, self._skip, self._fresh = position, 0, record is None
         self._workers_start = workers_start
         self._draws = self._order = None
@@ -615,9 +615,42 @@ class ShareSource:
         return self._indices()
 
     def _indices(self) -> Iterator[Any]:
+        plan = self._current
+        if self._draws is not None and self._order is None and isinstance(plan, SamplePlan):
+            expected = self.remaining()
+            if expected is not None:
+                return self._drawn_samples(self._draws, plan, expected)
+        return self._planned()
+
+    def _drawn_samples(self, draws: Draws, plan: SamplePlan, expected: int) -> Iterator[Any]:
+        """Yield the indices of a single process, drawn when they are asked for."""
+        size, waiting, count = plan.batch_size, self._waiting, 0
+        full = Delivery(size, size)
+        draws.take(self._position)
+        # Hot path: full batches share one object.
+        for items in draws.chunks(size):
+            if len(items) == size:
+                waiting.append(full)
+            elif plan.drop_last:
+                break
+            else:
+                waiting.append(Delivery(len(items), len(items)))
+            count += 1
+            yield items if self._batched else items[0]
+        self._end_draws(draws, count, expected)
+
+    def _planned(self) -> Iterator[Any]:
         for share in self._next_shares():
-            self._shares.append(share)
+            self._note(share)
             yield share.indices if self._batched else share.indices[0]
+
+    def _note(self, share: Share) -> None:
+        """Queue the counts of a batch, for its delivery."""
+        real, padded = share.real, share.padded
+        # Ready batches are repeated as a whole, and their samples are not counted.
+        whole = self._batched or real == padded
+        kept = None if whole else ready_kept(real, padded)
+        self._waiting.append(Delivery(real, padded, share.last, kept))
 
     def _next_shares(self) -> Iterator[Share]:
         if self._order is not None:
@@ -637,8 +670,12 @@ class ShareSource:
             yield Share(batch, len(batch), len(batch), last)
             count += 1
             batch = self._next_batch(draws) if expected is not None else ahead
+        self._end_draws(draws, count, count if expected is None else expected)
+
+    def _end_draws(self, draws: Draws, count: int, expected: int) -> None:
+        """Note the end of a pass; warn if the sampler gave another number than it said."""
         self._note_end(draws)
-        if expected is not None and count != expected:
+        if count != expected:
             self._counted = False
             warn(
                 f"{type(self.sampler).__name__} said that {expected} batches were left and gave "
@@ -664,19 +701,10 @@ class ShareSource:
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
         """Yield each batch of the torch loader with its counts."""
-        full = Delivery(0, 0)
+        waiting = self._waiting
         for item in items:
             # torch delivers batches in the order of their indices, with workers too.
-            _, real, padded, last = share = self._shares.popleft()
-            if real != padded or last is not None:
-                # Ready batches are repeated as a whole, and their samples are not counted.
-                whole = self._batched or real == padded
-                kept = None if whole else ready_kept(share.real, share.padded)
-                yield item, Delivery(real, padded, last, kept)
-                continue
-            if real != full.real:  # hot path: full batches share one object
-                full = Delivery(real, padded)
-            yield item, full
+            yield item, waiting.popleft()
 
 
 def _epoch_setter(sampler: Any) -> Any:
