@@ -106,14 +106,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             loop.require_loaded("step")
         if not window.sync:
             return None
-        if loop.borrowed is not None:
-            loop.require_own_weights("step")
         if self._watch is not None and not self._watch.check(
             self.optimizer, closure=bool(args or kwargs)
         ):
             self._watch = None
         own = loop.outer is None
-        if own and not loop.stages:
+        if loop.stages:
+            loop.require_own_weights("step")
+        elif own:
             loop.own.before_step(self)
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         table = loop.dispatch.hooks

@@ -239,12 +239,16 @@ class DataLoaderShard(DataLoader[Any]):
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
         here = vars(self)
         try:
-            for item, (real, padded, last, kept, state) in self._deliver():
+            known: Delivery | None = None
+            for item, delivery in self._deliver():
                 left = self.left
-                here["real"], here["padded"], here["kept"] = real, padded, kept
+                if delivery is not known:  # full batches of map-style datasets share one
+                    known = delivery
+                    real, padded, last, kept, state = delivery
+                    here["real"], here["padded"], here["kept"] = real, padded, kept
+                    here["_stream_before"], here["_stream"] = self._stream, state
                 here["position"] = self.position + real
                 here["on_last"] = left == 1 if last is None else last
-                here["_stream_before"], here["_stream"] = self._stream, state
                 yield item
                 if opened != self._opened:
                     raise RuntimeError(_TAKEN_OVER)
