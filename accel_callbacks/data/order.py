@@ -8,7 +8,7 @@ import zlib
 from array import array
 from binascii import a2b_base64, b2a_base64
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -52,6 +52,8 @@ _DRAW_NOTHING = (SequentialSampler, SeedableRandomSampler, range, list, tuple)
 GLOBAL = ("torch", "python", "numpy")
 # Foreign draws between those of a sampler are recorded so many times in a pass.
 _MOST_ENTRIES = 512
+# After so many batches, the generators that the sampler has not drawn from are not looked at.
+_WATCHED = 16
 
 
 class Generators:
@@ -74,7 +76,7 @@ class Generators:
 
     def __init__(self, kinds: Sequence[str], own: Sequence[Any]) -> None:
         self.own = list(own)
-        self._access: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._access: dict[str, _Access] = {}
         for kind in kinds:
             holder = _global_generator(kind)
             if holder is not None:
@@ -85,15 +87,23 @@ class Generators:
     def __bool__(self) -> bool:
         return bool(self._access)
 
+    def read(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """Return the states by name in a form that can be compared, for :meth:`packed`."""
+        return {name: access.read() for name, access in self._access.items() if name not in without}
+
+    def packed(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return states that were read as plain values."""
+        return {name: self._access[name].pack(state) for name, state in states.items()}
+
     def capture(self) -> dict[str, Any]:
-        """Return the states by name."""
-        return {name: capture() for name, (capture, _) in self._access.items()}
+        """Return the states as plain values by name."""
+        return self.packed(self.read())
 
     def restore(self, state: State) -> None:
         """Restore what :meth:`capture` returned; names that are not here are ignored."""
-        for name, (_, restore) in self._access.items():
+        for name, access in self._access.items():
             if name in state:
-                restore(state[name])
+                access.restore(state[name])
 
 
 def _global_generator(kind: str) -> Any:
@@ -103,22 +113,32 @@ def _global_generator(kind: str) -> Any:
     return random if kind == "python" else getattr(sys.modules.get("numpy"), "random", None)
 
 
-def _access_to(holder: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return functions that read and write a generator's state as plain values."""
+class _Access(NamedTuple):
+    """The functions that read the state of a generator, make it plain values, and restore those."""
+
+    read: Callable[[], Any]
+    pack: Callable[[Any], Any]
+    restore: Callable[[Any], None]
+
+
+def _access_to(holder: Any) -> _Access:
     if isinstance(holder, torch.Generator):
-        return (
-            lambda: packed_state(holder),
+        return _Access(
+            lambda: holder.get_state().numpy().tobytes(),
+            _text,
             lambda state: set_packed_state(holder, state),
         )
     if holder is random or isinstance(holder, random.Random):
-        return lambda: _pack(holder.getstate()), lambda state: holder.setstate(_unpack(state))
+        return _Access(holder.getstate, _pack, lambda state: holder.setstate(_unpack(state)))
     if hasattr(getattr(holder, "bit_generator", None), "state"):  # numpy.random.Generator
-        return (
+        return _Access(
             lambda: _without_arrays(holder.bit_generator.state),
+            _with_text,
             lambda state: setattr(holder.bit_generator, "state", _with_arrays(state)),
         )
-    return (
+    return _Access(
         lambda: _without_arrays(holder.get_state(legacy=False)),
+        _with_text,
         lambda state: holder.set_state(_with_arrays(state)),
     )
 
@@ -167,16 +187,28 @@ def _unpack(state: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _without_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of NumPy with text for arrays, which compare and save as plain values."""
+    """Return a state of NumPy with bytes for arrays, which can be compared."""
     packed: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
             packed[name] = _without_arrays(value)
         elif hasattr(value, "tobytes") and hasattr(value, "shape") and value.shape:
-            packed[name] = {"dtype": value.dtype.str, "data": _text(value.tobytes())}
+            packed[name] = {"dtype": value.dtype.str, "data": value.tobytes()}
         else:
             packed[name] = value.item() if hasattr(value, "item") else value
     return packed
+
+
+def _with_text(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with text for bytes."""
+    return {
+        name: _with_text(value)
+        if isinstance(value, Mapping)
+        else _text(value)
+        if isinstance(value, bytes)
+        else value
+        for name, value in state.items()
+    }
 
 
 def _with_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,7 +339,10 @@ class Draws:
         self._sampler = sampler
         self._iterator: Iterator[Any] | None = None
         self._entries: list[tuple[int, State]] = []
-        self._last: State | None = None  # after the sampler's last draw
+        self._noted = 0
+        self._left_alone = {"python", "numpy"}  # not drawn from in this pass, but at its start
+        self._unwatched: Collection[str] = ()
+        self._last: dict[str, Any] | None = None  # after the sampler's last draw
         self._digest = 0
         self._ended = False
         self._ahead: deque[Any] = deque()
@@ -343,8 +378,8 @@ class Draws:
             return
         if self.draws:
             # Captured before __iter__, where some samplers shuffle.
-            self._last = self.generators.capture()
-            self._entries = [(0, self._last)]
+            self._last = self.generators.read()
+            self._entries = [(0, self.generators.packed(self._last))]
         self._iterator = iter(self._sampler)
 
     def take(self, count: int | None) -> list[Any]:
@@ -380,7 +415,7 @@ class Draws:
         if self._iterator is None:
             self.open()
         assert self._iterator is not None
-        before = self.generators.capture() if self.watched else None
+        before = self.generators.read(self._unwatched) if self.watched else None
         place = self.drawn
         items = list(islice(self._iterator, count))
         self.drawn += len(items)
@@ -392,12 +427,19 @@ class Draws:
                 self._digest = zlib.crc32(repr(item).encode(), self._digest)
         return items
 
-    def _note(self, place: int, before: State) -> None:
+    def _note(self, place: int, before: dict[str, Any]) -> None:
         """Record the state before a draw, if something else has drawn since the last one."""
-        after = self.generators.capture()
+        after = self.generators.read(self._unwatched)
+        # To read the states of Python and NumPy costs more than a batch should. The first draw of a
+        # pass, a shuffle, does not count.
+        if place and self._noted < _WATCHED:
+            self._left_alone &= {name for name in before if before[name] == after[name]}
+        self._noted += 1
+        if self._noted == _WATCHED:
+            self._unwatched = frozenset(self._left_alone)
         foreign = before != self._last and before != after
         if foreign and len(self._entries) < _MOST_ENTRIES:
-            self._entries.append((place, before))
+            self._entries.append((place, self.generators.packed(before)))
         if before != after or self._last is None:
             self._last = after
 
