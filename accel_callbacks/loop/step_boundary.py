@@ -22,7 +22,7 @@ class StepBoundary:
         >>> from accel_callbacks.loop.step_boundary import StepBoundary
         >>> accel = Accelerator(cpu=True)
         >>> accel.current_run.stop("done")
-        >>> StepBoundary(accel.loop).vote()
+        >>> _ = StepBoundary(accel.loop).vote()
         >>> accel.current_run.stop_reason
         'done'
     """
