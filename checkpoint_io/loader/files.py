@@ -8,6 +8,7 @@ from typing import TypeVar
 from checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    ManifestVersionError,
     TornLoadError,
 )
 from checkpoint_io.format import json as jsonio
@@ -45,10 +46,19 @@ def manifest_of(store: Store, *, tensors: bool = True) -> Manifest:
     where = f"{store.url}/{MANIFEST}"
     try:
         data = _manifest_bytes(store, where, _SAVES)
+        try:
+            with collector_paused():
+                return parse_manifest(data, where, tensors=tensors)
+        except (CorruptCheckpointError, ManifestVersionError):
+            # bits can flip on the way here: damage is what a second read finds too
+            store.forget(MANIFEST)
+            again = _manifest_bytes(store, where, _SAVES)
+            if again == data:
+                raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(_absence(store)) from None
     with collector_paused():
-        return parse_manifest(data, where, tensors=tensors)
+        return parse_manifest(again, where, tensors=tensors)
 
 
 def _manifest_bytes(store: Store, where: str, tries: int) -> bytes:

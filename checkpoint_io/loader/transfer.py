@@ -86,6 +86,7 @@ class Transfer:
         self.touched = False
         self._waiting = bytearray(b"\1") * len(self._spans)
         self._guard = threading.Lock()
+        self._damages: list[CorruptCheckpointError] = []  # their messages name the tensor
         self._progress: TransferProgress | None = None
 
     def _collect(self, wants: Iterable[Want]) -> dict[int, dict[int, _Part]]:
@@ -136,9 +137,9 @@ class Transfer:
         self._progress = progress
         try:
             self._store.fetch(self._spans, self._deliver)
-        except _DamageError:
-            raise
         except CorruptCheckpointError as error:
+            if any(error is named for named in self._damages):
+                raise
             raise self._with_labels(error) from error
         if any(self._waiting):
             missed = self._spans[self._waiting.index(1)]
@@ -165,20 +166,35 @@ class Transfer:
         for part in self._contents[index]:
             piece = source[part.begin - base : part.end - base]
             if check and digest(piece) != part.checksum:  # type: ignore[arg-type]
-                raise self._damage(span.name, part)
+                piece = self._read_again(span.name, part)
             for sink in part.sinks:
                 self.touched = True
                 sink.take(part.offset, piece)
         if self._progress is not None:
             self._progress.add(len(data))
 
+    def _read_again(self, name: str, part: _Part) -> Bytes:
+        """Return a part that came with another checksum from a second read; raise if it is bad."""
+        # bits can flip on the way here (network, memory): damage is what a second read finds too
+        self._store.forget(name)
+        read: list[Bytes] = []
+        self._store.fetch(
+            [Span(name, part.begin, part.end)],
+            lambda _, data: read.append(np.frombuffer(bytes(data), dtype=np.uint8)),
+        )
+        if read and xxhash.xxh3_64_hexdigest(read[0]) == part.checksum:  # type: ignore[arg-type]
+            return read[0]
+        raise self._damage(name, part)
+
     def _damage(self, name: str, part: _Part) -> CorruptCheckpointError:
         """Return the error for a part whose checksum differs, with its tensor."""
         owner = f", in tensor {part.label}" if part.label else ""
-        return _DamageError(
+        error = CorruptCheckpointError(
             f"{self._store.url}/{name}: bytes {part.begin} to {part.end} are not the ones saved "
             f"(checksum differs){owner}; copy the file again or load an older checkpoint"
         )
+        self._damages.append(error)
+        return error
 
     def _with_labels(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
         """Return an error of the store with the tensors of the file that it names."""
@@ -189,10 +205,6 @@ class Transfer:
             for part in contents
         ]
         return CorruptCheckpointError(f"{error}{in_tensors(labels)}")
-
-
-class _DamageError(CorruptCheckpointError):
-    """A checksum differs; the message names the tensor already."""
 
 
 def sinks_for(

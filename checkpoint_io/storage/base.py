@@ -81,6 +81,9 @@ class Store(Protocol):
         file that is missing or too short for its span is a CorruptCheckpointError.
         """
 
+    def forget(self, name: str) -> None:
+        """Drop what this machine caches of a file, as far as it can; the next read asks again."""
+
     def rename(self, old: str, new: str) -> None:
         """Rename a file inside the folder atomically (only where `can_rename`)."""
 

@@ -17,7 +17,7 @@ from checkpoint_io.storage.base import (
     probe_by_writing,
 )
 from checkpoint_io.storage.buffers import BufferPool
-from checkpoint_io.storage.local_read import LocalFetch, LocalReader, open_regular
+from checkpoint_io.storage.local_read import LocalFetch, LocalReader, forget_pages, open_regular
 from checkpoint_io.storage.local_write import (
     explained,
     make_folders,
@@ -102,6 +102,10 @@ class LocalStore:
     def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
         """Read spans on several threads, including the calling one, without following links."""
         LocalFetch(self._path, spans, deliver).run()
+
+    def forget(self, name: str) -> None:
+        """Drop a file from the page cache, where the system has a call for that."""
+        forget_pages(self._at(name))
 
     def remove_many(self, names: Sequence[str]) -> None:
         """Remove files in order; the first removal is durable before the second begins."""

@@ -8,7 +8,7 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.storage.base import Deliver, Span, missing_error, truncated_error
@@ -82,6 +82,18 @@ def open_regular(path: str, scratch: Scratch | None = None) -> Iterator[LocalRea
         raise CorruptCheckpointError(f"{path} is not a regular file")
     with io.FileIO(descriptor, "r") as file:
         yield LocalReader(file, path, status.st_size, scratch or Scratch())
+
+
+def forget_pages(path: str) -> None:
+    """Drop a file from the page cache, so that the next read comes from the disk."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with suppress(OSError):  # some filesystems refuse the advice; then the cache is read again
+        descriptor = os.open(path, _READ)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 class LocalFetch:

@@ -9,12 +9,13 @@ import pytest
 from faultkit import breakage as wire
 from faultkit.litter import keys_below, litter_s3, uploads_below
 from faultkit.places import Place, broken_place, cases
-from faultkit.proxy import Rule
+from faultkit.proxy import Action, Exchange, Rule, forward
 
 from checkpoint_io import (
     CheckpointError,
     CheckpointWarning,
 )
+from tests.servers import S3Server, s3_server
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(100)]
 
@@ -152,6 +153,85 @@ def test_flipped_bit_in_the_manifest_is_not_committed(place: Place) -> None:
     place.save(2, SMALL)
     assert place.proxy.harmed()
     assert place.load() == 2
+
+
+@pytest.fixture(scope="module")
+def rclone() -> Iterator[S3Server]:
+    with s3_server("rclone") as server:
+        yield server
+
+
+@pytest.fixture
+def unchecked(rclone: S3Server) -> Iterator[Place]:
+    """A store that keeps what arrives, compares no CRC and ignores conditions."""
+    with broken_place(rclone, "fsspec") as made:
+        yield made
+
+
+IGNORES = pytest.mark.filterwarnings("ignore:.*ignores conditional writes")
+PUBLISH = r"^POST .*/manifest\.json.*uploadId="
+
+
+@IGNORES
+def test_lost_answer_to_the_manifest_that_replaces_another(unchecked: Place) -> None:
+    place = unchecked
+    place.save(1, SMALL, through=False)
+    place.proxy.rules = [Rule(PUBLISH, wire.lose_answer)]
+    place.save(2, SMALL)
+    assert place.proxy.harmed()
+    assert place.load() == 2
+    assert litter_s3(place.server, place.prefix) == set()
+
+
+@IGNORES
+def test_manifest_that_may_still_arrive_keeps_both(unchecked: Place) -> None:
+    place = unchecked
+    place.save(1, SMALL, through=False)
+    place.proxy.rules = [Rule(PUBLISH, wire.refuse("InternalError"), times=FOREVER)]
+    with pytest.raises(CheckpointError, match="may still arrive"):
+        place.save(2, SMALL)
+    assert place.load() == 1
+    hanging = place.server.client().create_multipart_upload(  # as a kill leaves it
+        Bucket=place.server.bucket, Key=f"{place.prefix}/manifest.json"
+    )
+    assert hanging["UploadId"]
+    place.proxy.rules = []
+    place.save(3, SMALL)
+    assert place.load() == 3
+    assert litter_s3(place.server, place.prefix) == set()
+
+
+@IGNORES
+def test_manifests_that_arrive_damaged_each_time_leave_the_old_one(unchecked: Place) -> None:
+    """Whatever moment a kill picks: after each request the old checkpoint is there, or the new."""
+    place = unchecked
+    seen: list[int] = []
+
+    def look_after(action: Action) -> Action:
+        def act(exchange: Exchange) -> None:
+            action(exchange)
+            seen.append(place.load())
+
+        return act
+
+    place.save(1, SMALL, through=False)
+    place.proxy.rules = [Rule(MANIFEST, look_after(wire.flip_upload), times=FOREVER)]
+    with pytest.raises(CheckpointError, match="tried 4 times"):
+        place.save(2, SMALL)
+    assert place.proxy.harmed()
+    assert set(seen) == {1}
+    assert place.load() == 1
+    assert litter_s3(place.server, place.prefix) == set()
+    seen.clear()
+    place.proxy.rules = [
+        Rule(MANIFEST, look_after(wire.flip_upload), times=2),
+        Rule(r"^(PUT|POST) .*/manifest\.json", look_after(forward), times=FOREVER),
+    ]
+    place.save(2, SMALL)
+    assert place.load() == 2
+    assert sorted(seen) == seen
+    assert set(seen) <= {1, 2}
+    assert litter_s3(place.server, place.prefix) == set()
 
 
 def test_deaf_after_the_commit_is_said_and_harms_nothing(place: Place) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from faultkit import breakage as wire
 from faultkit.places import Place, broken_place, cases
-from faultkit.proxy import Rule
-from faultkit.states import state_of
+from faultkit.proxy import Exchange, Rule, forward
+from faultkit.states import state_of, whole
 
 from checkpoint_io import (
     CheckpointError,
@@ -18,6 +18,7 @@ from checkpoint_io import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from checkpoint_io.format.manifest import PART_SIZE
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(100)]
 
@@ -63,15 +64,58 @@ def test_load_survives(place: Place, name: str) -> None:
     assert place.proxy.harmed()
 
 
-@pytest.mark.parametrize("pattern", [TENSORS, DATA, READ_MANIFEST], ids=["t", "any", "manifest"])
-def test_flipped_bit_on_the_way_down_is_not_believed(place: Place, pattern: str) -> None:
+OBJECTS = r"^GET .*/objects-"
+
+
+@pytest.mark.parametrize("pattern", [TENSORS, OBJECTS, READ_MANIFEST], ids=["t", "o", "manifest"])
+def test_one_flipped_bit_on_the_way_down_is_read_again(place: Place, pattern: str) -> None:
     place.save(1, SMALL, through=False)
     place.proxy.rules = [Rule(pattern, wire.flip_download)]
-    try:
-        assert place.load(through=True) == 1
-    except CorruptCheckpointError as error:
-        assert place.prefix in str(error)  # noqa: PT017
-    assert place.proxy.harmed()
+    assert place.load(through=True) == 1
+    assert place.proxy.harmed() == 1
+
+
+def test_only_the_part_with_the_flipped_bit_is_read_again(place: Place) -> None:
+    place.save(1, LARGE, through=False)
+    asked: list[tuple[str, int, int]] = []
+    flipped: list[tuple[str, int, int]] = []
+
+    def flip_and_note(exchange: Exchange) -> None:
+        first, last = map(int, exchange.request.header("range").removeprefix("bytes=").split("-"))
+        asked.append((exchange.request.first, first, last + 1 - first))
+        harm = last - first > PART_SIZE and not flipped
+        flipped.extend(asked[-1:] * harm)
+        (wire.flip_download if harm else forward)(exchange)
+
+    place.proxy.rules = [Rule(TENSORS, flip_and_note, times=FOREVER)]
+    assert place.load(through=True) == 1
+    (first, begin, length), *_ = flipped
+    inside = [a for a in asked if a[0] == first and begin <= a[1] < begin + length]
+    assert len(inside) == 2
+    assert inside[1][2] <= PART_SIZE, "the whole span was read again"
+
+
+@pytest.mark.parametrize("pattern", [TENSORS, OBJECTS, READ_MANIFEST], ids=["t", "o", "manifest"])
+def test_bits_that_flip_each_time_are_damage(place: Place, pattern: str) -> None:
+    place.save(1, SMALL, through=False)
+    place.proxy.rules = [Rule(pattern, wire.flip_download, times=FOREVER)]
+    with pytest.raises(CorruptCheckpointError, match=place.prefix) as caught:
+        place.load(through=True)
+    assert type(caught.value) is CorruptCheckpointError  # a public name, also in messages
+
+
+@pytest.mark.parametrize("pattern", [TENSORS, READ_MANIFEST], ids=["tensors", "manifest"])
+def test_one_flipped_bit_is_no_reason_to_take_an_older_one(place: Place, pattern: str) -> None:
+    folder = CheckpointFolder(place.url, storage_options=place.server.options)
+    for step in (1, 2):
+        folder.save(step, state_of(step, SMALL), metadata={"run_id": "wire"})
+    newest = pattern.replace(".*", ".*step-00000002")
+    place.proxy.rules = [Rule(newest, wire.flip_download)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = CheckpointFolder(place.url, storage_options=place.through).load_latest()
+    assert whole(found)[0] == 2
+    assert place.proxy.harmed() == 1
 
 
 @pytest.mark.parametrize(

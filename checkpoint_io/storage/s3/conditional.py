@@ -1,7 +1,8 @@
 """Put a small object only if no other writer did: by conditional requests where the store obeys.
 
 Some stores ignore conditions. A probe detects them, once per bucket; there the object is compared
-before and after the put, which narrows the race between two writers but does not close it.
+before and after the put, which narrows the race between two writers but does not close it. Such a
+store may not check what arrives either, so there an object is replaced by a multipart upload.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from checkpoint_io.storage.s3.client import (
     status_of,
 )
 from checkpoint_io.storage.s3.download import head
+from checkpoint_io.storage.s3.listing import abort_uploads_of
 from checkpoint_io.storage.s3.parts import Checksum
-from checkpoint_io.storage.s3.upload import CorruptUploadError, put
+from checkpoint_io.storage.s3.upload import (
+    CorruptUploadError,
+    MultipartUpload,
+    put,
+    warn_of_leftovers,
+)
 from checkpoint_io.warning import warn
 
 # no answer, or that of a gateway which got none: the store may still execute the request
@@ -59,9 +66,23 @@ async def replace(
         return
     if await token(client, key) != expected:
         raise conflict_error(client.place.of(key))
-    await _put(client, key, data, checksum, None)
-    if (await client.read(key))[0] != data:
+    if expected:
+        await _put_verified(client, key, data, checksum)
+    else:
+        await _put(client, key, data, checksum, None)
+    # a bit may flip on the way back: what another writer put is there at a second look too
+    if (await client.read(key))[0] != data and (await client.read(key))[0] != data:
         raise conflict_error(client.place.of(key))
+
+
+async def _put_verified(client: S3Client, key: str, data: bytes, checksum: Checksum | None) -> None:
+    """Replace an object by a multipart upload, in one step after its bytes are verified.
+
+    A store that knows no conditions may keep a damaged put, in place of the old object, too.
+    """
+    await MultipartUpload(client, key, checksum).put(data, lambda: _holds(client, key, data))
+    with warn_of_leftovers(client.place.of(key)):
+        await abort_uploads_of(client, key)  # of saves that were killed in between
 
 
 async def _put(
@@ -122,9 +143,9 @@ async def _is_still(client: S3Client, key: str, expected: str | None) -> bool:
 
 
 async def _holds(client: S3Client, key: str, data: bytes) -> bool:
-    """Return whether an object exists with exactly these bytes."""
+    """Return whether an object exists with exactly these bytes; a flipped bit is read again."""
     try:
-        return (await client.read(key))[0] == data
+        return (await client.read(key))[0] == data or (await client.read(key))[0] == data
     except Exception:
         return False
 

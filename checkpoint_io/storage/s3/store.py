@@ -73,6 +73,9 @@ class S3Store:
         if spans:
             self._transfer.fetch(spans, self._key, deliver)
 
+    def forget(self, name: str) -> None:
+        """Do nothing: each read is a request of its own."""
+
     def rename(self, old: str, new: str) -> None:
         """Raise CheckpointError: S3 has no atomic rename."""
         raise CheckpointError(f"{self.url}: S3 has no atomic rename")

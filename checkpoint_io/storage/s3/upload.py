@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from checkpoint_io.errors import CheckpointError, CheckpointWarning
+from checkpoint_io.errors import CheckpointError, CheckpointWarning, UnsettledWriteError
 from checkpoint_io.storage.base import Deliver, Span, Write
 from checkpoint_io.storage.retry import Attempts
-from checkpoint_io.storage.s3.client import STEP, S3Client, is_transient
+from checkpoint_io.storage.s3.client import STEP, S3Client, StoreUnavailableError, is_transient
 from checkpoint_io.storage.s3.download import Fetch, head
 from checkpoint_io.storage.s3.listing import abort_upload, abort_uploads_of
 from checkpoint_io.storage.s3.parts import (
@@ -241,14 +241,51 @@ class MultipartUpload:
     def complete(self, size: int) -> None:
         """Wait for the parts and publish the object, which has `size` bytes."""
         entries = [future.result() for future in self._sent]
-        self._client.run(self._complete(entries, size))
+        self._client.run(self._complete(entries, partial(self._is_there, entries, size)))
 
     def abort_strays(self) -> None:
         """Abort uploads that were created by a request whose answer was lost."""
         if self._strays:
             self._client.run(abort_uploads_of(self._client, self._key, keep=self._id))
 
-    async def _complete(self, entries: list[dict[str, Any]], size: int) -> None:
+    async def put(self, data: bytes, is_there: Callable[[], Awaitable[bool]]) -> None:
+        """Upload a small object as one part, which replaces an older one only once it is verified.
+
+        After lost answers, `is_there` says whether it took place; else UnsettledWriteError.
+        """
+        sending = self._client.repeat("uploading", self._key, partial(self._try_single, data))
+        try:
+            entry = await sending
+        except Exception as error:
+            raise self._client.explain(error, "uploading", self._key) from error
+        try:
+            await self._complete([entry], is_there)
+        except StoreUnavailableError as error:
+            await self._give_up()
+            raise UnsettledWriteError(f"{error}; it may still arrive") from error
+        except BaseException:
+            await self._give_up()
+            raise
+
+    async def _try_single(self, data: bytes) -> dict[str, Any]:
+        """Begin an upload and send its only part once; a failure ends the upload."""
+        # a new upload for each try: some stores do not take another part in place of a bad one
+        text = self._checksum.text(data) if self._checksum else None
+        try:
+            await self._begin()
+            return await self._try_part(1, bytearray(data), text)
+        except BaseException:
+            await self._give_up()
+            raise
+
+    async def _give_up(self) -> None:
+        """Abort the upload; a failure to do so is only a warning."""
+        with warn_of_leftovers(self._client.place.of(self._key)):
+            await self._abort()
+
+    async def _complete(
+        self, entries: list[dict[str, Any]], is_there: Callable[[], Awaitable[bool]]
+    ) -> None:
         """Publish the object; retry as long as it is not there."""
         attempts = Attempts(self._client.policy)
         while True:
@@ -265,7 +302,7 @@ class MultipartUpload:
                 pause = attempts.pause() if is_transient(error) else None
                 if pause is None:
                     # a lost answer: the upload is gone then (NoSuchUpload), and the object is there
-                    if attempts.made and await self._is_there(entries, size):
+                    if attempts.made and await is_there():
                         return
                     tried = attempts.describe()
                     raise self._client.explain(error, "completing", self._key, tried) from error

@@ -19,6 +19,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback, ResumeError
 from accel_callbacks.callbacks import Checkpoint
+from checkpoint_io.storage.local_read import LocalReader
 
 LAYERS = 24
 
@@ -412,6 +413,33 @@ class Refusing(fsspec.get_filesystem_class("memory")):
     def _refuse(self, path: str) -> None:
         if Refusing.expired and path.endswith(".safetensors"):
             raise PermissionError(f"{path}: the token has expired")
+
+
+@pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
+def test_one_flipped_bit_takes_no_older_checkpoint(tmp_path, monkeypatch, capsys, times):
+    """It is read again; what is damaged at a second look too is told by the public name."""
+    accel, model, optimizer = prepared(project_dir=tmp_path)
+    older = frozen_copy(model, optimizer)
+    accel.save_state()
+    step(accel, model, optimizer)
+    newest, newer = accel.save_state(), frozen_copy(model, optimizer)
+    file, read, flipped = str(last_weight_file(newest)), LocalReader.read, []
+
+    def flip(self, begin, end):
+        data = bytearray(read(self, begin, end))
+        if self._path == file and len(flipped) < times:
+            data[-1] ^= 1
+            flipped.append(begin)
+        return memoryview(data)
+
+    monkeypatch.setattr(LocalReader, "read", flip)
+    fresh, other, its_own = prepared(1, project_dir=tmp_path)
+    fresh.load_state()
+    said = capsys.readouterr().err
+    assert flipped
+    assert same(frozen_copy(other, its_own), newer if times == 1 else older)
+    assert ("passed over" in said) is (times > 1)
+    assert ("CorruptCheckpointError" in said) is (times > 1)
 
 
 class Expires:
