@@ -12,7 +12,14 @@ left out.
 With ``--against``, the code of this checkout and of the other one run in a process each, whose
 rounds are interleaved with the others. Each is compared with the plain loop in its own process, so
 that the ratio of what the two add is of the same moments. These two are measured in CPU time, which
-other work on the machine disturbs less; the quartiles of the difference show how much it does.
+other work on the machine disturbs less.
+
+What is added is the median of the differences within a round, and is printed with the quartiles of
+these. Where half of the rounds spread over more than a quarter of it, or two ways to look at the
+same rounds disagree by that much, there is no verdict. Then, and always, there are the counts: the
+opcodes and the Python calls of a steady step (the median of 40) inside of accel_callbacks, for this
+checkout and for the other one, which no load disturbs. They are of the Python that runs them.
+``--counts`` prints them alone, in seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +34,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,14 +45,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 Contender = Callable[[], None]
 STEPS = 400
+COUNTED = 40  # steps
+WIDE = 0.25  # of what is added: rounds that differ by more than this decide nothing
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, object]:
+def parts(steps: int = STEPS) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, object]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    loader = DataLoader(TensorDataset(torch.randn(STEPS * 8, 32)), batch_size=8)
+    loader = DataLoader(TensorDataset(torch.randn(steps * 8, 32)), batch_size=8)
     return model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 10_000)
 
 
@@ -61,9 +72,9 @@ def plain() -> Contender:
     return run
 
 
-def accumulating(accelerator) -> Contender:
+def accumulating(accelerator, steps: int = STEPS) -> Contender:
     """The loop of Accelerate's quick tour, which is ours too."""
-    model, optimizer, loader, scheduler = accelerator.prepare(*parts())
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts(steps))
 
     def run() -> None:
         for (batch,) in loader:
@@ -77,13 +88,13 @@ def accumulating(accelerator) -> Contender:
     return run
 
 
-def ours() -> Contender:
+def ours(steps: int = STEPS) -> Contender:
     from accel_callbacks import Accelerator
 
-    return accumulating(Accelerator(cpu=True))
+    return accumulating(Accelerator(cpu=True), steps)
 
 
-def ours_with_callbacks() -> Contender:
+def ours_with_callbacks(steps: int = STEPS) -> Contender:
     from accel_callbacks import Accelerator, Callback
 
     class Counter(Callback):
@@ -92,7 +103,7 @@ def ours_with_callbacks() -> Contender:
         def on_train_batch_end(self, run, model, outputs, batch, batch_idx):
             self.count += 1
 
-    return accumulating(Accelerator(cpu=True, callbacks=[Counter() for _ in range(1)]))
+    return accumulating(Accelerator(cpu=True, callbacks=[Counter() for _ in range(1)]), steps)
 
 
 def accelerate() -> Contender:
@@ -136,6 +147,61 @@ def timed(run: Contender, clock: Callable[[], float] = time.perf_counter) -> flo
     return (clock() - started) / STEPS * 1e6
 
 
+class StepCounts:
+    """The opcodes and Python calls of each step of a pass, inside of a folder.
+
+    A call is a frame that is entered, or a generator that is resumed. A step is from one forward to
+    the next.
+    """
+
+    FORWARD = nn.Sequential.forward.__code__
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = f"{folder}{os.sep}"
+        self.opcodes = self.calls = 0
+        self.marks: list[tuple[int, int]] = []
+
+    def of(self, run: Contender) -> list[tuple[int, int]]:
+        """Return both for each step of a run but the last."""
+        before = sys.gettrace()
+        self.marks.clear()
+        gc.collect()
+        gc.disable()  # finalizers would be counted wherever they happen to run
+        sys.settrace(self._enter)
+        try:
+            run()
+        finally:
+            sys.settrace(before)
+            gc.enable()
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return [(end[0] - start[0], end[1] - start[1]) for start, end in pairs]
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is self.FORWARD:
+            self.marks.append((self.opcodes, self.calls))
+        if not frame.f_code.co_filename.startswith(self.folder):
+            return None
+        self.calls += 1
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._inside
+
+    def _inside(self, frame: FrameType, event: str, arg: object) -> Any:
+        self.opcodes += event == "opcode"
+        return self._inside
+
+
+def counted(make: Callable[[int], Contender]) -> tuple[int, int, float]:
+    """Opcodes and Python calls of a steady step, and the mean opcodes of 40 steps."""
+    import accel_callbacks
+
+    run = make(COUNTED + 20)
+    run()
+    steps = StepCounts(Path(accel_callbacks.__file__).parent).of(run)[10 : 10 + COUNTED]
+    opcodes, calls = zip(*steps, strict=True)
+    # A few opcodes depend on the clock, such as those that note the slowest call of a hook.
+    return statistics.median_low(opcodes), statistics.median_low(calls), statistics.mean(opcodes)
+
+
 class Checkout:
     """A process with the code of a checkout, that runs one of its contenders on request."""
 
@@ -159,23 +225,37 @@ class Checkout:
         self.process.wait()
 
     def time(self, name: str) -> float:
+        """Microseconds of CPU time a step."""
+        return float(self._ask(f"time {name}"))
+
+    def count(self, name: str) -> tuple[int, int, float]:
+        """Opcodes and Python calls of a steady step, and the mean opcodes."""
+        opcodes, calls, mean = self._ask(f"count {name}").split()
+        return int(opcodes), int(calls), float(mean)
+
+    def _ask(self, request: str) -> str:
         with contextlib.suppress(BrokenPipeError):
-            print(name, file=self.process.stdin, flush=True)
+            print(request, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
             raise SystemExit("The process of a checkout ended, see above.")
-        return float(answer)
+        return answer
 
 
 def serve(root: Path) -> None:
-    """Time the contender of each line of stdin with the code of a checkout."""
+    """Time or count the contender of each line of stdin with the code of a checkout."""
     import accel_callbacks
 
     if root not in Path(accel_callbacks.__file__).resolve().parents:
         raise SystemExit(f"{root} has no accel_callbacks: {accel_callbacks.__file__} is used.")
-    contenders = {make.__name__: make() for make in (plain, ours, ours_with_callbacks)}
+    makers = {make.__name__: make for make in (ours, ours_with_callbacks)}
+    contenders = {name: make() for name, make in {"plain": plain, **makers}.items()}
     for line in sys.stdin:
-        print(timed(contenders[line.strip()], time.process_time), flush=True)
+        what, name = line.split()
+        if what == "count":
+            print(*counted(makers[name]), flush=True)
+        else:
+            print(timed(contenders[name], time.process_time), flush=True)
 
 
 def measure(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -189,62 +269,105 @@ def measure(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, li
     return times
 
 
-def compare(times: dict[str, list[float]], title: str, other: str) -> None:
+class Added:
+    """What the rounds of a contender add to those of another one.
+
+    Args:
+        values: microseconds a step in each round.
+        base: the same of the other contender, in the same rounds.
+    """
+
+    def __init__(self, values: Sequence[float], base: Sequence[float]) -> None:
+        # The difference within a round, so that a slow moment counts for both sides.
+        self.each = [value - other for value, other in zip(values, base, strict=True)]
+        self.low, self.median, self.high = statistics.quantiles(self.each, n=4, method="inclusive")
+        self.of_medians = statistics.median(values) - statistics.median(base)
+        self.fastest = min(values) - min(base)
+
+    @property
+    def is_sure(self) -> bool:
+        """False if the rounds spread too far, or two ways to look at them disagree."""
+        limit = WIDE * self.median
+        apart = max(abs(self.median - other) for other in (self.of_medians, self.fastest))
+        return self.high - self.low <= limit and apart <= limit
+
+    def __str__(self) -> str:
+        return f"{self.median:+8.1f}   half of the rounds {self.low:+.1f} to {self.high:+.1f}"
+
+
+def ratio(one: Added, other: Added) -> str:
+    """Return the ratio of what two contenders add, or that there is none."""
+    if one.is_sure and other.is_sure:
+        return f"{one.median / other.median:.2f}"
+    return "no verdict: the rounds differ too much. Leave the machine alone, or take more --rounds"
+
+
+def compare(times: Mapping[str, Sequence[float]], checkouts: Iterable[str]) -> None:
     """Print what the code of two checkouts adds to plain torch, and the ratio."""
     for name in Checkout.NAMES[1:]:
-        added, fastest = {}, {}
-        for key in (title, other):
-            mine, base = times[f"{key}: {name}"], times[f"{key}: plain"]
-            added[key] = [value - without for value, without in zip(mine, base, strict=True)]
-            fastest[key] = min(mine) - min(base)
-        medians = {key: statistics.median(values) for key, values in added.items()}
-        further = [a - b for a, b in zip(added[title], added[other], strict=True)]
-        low, middle, high = statistics.quantiles(further, n=4)
-        print(f"{name}, CPU time that this checkout adds, and the other one:")
-        for words, found in (("median", medians), ("fastest rounds", fastest)):
-            print(
-                f"    {words:16} {found[title]:8.1f} {found[other]:8.1f}"
-                f"   ratio {found[title] / found[other]:.3f}"
-            )
-        print(f"    difference       {middle:+8.1f}   half of the rounds {low:+.1f} to {high:+.1f}")
+        added = [Added(times[f"{key}: {name}"], times[f"{key}: plain"]) for key in checkouts]
+        print(f"{name}, microseconds of CPU time a step:")
+        for words, found in zip(("this checkout", "the other one"), added, strict=True):
+            print(f"    {words:14} adds {found}   fastest rounds {found.fastest:+.1f}")
+        print(f"    ratio: {ratio(*added)}")
+
+
+def print_counts(checkouts: Mapping[str, Checkout]) -> None:
+    """Print the counts of a steady step, of both checkouts if there are two."""
+    for make in (ours, ours_with_callbacks):
+        print(f"{make.__name__}, of a steady step inside of accel_callbacks:")
+        if not checkouts:
+            print(f"    {told(counted(make))}")
+        for words, one in zip(("this checkout", "the other one"), checkouts.values(), strict=False):
+            print(f"    {words:14} {told(one.count(make.__name__))}")
+
+
+def told(counts: tuple[int, int, float]) -> str:
+    opcodes, calls, mean = counts
+    return (
+        f"{opcodes:6} opcodes {calls:5} Python calls   mean of {COUNTED} steps {mean:.1f} opcodes"
+    )
+
+
+def print_times(checkouts: Mapping[str, Checkout], rounds: int) -> None:
+    """Measure all contenders; print what each adds, and what ours adds to each peer's."""
+    timers = {name: functools.partial(timed, run) for name, run in available()}
+    for title, checkout in checkouts.items():
+        for name in Checkout.NAMES:
+            timers[f"{title}: {name}"] = functools.partial(checkout.time, name)
+    times = measure(timers, rounds)
+    print(f"torch {torch.__version__}, {rounds} rounds of {STEPS} steps, microseconds a step")
+    print(f"{'plain':22} {statistics.median(times['plain']):8.1f}")
+    names = [name for name in times if ":" not in name and name != "plain"]
+    added = {name: Added(times[name], times["plain"]) for name in names}
+    for name, found in added.items():
+        print(f"{name:22} {statistics.median(times[name]):8.1f}   adds {found}")
+    for peer in ("accelerate", "fabric"):
+        if peer in added:
+            print(f"ours adds, of what {peer} adds: {ratio(added['ours'], added[peer])}")
+    if checkouts:
+        compare(times, checkouts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--against", type=Path, help="another checkout, to compare with this one")
+    parser.add_argument("--counts", action="store_true", help="count, and leave the time out")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.against and options.rounds < 2:
-        parser.error("--against needs two rounds or more, to show how much they differ")
+    if options.rounds < 2:
+        parser.error("--rounds must be 2 or more, to show how much they differ")
     torch.set_num_threads(1)
     if options.serve is not None:
         serve(options.serve)
         return
-    rounds = options.rounds
-    timers = {name: functools.partial(timed, run) for name, run in available()}
     with contextlib.ExitStack() as stack:
         roots = {"this": ROOT, "against": options.against.resolve()} if options.against else {}
-        for title, root in roots.items():
-            checkout = stack.enter_context(Checkout(root))
-            for name in Checkout.NAMES:
-                timers[f"{title}: {name}"] = functools.partial(checkout.time, name)
-        times = measure(timers, rounds)
-    base = times["plain"]
-    # The difference within a round, so that a slow moment counts for both sides.
-    added = {
-        name: statistics.median(t - b for t, b in zip(values, base, strict=True))
-        for name, values in times.items()
-        if ":" not in name
-    }
-    print(f"torch {torch.__version__}, {rounds} rounds of {STEPS} steps, microseconds a step")
-    for name in added:
-        print(f"{name:22} {statistics.median(times[name]):8.1f}   adds {added[name]:+8.1f}")
-    for peer in ("accelerate", "fabric"):
-        if peer in added:
-            print(f"ours adds {added['ours'] / added[peer]:.2f} of what {peer} adds")
-    if options.against:
-        compare(times, *roots)
+        checkouts = {title: stack.enter_context(Checkout(root)) for title, root in roots.items()}
+        if not options.counts:
+            print_times(checkouts, options.rounds)
+        print_counts(checkouts)
 
 
 if __name__ == "__main__":

@@ -641,8 +641,11 @@ def _wait(
     writers: Sequence[Writer], status: Status, reply: Reply, begin: float, seconds: float
 ) -> list[Writer]:
     """Return the writers that did not finish in time."""
-    count = sum(not writer.finished for writer in writers)
-    wait_for_replies(reply, count, begin + _DELIVERY_SHARE * seconds)
+    deadline = begin + _DELIVERY_SHARE * seconds
+    # One by one: after an interrupt, replies of writers that have finished may still be queued.
+    while not all(writer.finished for writer in writers):
+        if not wait_for_replies(reply, 1, deadline):
+            break
     late = [writer for writer in writers if not writer.finished]
     for writer in late:
         writer.abandon()

@@ -37,6 +37,7 @@ _NO_ENGINE = "this engine is not there yet: keep this script with Accelerate"
 _BIG = "loading of big models stays with Accelerate: this import can stand beside ours"
 ADVICE: Mapping[str, str] = {
     "__version__": "the version of Accelerate is irrelevant here: remove the check",
+    "merge_fsdp_weights": "accel merge-weights",
     "*fsdp*": _NO_FSDP,
     "*FSDP*": _NO_FSDP,
     "FullyShardedDataParallelPlugin": _NO_FSDP,
@@ -60,7 +61,6 @@ ADVICE: Mapping[str, str] = {
     "save": "accelerator.save(obj, f) writes safetensors: flat dicts of tensors",
     "load": "safetensors.torch.load_file reads what accelerator.save writes",
     "load_state_dict": "safetensors.torch.load_file reads what accelerator.save writes",
-    "merge_fsdp_weights": "accel merge-weights",
     "write_basic_config": "accel config --default",
     "*_launcher": "accel launch starts scripts",
     "*Tracker": 'ask by name, log_with="tensorboard"; the classes are in the package loggers, '

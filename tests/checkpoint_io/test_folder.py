@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import warnings
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,33 @@ def test_newest_is_by_generation_not_by_step_or_clock(tmp_path: Path) -> None:
     assert names(folder)[-1] == "step-00000300"
     assert folder.next_generation() == 5
     assert read_manifest(folder.path(300)).metadata["step"] == 300
+
+
+def test_newest_is_by_generation_with_a_clock_that_runs_backwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1)
+
+    class Slow(datetime):
+        """A clock that was set back by a year."""
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) - timedelta(days=365)
+
+    monkeypatch.setattr("checkpoint_io.saver.commit.datetime", Slow)
+    fill(folder, 2)
+    for file in (tmp_path / "step-00000002").iterdir():
+        os.utime(file, (0, 0))
+    os.utime(tmp_path / "step-00000002", (0, 0))
+    older, newer = (read_manifest(folder.path(step)).created for step in (1, 2))
+    assert newer < older
+    assert names(folder) == ["step-00000001", "step-00000002"]
+    assert folder.load_latest().state["step"] == 2
+    assert folder.open_latest().state["step"] == 2
+    folder.prune(keep_last(1), run_id="r1")
+    assert names(folder) == ["step-00000002"]
 
 
 def test_empty_and_absent_folders(tmp_path: Path) -> None:
@@ -279,6 +308,47 @@ def test_load_latest_in_place_falls_back_before_it_writes(tmp_path: Path, flip_b
         folder.load_latest(into={"model": {"w": weight}})
     assert not isinstance(caught.value, TornLoadError)
     assert weight.tolist() == [1.0] * 5
+
+
+def test_load_latest_verifies_every_part_before_it_writes_the_first(
+    tmp_path: Path, flip_bit: Any
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, {"first": torch.ones(8), "second": torch.ones(8)})
+    file = next((tmp_path / "step-00000001").glob("tensors-*"))
+    flip_bit(file, file.stat().st_size - 1)  # in the second tensor, which has a part of its own
+    targets = {"first": torch.zeros(8), "second": torch.zeros(8)}
+    with (
+        pytest.warns(CheckpointWarning, match="in tensor second"),
+        pytest.raises(CorruptCheckpointError, match="all are damaged"),
+    ):
+        folder.load_latest(into=targets)
+    assert [target.tolist() for target in targets.values()] == [[0.0] * 8] * 2
+
+
+class RemovesTheNewest(SingleProcess):
+    """Removes a checkpoint after it was chosen and before it is opened, as another job may."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Return the object, which names the checkpoint to try."""
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        return obj
+
+
+@pytest.mark.parametrize("method", ["load_latest", "open_latest"])
+def test_a_checkpoint_that_vanishes_between_listing_and_loading_is_passed_over(
+    tmp_path: Path, method: str
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2)
+    group = RemovesTheNewest(tmp_path / "step-00000002")
+    with pytest.warns(CheckpointWarning, match="passed over .*step-00000002"):
+        found = getattr(folder, method)(group=group)
+    assert found.state["step"] == 1
 
 
 def test_load_latest_does_not_fall_back_from_a_sound_one_that_does_not_fit(tmp_path: Path) -> None:

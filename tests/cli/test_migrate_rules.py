@@ -11,17 +11,21 @@ import pytest
 import accel_callbacks
 from accel_callbacks import Accelerator, AcceleratorState, utils
 from accel_callbacks.migrate import migrate_script
-from accel_callbacks.migrate.names import home_of
+from accel_callbacks.migrate.names import ADVICE, home_of
 from accel_callbacks.migrate.rules import (
     ANY,
     ARGUMENTS,
     ATTRIBUTES,
     FUNCTIONS,
     METHODS,
+    NAMELESS,
     POSITIONAL,
+    SCHEDULER,
+    SCHEDULER_LENGTH,
     STATE_ATTRIBUTES,
     VARIABLES,
 )
+from accel_callbacks.migrate.source import Finding
 
 ROOT = Path(accel_callbacks.__file__).parent
 PARAMETERS = {
@@ -80,3 +84,140 @@ def test_every_argument_is_found(rule: tuple[str, str, object]) -> None:
     script = f"from accelerate import {callee}\n{owner}{callee}({argument}={literal})"
     names = [finding.name for finding in migrate_script(script).findings]
     assert any(re.search(rf"\b{callee}\({argument}=", name) for name in names)
+
+
+# --- every rule has a script in which it is found, on its line and with its text ----------------
+
+
+def found(*lines: str) -> list[Finding]:
+    return list(migrate_script("\n".join(lines)).findings)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_found(name: str) -> None:
+    kind, text = METHODS[name]
+    script = ("from accelerate import Accelerator", "mine = Accelerator()", f"mine.{name}(x)")
+    assert found(*script) == [Finding(3, f"accelerator.{name}", text, kind)]
+    assert found("from accelerate import Accelerator", f"other.{name}(x)") == []
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "start", ["from accelerate.utils import {0}\n{0}", "import accelerate as a\na.{0}"]
+)
+def test_every_function_is_found(name: str, start: str) -> None:
+    kind, text = FUNCTIONS[name]
+    assert Finding(2, name, text, kind) in found(f"{start.format(name)}(x)")
+    assert found(f"from another import {name}", f"{name}(x)") == []
+
+
+@pytest.mark.parametrize("rule", ARGUMENTS, ids=lambda rule: ".".join(map(str, rule[:2])))
+def test_every_argument_has_its_text_and_only_with_its_value(rule: tuple[str, str, object]) -> None:
+    callee, argument, value = rule
+    kind, text = ARGUMENTS[rule]
+    start = "from accelerate import " + callee
+    owner = "" if callee[0].isupper() or callee == "get_logger" else "accelerator."
+    literal = "x" if value is ANY else repr(value)
+    said = [(one.kind, one.text) for one in found(start, f"{owner}{callee}({argument}={literal})")]
+    assert (kind, text) in said
+    if value is not ANY:
+        said = [(one.kind, one.text) for one in found(start, f"{owner}{callee}({argument}='z')")]
+        assert (kind, text) not in said
+
+
+@pytest.mark.parametrize("argument", POSITIONAL)
+def test_every_positional_argument_gets_its_name(argument: str) -> None:
+    before = ", ".join(["None"] * POSITIONAL.index(argument))
+    script = f"from accelerate import Accelerator\nAccelerator({before}{', ' if before else ''}x)\n"
+    assert f"{argument}=x)" in migrate_script(script).after
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_every_attribute_is_found(name: str) -> None:
+    script = ("from accelerate import Accelerator", "mine = Accelerator()", f"mine.{name}")
+    assert found(*script) == [Finding(3, f"accelerator.{name}", ATTRIBUTES[name], "left")]
+
+
+@pytest.mark.parametrize("owner", ["accelerator.state", "AcceleratorState()"])
+@pytest.mark.parametrize("name", STATE_ATTRIBUTES)
+def test_every_attribute_of_the_state_is_found(name: str, owner: str) -> None:
+    script = ("from accelerate.state import AcceleratorState", f"{owner}.{name}")
+    assert Finding(2, f"state.{name}", STATE_ATTRIBUTES[name], "left") in found(*script)
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_every_variable_is_found(name: str) -> None:
+    said = Finding(1, name, f"is not read here: {VARIABLES[name]}")
+    assert found(f"os.environ['{name}'] = '1'") == [said]
+
+
+SCRIPTS = {
+    NAMELESS: ("Accelerator(*options)", "Accelerator(*...)", "left"),
+    SCHEDULER: (
+        "decay = StepLR(optimizer, 1); decay = accelerator.prepare(decay); decay.step()",
+        "decay.step",
+        None,
+    ),
+    SCHEDULER_LENGTH: (
+        "decay = StepLR(optimizer, 9 * accelerator.num_processes)",
+        "* num_processes",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SCRIPTS, ids=["nameless", "scheduler", "length"])
+def test_every_rule_of_its_own_is_found(text: str) -> None:
+    line, name, kind = SCRIPTS[text]
+    said = [one for one in found("from accelerate import Accelerator", line) if one.text == text]
+    assert said == [Finding(2, name, text, kind) if kind else Finding(2, name, text)]
+
+
+# A name of Accelerate for each pattern, which no pattern before it matches.
+MISSING = {
+    "__version__": "__version__",
+    "*fsdp*": "save_fsdp_model",
+    "*FSDP*": "TorchFSDPPlugin",
+    "FullyShardedDataParallelPlugin": "FullyShardedDataParallelPlugin",
+    "*eep?peed*": "DeepSpeedPlugin",
+    "*egatron*": "MegatronLMPlugin",
+    "GatheredParameters": "GatheredParameters",
+    "*ParallelismConfig": "ParallelismConfig",
+    "Torch*Parallel*": "TorchTensorParallelPlugin",
+    "TERecipeKwargs": "TERecipeKwargs",
+    "MSAMPRecipeKwargs": "MSAMPRecipeKwargs",
+    "FP8RecipeKwargs": "FP8RecipeKwargs",
+    "init_empty_weights": "init_empty_weights",
+    "init_on_device": "init_on_device",
+    "*dispatch*": "load_checkpoint_and_dispatch",
+    "*offload*": "cpu_offload",
+    "*device_map*": "infer_auto_device_map",
+    "prepare_pippy": "prepare_pippy",
+    "*bnb*": "has_4bit_bnb_layers",
+    "load_and_quantize_model": "load_and_quantize_model",
+    "BnbQuantizationConfig": "BnbQuantizationConfig",
+    "save": "save",
+    "load": "load",
+    "load_state_dict": "load_state_dict",
+    "merge_fsdp_weights": "merge_fsdp_weights",
+    "write_basic_config": "write_basic_config",
+    "*_launcher": "simple_launcher",
+    "*Tracker": "TensorBoardTracker",
+    "on_main_process": "on_main_process",
+    "register_tracker_class": "register_tracker_class",
+    "get_available_trackers": "get_available_trackers",
+    "filter_trackers": "filter_trackers",
+    "convert_model": "convert_model",
+    "patch_environment": "patch_environment",
+    "clear_environment": "clear_environment",
+    "*": "SageMakerDistributedType",
+}
+
+
+@pytest.mark.parametrize("pattern", ADVICE)
+def test_every_missing_name_has_the_advice_of_its_pattern(pattern: str) -> None:
+    name = MISSING[pattern]
+    module = "commands.launch" if name.endswith("_launcher") else "utils"
+    assert found(f"from accelerate.{module} import {name}") == [
+        Finding(1, name, ADVICE[pattern], "left")
+    ]

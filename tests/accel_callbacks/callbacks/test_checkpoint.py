@@ -67,6 +67,27 @@ class Written(Callback):
         self.steps.append(int(path.rsplit("-", 1)[1]))
 
 
+class Minutes:
+    """A clock that goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def wait(self, minutes: float) -> None:
+        self.now += 60 * minutes
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def minutes(monkeypatch):
+    """The clock by which the intervals of this test pass."""
+    clock = Minutes()
+    monkeypatch.setattr("accel_callbacks.callbacks.interval.time", clock)
+    return clock
+
+
 # --- when -------------------------------------------------------------------------------------
 
 
@@ -77,40 +98,33 @@ class Written(Callback):
         ({"every": "2 epochs"}, [8]),
         ({"every": "3 steps", "every_n_epochs": 1}, [3, 4, 6, 8]),
         ({"every": "0.25 run"}, [2, 4, 6, 8, 8]),
-        ({"every_seconds": 1e-9}, [1, 2, 3, 4, 5, 6, 7, 8, 8]),
+        ({"every_seconds": 60}, [1, 2, 3, 4, 5, 6, 7, 8, 8]),
         ({"every": "1 h"}, [8]),
         ({"every_seconds": timedelta(hours=1)}, [8]),
-        ({"every_seconds": "1 ms", "every_n_epochs": 100, "each": 0.002}, [2, 4, 6, 8, 8]),
+        ({"every_seconds": "2 min", "every_n_epochs": 100}, [2, 4, 6, 8, 8]),
+        ({"every": "3 min"}, [3, 6, 8]),
     ],
 )
-def test_saves_come_at_their_intervals(tmp_path, options, steps):
-    pause = options.pop("each", None)
+def test_saves_come_at_their_intervals(tmp_path, minutes, options, steps):
     written = Written()
     saver = Checkpoint(tmp_path, keep_last=None, **options)
-
-    def each_step(run):
-        if pause and run.global_step % 2 == 0:
-            saver.schedule._clock._last_due -= pause
-        elif pause:
-            saver.schedule._clock.start(run)
-
-    fit(saver, written, each_step=each_step)
+    fit(saver, written, each_step=lambda run: minutes.wait(1))
     assert written.steps == steps
 
 
-def test_a_clock_waits_for_the_end_of_the_window(tmp_path):
+def test_a_clock_waits_for_the_end_of_the_window(tmp_path, minutes):
     written = Written()
-    fit(Checkpoint(tmp_path, every_seconds=1e-9), written, window=3, epochs=1)
+    saver = Checkpoint(tmp_path, every="1 min")
+    fit(saver, written, window=3, epochs=1, each_step=lambda run: minutes.wait(1))
     assert written.steps == [1, 2, 2]
 
 
-def test_any_save_sets_the_clock_back(tmp_path):
+def test_any_save_sets_the_clock_back(tmp_path, minutes):
     written = Written()
     saver = Checkpoint(tmp_path, every="1 h", every_n_steps=3)
 
     def each_step(run):
-        if run.global_step in (3, 4):
-            saver.schedule._clock._last_due -= 3000
+        minutes.wait(50 if run.global_step in (3, 4) else 0)
 
     fit(saver, written, each_step=each_step)
     assert written.steps == [3, 6, 8]
@@ -165,6 +179,20 @@ def test_a_policy_says_what_stays(tmp_path):
     policy = checkpoint_io.keep_last(2) | checkpoint_io.keep_every(3)
     fit(Checkpoint(tmp_path, every="1 step", keep=policy))
     assert kept(tmp_path) == [3, 6, 7, 8]
+
+
+def test_a_monitored_score_counts_for_one_checkpoint_only(tmp_path):
+    saver = Checkpoint(tmp_path, every="2 steps", keep_last=None, monitor="val")
+
+    def each_step(run):
+        if run.global_step in (1, 5):
+            run.accelerator.log({"val": 1.0 / run.global_step})
+
+    fit(saver, each_step=each_step)
+    infos = checkpoint_io.CheckpointFolder(tmp_path).list()
+    scores = [info.manifest.metadata.get("score", {}).get("value") for info in infos]
+    assert (kept(tmp_path), scores) == ([2, 4, 6, 8], [1.0, None, 0.2, None])
+    assert saver.best_path == str(tmp_path / "step-00000006")
 
 
 def test_a_policy_sees_the_scores(tmp_path):
@@ -269,6 +297,14 @@ def test_a_run_resumes_from_the_error_only_if_told_to(tmp_path):
     assert steps == [5, 6, 7, 8]
     # what an error has left stays, beside the newest and the one that was resumed from
     assert names(tmp_path) == ["exception-step-00000005", "step-00000004", "step-00000008"]
+
+
+def test_of_the_checkpoints_of_errors_only_the_newest_stays(tmp_path):
+    for step in (3, 5, 7):
+        with pytest.raises(ValueError, match="bad"):
+            fit(on_exception(tmp_path), each_step=failing(step, ValueError("bad")))
+    fit(Checkpoint(tmp_path, every="1 step", keep_last=1))
+    assert [name for name in names(tmp_path) if "exception" in name] == ["exception-step-00000007"]
 
 
 class Breaks(torch.optim.SGD):

@@ -509,6 +509,16 @@ def test_workers_of_different_ranks_draw_different_noise():
     assert noise(0) != noise(1)
 
 
+def test_the_noise_of_workers_after_a_resume_depends_on_the_position():
+    def noise_from(batches):
+        loader = prepare(DataLoader(Augmented(), 1, num_workers=1))
+        loader.load_state_dict(state_after(loader, batches))
+        return values(loader)[0]
+
+    assert noise_from(2) == noise_from(2)
+    assert noise_from(2) != noise_from(3)
+
+
 @pytest.mark.parametrize("make", [lambda: range(7), lambda: Stream(7)], ids=["map", "stream"])
 def test_persistent_workers_live_through_breaks_and_resumes(make):
     def loader():

@@ -336,6 +336,17 @@ def test_the_plugin_comes_before_the_environment(monkeypatch):
     assert accel.gradient_accumulation_steps == 2
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_clipping_by_value_is_of_the_unscaled_gradients(precision):
+    accel = accelerator(mixed_precision=precision)
+    model, optimizer = line(accel)
+    accel.backward(model(torch.ones(1, 1)).sum() / 4)
+    accel.clip_grad_value_(model.parameters(), 0.5)  # which the scaled gradient is far above
+    assert model.weight.grad.item() == 0.25
+    optimizer.step()
+    assert model.weight.item() == -0.25
+
+
 # --- schedulers -----------------------------------------------------------------------------
 
 
