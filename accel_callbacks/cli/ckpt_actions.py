@@ -47,10 +47,13 @@ def run(args: Namespace) -> int:
 def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Parse ``KEY=VALUE`` pairs; values may be JSON."""
     options: dict[str, Any] = {}
-    for pair in pairs:
+    for number, pair in enumerate(pairs, 1):
         key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise CommandError(f"--storage_option takes KEY=VALUE, not {pair!r}")
+        if not key or not equals:  # the text is not shown: it may be a password
+            raise CommandError(
+                f"--storage_option takes KEY=VALUE, such as anon=true, and the one given as number "
+                f"{number} has no {'key' if equals else '='}"
+            )
         try:
             options[key] = json.loads(value)
         except ValueError:
