@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from accel_callbacks import __version__
 from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
 from accel_callbacks.cli.registry import COMMANDS
+from accel_callbacks.utils.text import printable
 
 __all__ = ["main"]
 
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except CommandError as error:
-        print(f"accel {words[0]}: error: {error}", file=sys.stderr)
+        text = "\n".join(map(printable, str(error).split("\n")))
+        print(f"accel {words[0]}: error: {text}", file=sys.stderr)
         return error.exit_code
 
 

@@ -45,6 +45,7 @@ class FsspecStore:
         self._driver = driver
         self._path = path.rstrip("/")
         self.url = url
+        self.can_remove = driver.removes
 
     def _at(self, name: str) -> str:
         """Return the full path of a file in this folder."""
@@ -215,8 +216,13 @@ class FsspecStore:
 
     def remove(self, name: str) -> None:
         """Delete one object."""
-        with suppress(FileNotFoundError):
+        try:
             self._driver.request(lambda fs: fs.rm_file(self._at(name)))
+        except FileNotFoundError:
+            pass
+        except NotImplementedError:
+            advice = "this store cannot delete: remove it where it is kept"
+            raise CheckpointError(f"{self.url}/{name}: {advice}") from None
         self._invalidate()
 
     def remove_many(self, names: Sequence[str]) -> None:
@@ -270,6 +276,7 @@ class Driver:
         threads: number of concurrent requests.
         keeps_objects: whether files appear only when complete, and folders are mere prefixes.
         renames: whether renames are atomic.
+        removes: whether files can be deleted, which http, for one, has no way to.
     """
 
     def __init__(
@@ -284,6 +291,7 @@ class Driver:
         self.threads = 8 if getattr(filesystem, "async_impl", False) else 1
         self.keeps_objects = bool(protocols & OBJECT_STORES)
         self.renames = bool(protocols & _TRUE_RENAME)
+        self.removes = _removes(filesystem)
 
     @property
     def fs(self) -> Any:
@@ -361,6 +369,16 @@ def is_transient(error: Exception) -> bool:
         return True
     status = [getattr(error, name, None) for name in ("status", "status_code", "code")]
     return any(isinstance(found, int) and found in TRANSIENT_STATUS for found in status)
+
+
+def _removes(fs: Any) -> bool:
+    """Return whether a driver has a method of its own that deletes files."""
+    methods = ("rm", "_rm", "rm_file", "_rm_file")
+    kinds = [kind for kind in type(fs).__mro__ if not kind.__module__.startswith("builtins")]
+    base = ("fsspec.spec", "fsspec.asyn")
+    derived = any(kind.__module__ in base for kind in kinds)
+    own = [kind for kind in kinds if kind.__module__ not in base]
+    return not derived or any(method in vars(kind) for kind in own for method in methods)
 
 
 def _channel(fs: Any) -> Any:
