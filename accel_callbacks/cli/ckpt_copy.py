@@ -125,13 +125,13 @@ def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[st
     if not target_options and protocol_of(place) == protocol_of(target):
         target_options = options
     origin, goal = open_store(args.place, options), open_store(target, target_options)
+    data, manifest = _manifest(origin)
     if place_of(goal).startswith(f"{place_of(origin)}/"):
         raise CommandError(
             f"{target} is inside of {args.place}, and a checkpoint cannot be copied into itself: "
             "name a TARGET outside of it; nothing was copied",
             1,
         )
-    data, manifest = _manifest(origin)
     try:
         if not _Copy(Source(origin, manifest), goal, data, args.progress or None).run():
             print(printable(f"{target} is that checkpoint already"), file=sys.stderr)

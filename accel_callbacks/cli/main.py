@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from accel_callbacks import __version__
 from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
 from accel_callbacks.cli.registry import COMMANDS
-from accel_callbacks.utils.text import printable
 
 __all__ = ["main"]
 
@@ -81,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except CommandError as error:
+        from accel_callbacks.utils.text import printable  # not needed by a command that works
+
         text = "\n".join(map(printable, str(error).split("\n")))
         print(f"accel {words[0]}: error: {text}", file=sys.stderr)
         return error.exit_code
