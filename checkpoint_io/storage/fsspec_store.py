@@ -373,12 +373,15 @@ def is_transient(error: Exception) -> bool:
 
 def _removes(fs: Any) -> bool:
     """Return whether a driver has a method of its own that deletes files."""
-    methods = ("rm", "_rm", "rm_file", "_rm_file")
-    kinds = [kind for kind in type(fs).__mro__ if not kind.__module__.startswith("builtins")]
     base = ("fsspec.spec", "fsspec.asyn")
-    derived = any(kind.__module__ in base for kind in kinds)
-    own = [kind for kind in kinds if kind.__module__ not in base]
-    return not derived or any(method in vars(kind) for kind in own for method in methods)
+    modules = {kind.__module__ for kind in type(fs).__mro__}
+    if "fsspec.implementations.cached" in modules:  # hands requests on to the driver that it caches
+        return _removes(fs.fs)
+    if modules.isdisjoint(base):
+        return True
+    methods = ("rm", "_rm", "rm_file", "_rm_file")
+    own = [kind for kind in type(fs).__mro__ if kind.__module__ not in base]
+    return any(method in vars(kind) for kind in own for method in methods)
 
 
 def _channel(fs: Any) -> Any:

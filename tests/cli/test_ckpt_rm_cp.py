@@ -314,6 +314,7 @@ def test_rm_and_prune_on_a_store_that_cannot_delete(
             ("rm", f"{url}/{place.name}", "--yes"),
             ("rm", f"{url}/{place.name}", "--dry-run"),
             ("rm", place, f"{url}/absent", "--yes", "--unfinished"),
+            ("rm", f"simplecache::{url}/{place.name}", "--yes"),
             ("prune", url, "--keep-last", "1"),
         ):
             assert ckpt(*words) == 1
@@ -322,6 +323,8 @@ def test_rm_and_prune_on_a_store_that_cannot_delete(
         assert asked == []
         with pytest.raises(CheckpointError, match="cannot delete"):
             open_store(f"{url}/{place.name}").remove(MANIFEST)
+        save("memory://cli-cached/one", {"x": 1})
+        assert open_store("simplecache::memory://cli-cached/one").can_remove
     finally:
         server.shutdown()
         server.server_close()
