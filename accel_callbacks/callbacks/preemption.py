@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -275,7 +276,7 @@ def requeue_slurm() -> str:
     """Call ``scontrol requeue`` on this job; returns its id, or an empty string outside of SLURM.
 
     Raises:
-        RuntimeError: scontrol is missing, fails or times out.
+        RuntimeError: scontrol is missing, fails or times out, or the id is not one of SLURM.
 
     Example:
         >>> import os
@@ -286,6 +287,8 @@ def requeue_slurm() -> str:
     job = _job_id()
     if not job:
         return ""
+    if re.fullmatch(r"[0-9]+([_+][0-9]+)?", job) is None:
+        raise RuntimeError(f"{job[:80]!r} is not the id of a SLURM job: unset SLURM_JOB_ID")
     command = ["scontrol", "requeue", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT)

@@ -14,14 +14,14 @@ from operator import or_
 from typing import Any
 
 import checkpoint_io
-from accel_callbacks.cli.ckpt_copy import copy
+from accel_callbacks.cli.ckpt_copy import copy, place_of
 from accel_callbacks.cli.parser import CommandError
 from accel_callbacks.utils.text import age_of, printable, shape_of, size_of, table, to_json
 from checkpoint_io import Manifest
 from checkpoint_io.folder import remove_all, remove_checkpoint
 from checkpoint_io.format import MANIFEST, save_id_of
 from checkpoint_io.loader import manifest_of
-from checkpoint_io.storage import Store, open_store
+from checkpoint_io.storage import Store, open_store, protocol_of
 from checkpoint_io.weights import open_weights
 
 _LABELS = ("step", "run_name", "run_id")  # what save_state writes into the metadata
@@ -36,21 +36,26 @@ def run(args: Namespace) -> int:
             return _ACTIONS[args.action](args, options)
         except BrokenPipeError:
             raise  # from standard output, handled by cli.main
+        except CommandError as error:  # may quote a manifest, which others wrote
+            raise CommandError(printable(str(error)), error.exit_code) from error
         except (checkpoint_io.CheckpointError, OSError, ImportError, ValueError) as error:
-            raise CommandError(str(error), exit_code=1) from error
+            raise CommandError(printable(str(error)), exit_code=1) from error
         finally:
             for warning in caught:
                 if issubclass(warning.category, checkpoint_io.CheckpointWarning):
-                    print(f"accel ckpt: {warning.message}", file=sys.stderr)
+                    print(printable(f"accel ckpt: {warning.message}"), file=sys.stderr)
 
 
 def storage_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Parse ``KEY=VALUE`` pairs; values may be JSON."""
     options: dict[str, Any] = {}
-    for pair in pairs:
+    for number, pair in enumerate(pairs, 1):
         key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise CommandError(f"--storage_option takes KEY=VALUE, not {pair!r}")
+        if not key or not equals:  # the text is not shown: it may be a password
+            raise CommandError(
+                f"--storage_option takes KEY=VALUE, such as anon=true, and the one given as number "
+                f"{number} has no {'key' if equals else '='}"
+            )
         try:
             options[key] = json.loads(value)
         except ValueError:
@@ -105,7 +110,8 @@ def _list(args: Namespace, options: Mapping[str, Any]) -> int:
         rows = [_row(entry, root) for entry in entries]
         print(table(("NAME", "STEP", "RUN", "RUN-ID", "SCORE", "SIZE", "AGE", "STATUS"), rows))
     if not entries:
-        print(f"no checkpoints in {args.place}{_instead(args.place, options)}", file=sys.stderr)
+        text = f"no checkpoints in {args.place}{_instead(args.place, options)}"
+        print(printable(text), file=sys.stderr)
     return 0 if entries else 1
 
 
@@ -159,14 +165,14 @@ def _latest(args: Namespace, options: Mapping[str, Any]) -> int:
     """Print the path of the newest valid checkpoint."""
     found = _folder(args, options).latest()
     if found is None:
-        print(f"no valid checkpoint in {args.place}", file=sys.stderr)
+        print(printable(f"no valid checkpoint in {args.place}"), file=sys.stderr)
         return 1
     if args.json:
         print(
             to_json({"path": found.path, "name": found.name, "metadata": found.manifest.metadata})
         )
     else:
-        print(found.path)
+        print(printable(found.path))
     return 0
 
 
@@ -181,7 +187,7 @@ def _show(args: Namespace, options: Mapping[str, Any]) -> int:
         newest = _folder(args, options).latest()
         if newest is None:
             raise
-        print(f"{newest.path}, the newest in {args.place}:", file=sys.stderr)
+        print(printable(f"{newest.path}, the newest in {args.place}:"), file=sys.stderr)
         rows = list(_tensors(newest.path, options))
     if args.pattern is not None:
         rows = [row for row in rows if fnmatch.fnmatchcase(row["name"], args.pattern)]
@@ -292,11 +298,13 @@ def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
         rules.append(checkpoint_io.keep_best(args.keep_best, args.metric, args.mode))
     if not rules:
         raise CommandError("give a rule: --keep_last, --keep_every or --keep_best")
+    if not args.dry_run:
+        _require_removal(args.place, open_store(args.place, options))
     folder = _folder(args, options)
     for run_id in _chosen_runs(args, folder):
         gone = folder.prune(reduce(or_, rules), run_id=run_id, dry_run=args.dry_run)
         for path in gone:
-            print(f"would remove {path}" if args.dry_run else f"removed {path}")
+            print(printable(f"{'would remove' if args.dry_run else 'removed'} {path}"))
     return 0
 
 
@@ -321,12 +329,23 @@ def _chosen_runs(args: Namespace, folder: checkpoint_io.CheckpointFolder) -> lis
     )
 
 
+def _require_removal(place: str, store: Store) -> None:
+    """Raise CommandError, before any request, if the store cannot delete."""
+    if not store.can_remove:
+        raise CommandError(
+            f"{place}: a store of {protocol_of(place)}:// cannot delete: remove it where it is "
+            "kept; nothing was removed",
+            1,
+        )
+
+
 # --- rm ------------------------------------------------------------------------------------
 
 
 def _remove(args: Namespace, options: Mapping[str, Any]) -> int:
     """Inspect all places, ask once, then remove them."""
     targets = [_inspect(place, options, args.unfinished) for place in dict.fromkeys(args.places)]
+    _refuse_same(targets)
     for one in targets:
         print(printable(f"{'would remove' if args.dry_run else 'to remove'}: {one.described()}"))
     if args.dry_run:
@@ -359,6 +378,7 @@ class _Target:
 def _inspect(place: str, options: Mapping[str, Any], unfinished: bool) -> _Target:
     """Open a place; raise CommandError if it is no checkpoint."""
     store = open_store(place, options)
+    _require_removal(place, store)
     try:
         return _Target(place, store, manifest_of(store, tensors=False))
     except checkpoint_io.ManifestVersionError:
@@ -374,6 +394,19 @@ def _inspect(place: str, options: Mapping[str, Any], unfinished: bool) -> _Targe
     if not unfinished:
         raise CommandError(f"{reason}; --unfinished removes it; nothing was removed", 1)
     return _Target(place, store, None)
+
+
+def _refuse_same(targets: Sequence[_Target]) -> None:
+    """Raise CommandError if two names are of one checkpoint, which can be removed only once."""
+    named: dict[str, str] = {}
+    for one in targets:
+        other = named.setdefault(place_of(one.store), one.place)
+        if other != one.place:
+            raise CommandError(
+                f"{other} and {one.place} are the same checkpoint: name it once; "
+                "nothing was removed",
+                1,
+            )
 
 
 def _inside(place: str, store: Store) -> str:
@@ -409,11 +442,9 @@ def _remove_place(one: _Target) -> None:
                 store.abort_uploads(save)
             store.remove_folder()
     if rest := sorted(store.sizes()) + store.folders():
-        names = printable(", ".join(rest[:3])) + (", ..." if len(rest) > 3 else "")
-        print(
-            f"accel ckpt: {one.place} keeps files that are not of the checkpoint: {names}",
-            file=sys.stderr,
-        )
+        names = ", ".join(rest[:3]) + (", ..." if len(rest) > 3 else "")
+        text = f"accel ckpt: {one.place} keeps files that are not of the checkpoint: {names}"
+        print(printable(text), file=sys.stderr)
 
 
 def _id_of(store: Store) -> str | None:

@@ -126,6 +126,12 @@ def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[st
         target_options = options
     origin, goal = open_store(args.place, options), open_store(target, target_options)
     data, manifest = _manifest(origin)
+    if place_of(goal).startswith(f"{place_of(origin)}/"):
+        raise CommandError(
+            f"{target} is inside of {args.place}, and a checkpoint cannot be copied into itself: "
+            "name a TARGET outside of it; nothing was copied",
+            1,
+        )
     try:
         if not _Copy(Source(origin, manifest), goal, data, args.progress or None).run():
             print(printable(f"{target} is that checkpoint already"), file=sys.stderr)
@@ -139,6 +145,14 @@ def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[st
         checkpoint_io.verify(target, storage_options=target_options)
     print(printable(f"{target} ({len(manifest.files)} files, {size_of(manifest.nbytes)})"))
     return 0
+
+
+def place_of(store: Store) -> str:
+    """Return the same text for two names of one place: of a path, with links resolved."""
+    protocol = protocol_of(store.url)
+    if protocol == "file":
+        return os.path.realpath(store.url).replace(os.sep, "/").rstrip("/")
+    return f"{protocol}://{store.url.removeprefix(f'{protocol}://').strip('/')}"
 
 
 def _manifest(origin: Store) -> tuple[bytes, Manifest]:

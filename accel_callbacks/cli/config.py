@@ -26,6 +26,7 @@ from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.option import Option, SettingsError
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.settings import all_options, find
+from accel_callbacks.utils.secrets import redacted
 from accel_callbacks.utils.text import printable, table
 
 _Values = dict[str, Any]
@@ -141,7 +142,7 @@ def _update(args: Namespace) -> int:
     for key in sorted(set(before) - set(after)):
         print(f"removed {key}: {gone.get(key, 'nothing is given there, or it has a new name')}")
     for key in sorted(set(after) - set(before)):
-        print(f"added {key}: {after[key]}")
+        print(f"added {key}: {redacted(after[key], key)}")
     write_config(path, after)
     print(f"wrote {path}; comments are not kept")
     return 0
@@ -375,7 +376,7 @@ def _rows(resolved: Resolved, idle: Mapping[str, str]) -> Iterator[tuple[str, st
             continue
         origin = "default" if one.model is not None else resolved.origins[one.path]
         unused = f"; no effect: {idle[one.path]}; {_purpose(one)}" if one.path in idle else ""
-        yield one.path, _shown(resolved.value(one.path)), f"{origin}{unused}"
+        yield one.path, _shown(redacted(resolved.value(one.path), one.path)), f"{origin}{unused}"
     for key, reason in resolved.gone.items():
         yield key, "...", f"{resolved.file}; no effect: {reason}"
 
@@ -405,7 +406,7 @@ def _json(resolved: Resolved) -> str:
     idle = resolved.idle()
     settings = {
         one.path: {
-            "value": resolved.value(one.path),
+            "value": redacted(resolved.value(one.path), one.path),
             "origin": resolved.origins[one.path],
             "no_effect": idle.get(one.path),
             "purpose": _purpose(one) if one.path in idle else None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from accel_callbacks import __version__
 from accel_callbacks.cli.parser import CommandError, CommandParser
+from accel_callbacks.utils.secrets import redacted
 from accel_callbacks.utils.text import printable
 
 PACKAGES = (
@@ -43,7 +43,6 @@ VARIABLES = (
     "SLURM_NTASKS",
     "SLURM_PROCID",
 )
-_SECRET = re.compile(r"token|secret|passw|credential|api_?key|private", re.I)
 
 
 def configure(parser: CommandParser) -> None:
@@ -84,19 +83,14 @@ def _config_lines(named: str | None) -> Iterator[str]:
 
 
 def _indented(values: Mapping[str, Any], depth: int = 1) -> Iterator[str]:
-    """Yield nested values, without those whose name suggests a secret."""
-    for name, value in values.items():
+    """Yield nested values without secrets."""
+    for name, value in redacted(values).items():
         start = f"{'  ' * depth}- {printable(str(name))}:"
         if isinstance(value, Mapping) and value:
             yield start
             yield from _indented(value, depth + 1)
         else:
-            yield f"{start} {printable(_redacted(str(name), str(value)))}"
-
-
-def _redacted(name: str, value: str) -> str:
-    """Return a value; a placeholder if its name suggests a secret."""
-    return "(not shown)" if _SECRET.search(name) else value
+            yield f"{start} {printable(str(value))}"
 
 
 def _facts(short: bool) -> Iterator[tuple[str, str]]:
@@ -114,7 +108,7 @@ def _facts(short: bool) -> Iterator[tuple[str, str]]:
         yield package, _version(package)
     for name in sorted(os.environ):
         if name.startswith("ACCEL_") or name in VARIABLES:
-            yield name, _redacted(name, os.environ[name])
+            yield name, redacted(os.environ[name], name)
 
 
 def _version(package: str) -> str:

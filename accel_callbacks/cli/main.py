@@ -80,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except CommandError as error:
-        print(f"accel {words[0]}: error: {error}", file=sys.stderr)
+        from accel_callbacks.utils.text import printable  # not needed by a command that works
+
+        text = "\n".join(map(printable, str(error).split("\n")))
+        print(f"accel {words[0]}: error: {text}", file=sys.stderr)
         return error.exit_code
 
 

@@ -40,6 +40,8 @@ def run(args: Namespace) -> int:
     moved: list[MovedFile] = []
     problems: list[str] = []
     paths = list(_files(args.files))
+    for line in _passed_over(args.files, paths):
+        print(f"accel migrate: {line}", file=sys.stderr)
     for path in paths:
         try:
             moved.append(read_and_move(path))
@@ -151,7 +153,19 @@ def _files(places: Sequence[str]) -> Iterator[str]:
 
 
 def _inside(folder: str) -> Iterator[str]:
-    """Yield the scripts and notebooks below a folder, except in hidden and installed ones."""
+    """Yield the scripts and notebooks below a folder, except in hidden and installed ones.
+
+    Links are left out: their targets may be outside the folder.
+    """
+    for root, names in _walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            if not os.path.islink(path):
+                yield path
+
+
+def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder, and in it the scripts, the notebooks and the links to folders."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(
             f
@@ -160,6 +174,18 @@ def _inside(folder: str) -> Iterator[str]:
             and not f.startswith(".")
             and not os.path.exists(os.path.join(root, f, "pyvenv.cfg"))
         )
-        for name in sorted(names):
-            if name.endswith((".py", ".ipynb")) and not name.startswith("."):
-                yield os.path.join(root, name)
+        scripts = [n for n in names if n.endswith((".py", ".ipynb")) and not n.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        yield root, sorted(scripts) + links
+
+
+def _passed_over(places: Sequence[str], paths: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each link in the given folders whose target is not migrated anyway."""
+    done = {os.path.realpath(path) for path in paths}
+    folders = [place for place in places if os.path.isdir(place)]
+    walked = [(root, names) for folder in folders for root, names in _walk(folder)]
+    done |= {os.path.realpath(root) for root, _ in walked}
+    for link in dict.fromkeys(os.path.join(root, name) for root, names in walked for name in names):
+        target = os.path.realpath(link)
+        if os.path.islink(link) and target not in done:
+            yield printable(f"skipped {link}, a link to {target}: name it to migrate that")

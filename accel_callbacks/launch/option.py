@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_callbacks.config import BOOLEANS
 from accel_callbacks.errors import nearest
+from accel_callbacks.utils.secrets import redacted
 
 __all__ = ["Option", "SettingsError", "described", "option", "options_of", "shown"]
 
@@ -27,7 +28,7 @@ class SettingsError(ValueError):
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error message: short and on one line, whatever it contains.
+    """Format a value for an error message: short, on one line, and without secrets.
 
     Example:
         >>> from accel_callbacks.launch.option import shown
@@ -38,6 +39,7 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and abs(value) > _LARGEST:
         return "an integer of more than 64 bits"
+    value = redacted(value) if isinstance(value, str) else value
     text = ascii(value[:80] if isinstance(value, (str, bytes)) else value)
     return text if len(text) <= 60 else f"{text[:56]}..."
 

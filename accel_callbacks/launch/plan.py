@@ -21,6 +21,7 @@ from accel_callbacks.launch.rendezvous import (
 from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import LaunchSettings, all_options
 from accel_callbacks.launch.slurm import SlurmPlace, slurm_place
+from accel_callbacks.utils.text import printable
 
 # Already among the options of the rendezvous.
 _RENDEZVOUS_OPTIONS = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "local_addr")
@@ -59,7 +60,7 @@ class DirectPlan:
 
     def as_shell(self) -> str:
         """Return equivalent shell commands."""
-        notes = [f"# {self.note}"] if self.note else []
+        notes = [printable(f"# {self.note}")] if self.note else []
         return "\n".join([*exports(self.env), shlex.join(self.command), *notes])
 
 
@@ -94,7 +95,7 @@ class AgentPlan:
                 *(rank, world, local, rendezvous.local, rendezvous.address, rendezvous.port)
             )
             shown = " ".join(f"{name}={value}" for name, value in variables.items())
-            yield f"# rank {rank}: {shown}"
+            yield printable(f"# rank {rank}: {shown}")
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class TpuPlan:
         """Describe the call in a comment, as there is no equivalent command."""
         call = f"{self.program.name}: {self.function}()"
         where = "in one process" if self.one else "on each core of the TPU"
-        return "\n".join([*exports(self.env), f"# torch_xla calls {call} {where}"])
+        return "\n".join([*exports(self.env), printable(f"# torch_xla calls {call} {where}")])
 
 
 Plan = DirectPlan | AgentPlan | TpuPlan
@@ -198,6 +199,11 @@ def _srun_plan(place: SlurmPlace, host: Host, words: Sequence[str]) -> DirectPla
     # Since SLURM 23.11 SLURM_TRES_PER_TASK also has the cores of a task: `cpu=8,gres/gpu=1`.
     if "SLURM_GPUS_PER_TASK" in variables or "gpu" in variables.get("SLURM_TRES_PER_TASK", ""):
         cores = variables.get("SLURM_CPUS_PER_TASK")  # since 22.05 srun ignores the variable
+        if cores and not cores.isdecimal():
+            raise SettingsError(
+                f"SLURM_CPUS_PER_TASK={cores[:80]!r} is not what SLURM writes; unset SLURM_JOB_ID "
+                "to go without SLURM"
+            )
         command += [f"--cpus-per-task={cores}"] if cores else []
     else:
         machines = str(len(place.hosts))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.option import SettingsError, shown
 from accel_callbacks.launch.resolve import Resolved
 from accel_callbacks.launch.settings import LaunchSettings
 from accel_callbacks.launch.slurm import SlurmPlace
@@ -168,7 +168,7 @@ def _static(settings: LaunchSettings, machines: int, local: int, host: Host) -> 
     if settings.rdzv_endpoint is not None:
         address, _, text = settings.rdzv_endpoint.rpartition(":")
         if not address or not text.isdecimal():
-            raise SettingsError(f"--rdzv_endpoint {settings.rdzv_endpoint!r} is not HOST:PORT")
+            raise SettingsError(f"--rdzv_endpoint {shown(settings.rdzv_endpoint)} is not HOST:PORT")
         port = int(text)
     if machines == 1:
         # Not c10d's: it waits for a random time of up to 0.3 s first.

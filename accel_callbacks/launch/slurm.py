@@ -151,6 +151,8 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     for part in parts:
         names = [""]
         for piece in re.findall(r"\[[^\]]*\]|[^\[\]]+", part):
+            if not piece.startswith("[") and re.fullmatch(r"[\w.:-]+", piece) is None:
+                raise SettingsError(f"{text[:80]!r} is not a list of machines as SLURM writes it")
             endings = _numbers(piece[1:-1]) if piece.startswith("[") else [piece]
             if len(names) * len(endings) + len(hosts) > _MOST_HOSTS:
                 raise SettingsError(f"{text[:80]!r} are more machines than any cluster has")
@@ -162,13 +164,14 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 def _numbers(text: str) -> list[str]:
     """Expand ranges such as ``01-03,7``, keeping leading zeros."""
     found: list[str] = []
+    quoted = repr(f"[{text[:80]}]")
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         if match is None:
-            raise SettingsError(f"[{text[:80]}] is not a range of machines as SLURM writes it")
+            raise SettingsError(f"{quoted} is not a range of machines as SLURM writes it")
         first, last = int(match[1]), int(match[2] or match[1])
         if last - first > _MOST_HOSTS:
-            raise SettingsError(f"[{text[:80]}] are more machines than any cluster has")
+            raise SettingsError(f"{quoted} are more machines than any cluster has")
         found += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
     return found
 

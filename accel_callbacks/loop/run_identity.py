@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.utils.secrets import HIDDEN, redacted
 
 __all__ = ["RunIdentity", "config_fields"]
 
@@ -108,7 +109,7 @@ class RunIdentity:
         for key in dict.fromkeys([*old, *new]):
             before, after = old.get(key, _ABSENT), new.get(key, _ABSENT)
             if not self._may_differ(key) and not _same(before, after):
-                lines.append(f"config {key}: {_short(before)} -> {_short(after)}")
+                lines.append(f"config {key}: {_short(before, key)} -> {_short(after, key)}")
         return lines
 
     def _may_differ(self, key: str) -> bool:
@@ -170,8 +171,9 @@ def _same(old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, key: str) -> str:
     if value is _ABSENT:
         return "(absent)"
-    text = repr(value)
+    shown = redacted(value, key)
+    text = HIDDEN if shown == HIDDEN else repr(shown)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import unicodedata
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -31,8 +32,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters, which could otherwise control the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Escape unprintable characters, which could otherwise control the terminal; not spaces."""
+    return "".join(c if _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_harmless(character: str) -> bool:
+    """Return whether a character is printable or a space, such as that of Japanese names."""
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def size_of(nbytes: int) -> str:

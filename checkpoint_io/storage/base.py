@@ -49,6 +49,7 @@ class Store(Protocol):
 
     url: str
     can_rename: bool
+    can_remove: bool
     span_bytes: int  # how much to request at a time
 
     def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:

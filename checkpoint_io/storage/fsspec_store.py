@@ -45,6 +45,7 @@ class FsspecStore:
         self._driver = driver
         self._path = path.rstrip("/")
         self.url = url
+        self.can_remove = driver.removes
 
     def _at(self, name: str) -> str:
         """Return the full path of a file in this folder."""
@@ -220,8 +221,13 @@ class FsspecStore:
 
     def remove(self, name: str) -> None:
         """Delete one object."""
-        with suppress(FileNotFoundError):
+        try:
             self._driver.request(lambda fs: fs.rm_file(self._at(name)))
+        except FileNotFoundError:
+            pass
+        except NotImplementedError:
+            advice = "this store cannot delete: remove it where it is kept"
+            raise CheckpointError(f"{self.url}/{name}: {advice}") from None
         self._invalidate()
 
     def remove_many(self, names: Sequence[str]) -> None:
@@ -275,6 +281,7 @@ class Driver:
         threads: number of concurrent requests.
         keeps_objects: whether files appear only when complete, and folders are mere prefixes.
         renames: whether renames are atomic.
+        removes: whether files can be deleted, which http, for one, has no way to.
     """
 
     def __init__(
@@ -289,6 +296,7 @@ class Driver:
         self.threads = 8 if getattr(filesystem, "async_impl", False) else 1
         self.keeps_objects = bool(protocols & OBJECT_STORES)
         self.renames = bool(protocols & _TRUE_RENAME)
+        self.removes = _removes(filesystem)
 
     @property
     def fs(self) -> Any:
@@ -366,6 +374,19 @@ def is_transient(error: Exception) -> bool:
         return True
     status = [getattr(error, name, None) for name in ("status", "status_code", "code")]
     return any(isinstance(found, int) and found in TRANSIENT_STATUS for found in status)
+
+
+def _removes(fs: Any) -> bool:
+    """Return whether a driver has a method of its own that deletes files."""
+    base = ("fsspec.spec", "fsspec.asyn")
+    modules = {kind.__module__ for kind in type(fs).__mro__}
+    if "fsspec.implementations.cached" in modules:  # hands requests on to the driver that it caches
+        return _removes(fs.fs)
+    if modules.isdisjoint(base):
+        return True
+    methods = ("rm", "_rm", "rm_file", "_rm_file")
+    own = [kind for kind in type(fs).__mro__ if kind.__module__ not in base]
+    return any(method in vars(kind) for kind in own for method in methods)
 
 
 def _channel(fs: Any) -> Any:

@@ -46,6 +46,7 @@ class LocalStore:
     """Files of one local folder; every write is fsynced, links inside are not followed."""
 
     can_rename = True
+    can_remove = True
     span_bytes = 2 * 2**20  # small enough to stay in the CPU cache between reading and hashing
 
     def __init__(self, path: str, *, buffers: BufferPool | None = None) -> None:

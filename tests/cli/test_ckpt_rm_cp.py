@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,8 +20,9 @@ import torch
 
 from accel_callbacks.cli import ckpt_copy
 from accel_callbacks.cli.main import main
-from checkpoint_io import CheckpointFolder, load, save, verify
+from checkpoint_io import CheckpointError, CheckpointFolder, load, save, verify
 from checkpoint_io.format.names import MANIFEST
+from checkpoint_io.storage import open_store
 
 
 @pytest.fixture
@@ -201,3 +205,126 @@ def test_cp_passes_options_to_each_side(place: Path, capsys: pytest.CaptureFixtu
     assert ckpt(*words, "--target_option", "no_such=1", "--storage_option", "auto_mkdir=true") == 0
     assert ckpt(*words, "--target_option", "wrong") == 2
     assert "KEY=VALUE" in capsys.readouterr().err
+
+
+# --- names of one place, and names of others ------------------------------------------------
+
+
+def test_rm_of_the_same_checkpoint_twice_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.parent)
+    Path("link").symlink_to(place.name)
+    for other in (f"./{place.name}", place, f"{place.name}/", "link", f"file://{place}"):
+        assert ckpt("rm", place.name, other, "--yes") == 1
+        out, err = capsys.readouterr()
+        assert f"{place.name} and {other} are the same checkpoint" in err
+        assert "nothing was removed" in err
+        assert out == ""
+        verify(place)
+    save("memory://cli-twice/a", {"x": 1})
+    assert ckpt("rm", "memory://cli-twice/a", "memory:///cli-twice/a/", "--yes") == 1
+    verify("memory://cli-twice/a")
+    assert ckpt("rm", place, place, "--yes") == 0  # the same words are one
+    assert not place.exists()
+
+
+def test_cp_into_itself_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.parent)
+    (tmp_path / "link").symlink_to(place)
+    before = sorted(place.iterdir())
+    for target in (
+        f"{place.name}/",
+        f"{place.name}/sub",
+        place / "a" / "b",
+        tmp_path / "link" / "c",
+    ):
+        assert ckpt("cp", place.name, target) == 1
+        assert "cannot be copied into itself" in capsys.readouterr().err
+        assert sorted(place.iterdir()) == before
+    verify(place)
+    save("memory://cli-itself/a", {"x": 1})
+    assert ckpt("cp", "memory://cli-itself/a", "memory://cli-itself/a/b") == 1
+    assert ckpt("cp", "memory://cli-itself/a", "memory://cli-itself/ab") == 0
+    verify("memory://cli-itself/ab")
+
+
+def test_names_that_would_control_the_terminal_are_harmless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of checkpoints, runs, metrics and tensors in all that the command prints."""
+    evil = "\x1b[2J\x9b1m\nvalid \u202e"
+    folder = CheckpointFolder(tmp_path / f"runs{evil}")
+    for number, name in enumerate((f"one{evil}", f"two{evil}", f"old{evil}")):
+        score = {"monitor": f"loss{evil}", "value": 0.5}
+        metadata = {"run_id": f"id{evil}{number % 2}", "run_name": f"run{evil}", "score": score}
+        save(Path(folder.url) / name, {f"w{evil}": torch.ones(1)}, metadata=metadata)
+        (Path(folder.url) / name / f"mine{evil}").touch()
+    save(Path(folder.url) / "three", {"x": 1}, metadata={"step": evil, "score": evil})
+    os.truncate(Path(folder.url) / "three" / MANIFEST, 20)
+    one = Path(folder.url) / f"one{evil}"
+    for words, code in {
+        ("ls", folder.url): 0,
+        ("ls", folder.url, "--json"): 0,
+        ("ls", one): 1,
+        ("latest", folder.url): 0,
+        ("latest", tmp_path / evil): 1,
+        ("show", folder.url): 0,
+        ("show", one): 0,
+        ("show", tmp_path / evil): 1,
+        ("verify", folder.url): 1,
+        ("prune", folder.url, "--keep-last", "1"): 2,
+        ("prune", folder.url, "--keep-last", "1", "--all-runs", "--dry-run"): 0,
+        ("cp", one, folder.url): 1,
+        ("cp", one, f"{folder.url}/copy{evil}"): 0,
+        ("cp", one, f"{folder.url}/three"): 1,
+        ("rm", folder.url, "--yes"): 1,
+        ("rm", one, "--dry-run"): 0,
+        ("rm", one, "--yes"): 0,
+        ("rm", f"{folder.url}/two{evil}", f"{folder.url}/./two{evil}", "--yes"): 1,
+        ("rm", Path(folder.url) / "three", "--yes"): 1,
+    }.items():
+        assert ckpt(*words) == code, words
+        out, err = capsys.readouterr()
+        assert out + err
+        for text in out.replace("\n", ""), err.replace("\n", ""):
+            assert text.isprintable(), (words, text)
+        assert not any(line.startswith("valid ") for line in (out + err).splitlines()), words
+
+
+def test_rm_and_prune_on_a_store_that_cannot_delete(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over http, which has no way to: at once, before the first request."""
+    asked: list[str] = []
+
+    class Files(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            asked.append(format % args)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=place.parent))
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        assert ckpt("show", f"{url}/{place.name}") == 0
+        asked.clear()
+        for words in (
+            ("rm", f"{url}/{place.name}", "--yes"),
+            ("rm", f"{url}/{place.name}", "--dry-run"),
+            ("rm", place, f"{url}/absent", "--yes", "--unfinished"),
+            ("rm", f"simplecache::{url}/{place.name}", "--yes"),
+            ("prune", url, "--keep-last", "1"),
+        ):
+            assert ckpt(*words) == 1
+            assert "http:// cannot delete: remove it where it is kept" in capsys.readouterr().err
+        verify(place)
+        assert asked == []
+        with pytest.raises(CheckpointError, match="cannot delete"):
+            open_store(f"{url}/{place.name}").remove(MANIFEST)
+        save("memory://cli-cached/one", {"x": 1})
+        assert open_store("simplecache::memory://cli-cached/one").can_remove
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -114,6 +114,34 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == f"wrote {tmp_path / 'a.py'}\n"
 
 
+def test_a_folder_is_not_left_through_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for path in (ours / "a.py", ours / ".tools" / "b.py", others / "c.py", others / "d.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import accelerate\n")
+    (ours / "file.py").symlink_to(others / "c.py")
+    (ours / "folder").symlink_to(others)
+    (ours / "hidden.py").symlink_to(ours / ".tools" / "b.py")
+    (ours / "same.py").symlink_to("a.py")  # its target is migrated under its own name
+    assert migrate(ours, "--write", "--yes") == 0
+    assert (ours / "a.py").read_text() == "import accel_callbacks\n"
+    for path in (ours / ".tools" / "b.py", others / "c.py", others / "d.py"):
+        assert path.read_text() == "import accelerate\n", path
+    err = capsys.readouterr().err
+    assert f"skipped {ours / 'file.py'}, a link to {others / 'c.py'}: name it" in err
+    assert f"skipped {ours / 'folder'}, a link to {others}: name it" in err
+    assert f"skipped {ours / 'hidden.py'}, a link to {ours / '.tools' / 'b.py'}" in err
+    assert err.count("skipped") == 3
+    assert migrate(ours, "--diff") == 0
+    out, err = capsys.readouterr()
+    assert (out, err.count("skipped")) == ("", 3)  # also where nothing is written
+    assert migrate(ours / "file.py", ours / "folder", "--write", "--yes") == 0
+    for name in ("c.py", "d.py"):  # what is named is migrated
+        assert (others / name).read_text() == "import accel_callbacks\n"
+
+
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [

@@ -15,7 +15,7 @@ from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandParser
 from accel_callbacks.distributed import topology
 from accel_callbacks.launch.option import SettingsError
-from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, build_plan
+from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, Program, TpuPlan, build_plan
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import resolve_settings
 from accel_callbacks.launch.slurm import expand_hosts, expand_tasks, slurm_place
@@ -89,6 +89,35 @@ def test_broken_lists_are_one_line(text: str) -> None:
     with pytest.raises(SettingsError) as caught:
         expand_hosts(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"SLURM_JOB_NODELIST": "a\nreboot\n,b"},
+        {"SLURM_JOB_NODELIST": "a[1-2]\n,b"},
+        {"SLURM_JOB_NODELIST": "a[1\n],b"},
+        {"SLURM_JOB_NODELIST": "a[1-2,0-999999999,\nreboot],b"},
+        {"SLURM_JOB_NODELIST": "a;reboot,b"},
+        {"SLURM_JOB_ID": "7\nreboot"},
+        {"SLURM_TRES_PER_TASK": "gpu", "SLURM_CPUS_PER_TASK": "1\nreboot"},
+        {**STEP, "SLURM_STEP_NODELIST": "a\nreboot,b"},
+        {**STEP, "SLURM_STEP_TASKS_PER_NODE": "1\nreboot"},
+        {**TASK, "SLURM_PROCID": "6\nreboot"},
+    ],
+)
+def test_line_breaks_in_variables_add_no_lines(changed: dict[str, str]) -> None:
+    """To the commands of a dry run, or to the error."""
+    with pytest.raises(SettingsError) as caught:
+        plan(environ={**BATCH, **changed})
+    assert "\n" not in str(caught.value)
+
+
+def test_line_breaks_in_names_add_no_lines_to_a_dry_run() -> None:
+    made = DirectPlan(("srun",), {}, note="on a\nreboot")
+    assert made.as_shell() == "srun\n# on a\\nreboot"
+    tpu = TpuPlan(Program("script", "a\nreboot", ()), "main", True, {})
+    assert len(tpu.as_shell().splitlines()) == 1
 
 
 def test_tasks_of_each_machine() -> None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from accel_callbacks.utils.secrets import redacted
+
 __all__ = ["family", "numbered", "options_of", "paired", "remedy", "shown"]
 
 Options = Mapping[str, str]
@@ -110,7 +112,7 @@ def shown(options: Options, among: Iterable[Options]) -> str:
         for name, value in options.items()
         if name != _CLASS and any(other.get(name) != value for other in others)
     ]
-    return ", ".join(f"{name}={options[name]}" for name in sorted(differing))
+    return ", ".join(f"{name}={redacted(options[name], name)}" for name in sorted(differing))
 
 
 def remedy(callback: Any) -> str:

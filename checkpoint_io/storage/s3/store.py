@@ -31,6 +31,7 @@ class S3Store:
     """A prefix of a bucket; objects appear complete, and the manifest by a conditional put."""
 
     can_rename = False  # S3 copies and deletes instead, which is not atomic
+    can_remove = True
     span_bytes = REMOTE_SPAN
 
     def __init__(

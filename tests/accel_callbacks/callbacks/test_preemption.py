@@ -17,6 +17,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint, Preemption
+from accel_callbacks.callbacks.preemption import requeue_slurm
 from tests.support import warm
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "preempted.py"
@@ -214,6 +215,14 @@ def test_a_requeue_that_fails_is_said_and_the_code_stays(tmp_path, monkeypatch, 
         fit(Preemption(requeue=requeue), signal_at=1)
     assert stop.value.code == 75
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("job", ["7\nreboot", "--help", "7_"])
+def test_a_job_id_that_slurm_does_not_write_is_one_line(monkeypatch, job):
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    with pytest.raises(RuntimeError, match="is not the id of a SLURM job") as caught:
+        requeue_slurm()
+    assert "\n" not in str(caught.value)
 
 
 def test_off_the_main_thread_nothing_is_caught_and_a_warning_says_so():
