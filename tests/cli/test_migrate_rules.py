@@ -125,11 +125,23 @@ def test_every_argument_has_its_text_and_only_with_its_value(rule: tuple[str, st
         assert (kind, text) not in said
 
 
-@pytest.mark.parametrize("argument", POSITIONAL)
-def test_every_positional_argument_gets_its_name(argument: str) -> None:
-    before = ", ".join(["None"] * POSITIONAL.index(argument))
-    script = f"from accelerate import Accelerator\nAccelerator({before}{', ' if before else ''}x)\n"
-    assert f"{argument}=x)" in migrate_script(script).after
+# The arguments of Accelerate 1.15, in the order in which its scripts may give them.
+ORDER = [
+    *("device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu"),
+    *("dataloader_config", "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin"),
+    *("megatron_lm_plugin", "rng_types", "log_with", "project_dir", "project_config"),
+    *("gradient_accumulation_plugin", "step_scheduler_with_optimizer", "kwargs_handlers"),
+    *("dynamo_backend", "dynamo_plugin", "deepspeed_plugins", "parallelism_config"),
+]
+
+
+def test_every_positional_argument_gets_the_name_that_it_has_in_accelerate() -> None:
+    values = [f"given_{name}" for name in ORDER]
+    script = f"from accelerate import Accelerator\nAccelerator({', '.join(values)})"
+    named = ", ".join(f"{name}=given_{name}" for name in ORDER)
+    after = f"from accel_callbacks import Accelerator\nAccelerator({named})"
+    assert migrate_script(script).after == after
+    assert list(POSITIONAL) == ORDER
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
