@@ -300,7 +300,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._continue, self._next_epoch, self._start, self._record = False, None, None, None
         self.finished = self._nothing_left = False
         self._synchronize()
-        workers_start = self._iterator is None
+        workers_start = self._iterator is None and not self._workers_known
         self._source.begin(self.seed, self.epoch, self.position, record, workers_start)
         if start is not None:
             self._seek(start, continues)

@@ -350,6 +350,11 @@ class Draws:
             self._draw_again(record)
 
     @property
+    def is_open(self) -> bool:
+        """True once the sampler's ``__iter__`` was called."""
+        return self._iterator is not None
+
+    @property
     def held(self) -> Sequence[Any]:
         """The items that were drawn again and not taken yet."""
         return list(self._ahead)

@@ -611,7 +611,9 @@ class ShareSource:
     def __iter__(self) -> Iterator[Any]:
         if self._order is None and self._fresh and self._opens_early:
             assert self._draws is not None
-            self._draws.open()
+            # torch asks twice where it starts workers; a resume of persistent ones must not.
+            if self._workers_start or not self._draws.is_open:
+                self._draws.open()
         return self._indices()
 
     def _indices(self) -> Iterator[Any]:

@@ -328,6 +328,7 @@ def test_a_resume_is_bitwise_the_unbroken_run_in_every_setting(sampler, workers,
     [
         pytest.param(Case("shuffle", two_workers), (0, 6, 8), id="2 workers"),
         pytest.param(Case("shuffle", persistent), (2, 7, 8), id="persistent"),
+        pytest.param(Case("batches", persistent), (3, 7), id="batches, persistent"),
         pytest.param(Case("torch, one by one", persistent), (1, 8), id="one by one, persistent"),
         pytest.param(
             Case("batches", two_workers, optimizer="AdamW"), (1, 4), id="batches, workers"
