@@ -39,6 +39,7 @@ _HOME = {
     "KwargsHandler": "plugins.base",
     "LocalSGD": "local_sgd",
     "LoggerType": "tracking.general_tracker",
+    "LostRankError": "errors",
     "MultiProcessAdapter": "logging",
     "PartialState": "state",
     "ProfileKwargs": "profiler",
@@ -134,6 +135,7 @@ if TYPE_CHECKING:
     from accel_callbacks.errors import (
         DistributedOperationException as DistributedOperationException,
     )
+    from accel_callbacks.errors import LostRankError as LostRankError
     from accel_callbacks.errors import RemoteError as RemoteError
     from accel_callbacks.errors import ResumeError as ResumeError
     from accel_callbacks.launch.notebook import debug_launcher as debug_launcher

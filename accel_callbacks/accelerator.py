@@ -39,6 +39,7 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.distributed.abort import group_is_aborted
+from accel_callbacks.distributed.heartbeat import stop_heartbeat
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.topology import DistributedType, destroy_topology, resolve_topology
 from accel_callbacks.distributed.votes import Trigger
@@ -1290,6 +1291,7 @@ class Accelerator(ProcessControl, MediaLogging):
         if group_is_aborted():
             return
         # After an error of this rank alone, the other ranks may be gone: do not wait for them.
+        stop_heartbeat()  # before the barrier, after which rank 0 and its store may be gone
         if error is None:
             self.wait_for_everyone()
         destroy_topology()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["DistributedOperationException", "RemoteError", "ResumeError"]
+__all__ = ["DistributedOperationException", "LostRankError", "RemoteError", "ResumeError"]
 
 
 class RemoteError(RuntimeError):
@@ -21,8 +21,29 @@ class RemoteError(RuntimeError):
         accel_callbacks.errors.RemoteError: rank 1 failed in synchronize: ValueError: no such file
     """
 
+    rank: int | None
+
     def __init__(self, *, rank: int, where: str, details: str) -> None:
         super().__init__(f"rank {rank} failed in {where}: {details}")
+        self.rank = rank
+        self.where = where
+
+
+class LostRankError(RemoteError):
+    """Another rank died, or has not answered for the timeout of the process group.
+
+    The message says which rank, what of (the signal or exit code, if it is on this machine), and
+    where it was last seen. ``rank`` is None if only the rendezvous store does not answer.
+
+    Example:
+        >>> from accel_callbacks.errors import LostRankError
+        >>> raise LostRankError("rank 1 was killed by SIGKILL", rank=1, where="backward")
+        Traceback (most recent call last):
+        accel_callbacks.errors.LostRankError: backward: rank 1 was killed by SIGKILL
+    """
+
+    def __init__(self, text: str, *, rank: int | None, where: str) -> None:
+        RuntimeError.__init__(self, f"{where}: {text}")
         self.rank = rank
         self.where = where
 

@@ -243,7 +243,7 @@ def _wait_for_outcomes() -> None:
     if not group_is_aborted():
         return
     store, waiting = collectives.store(), set(range(collectives.world_size()))
-    timeout = store.timeout  # type: ignore[attr-defined]  # that of the process group
+    timeout = store.timeout  # that of the process group
     deadline = time.monotonic() + timeout.total_seconds()
     while waiting:
         for rank in [one for one in waiting if store.check([f"{_OUTCOME}/{one}"])]:

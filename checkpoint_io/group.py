@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -74,6 +76,8 @@ class TorchGroup:
 
     Args:
         process_group: a group that this process is a member of; None means the default group.
+        names_missing: after a failed collective, ask for up to 3 seconds which ranks are gone, for
+            the error; False if the caller finds out by itself.
 
     Raises:
         RuntimeError: if `torch.distributed` is not initialised.
@@ -87,7 +91,7 @@ class TorchGroup:
         1
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, *, names_missing: bool = True) -> None:
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
@@ -98,6 +102,7 @@ class TorchGroup:
         self._dist = dist
         self._group = process_group
         self._owned = False
+        self._names_missing = names_missing
         self._calls = 0
         self.rank: int = dist.get_rank(process_group)
         self.world_size: int = dist.get_world_size(process_group)
@@ -166,6 +171,8 @@ class TorchGroup:
         try:
             yield
         except RuntimeError as error:
+            if not self._names_missing:
+                raise
             core = self._dist.distributed_c10d
             group = self._group or self._dist.group.WORLD
             call = f"checkpoint_io/{getattr(group, 'group_name', '')}/{self._calls}"
@@ -186,7 +193,7 @@ def _describe_missing(store: Any, call: str, rank: int, ranks: Sequence[int]) ->
     """
     try:
         store.set(f"{call}/{rank}", b"here")
-        missing = _wait_for_reports(store, call, ranks)
+        missing = _within(2 * _REPORT_TIMEOUT, lambda: _wait_for_reports(store, call, ranks))
     except Exception:  # the store lives in rank 0, or in a launcher that exited with it
         return "rank 0 does not answer (the store of the process group is gone)"
     if not missing:
@@ -196,12 +203,29 @@ def _describe_missing(store: Any, call: str, rank: int, ranks: Sequence[int]) ->
     return f"rank{plural} {names} did not answer within {_REPORT_TIMEOUT:.0f} s"
 
 
+def _within(seconds: float, ask: Callable[[], list[int]]) -> list[int]:
+    """Return what a function returns, or raise if it takes longer.
+
+    A store whose host is stopped or cut off never answers, whatever timeout its client has.
+    """
+    outcome: Future[list[int]] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(ask())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(seconds)
+
+
 def _wait_for_reports(store: Any, call: str, ranks: Sequence[int]) -> list[int]:
     """Wait briefly for the ranks to report themselves; return those that do not."""
-    missing = list(ranks)
     until = time.monotonic() + _REPORT_TIMEOUT
-    while missing and time.monotonic() < until:
-        missing = [rank for rank in missing if not store.check([f"{call}/{rank}"])]
-        if missing:
-            time.sleep(_REPORT_POLL)
-    return missing
+    # One question for all ranks at a time: they all ask at once.
+    while not store.check([f"{call}/{rank}" for rank in ranks]):
+        if time.monotonic() > until:
+            return [rank for rank in ranks if not store.check([f"{call}/{rank}"])]
+        time.sleep(_REPORT_POLL)
+    return []

@@ -70,6 +70,7 @@ class SaveGroup(_AllRanks):
         """Return the object of rank ``src``."""
         return obj if self._group is None else self._call(self._group.broadcast_object, obj, src)
 
+    @collectives.explained("saving")
     def _call(self, collective: Callable[..., Any], *args: Any) -> Any:
         # A collective that raises leaves the group broken: it is not used again.
         self._works = False
@@ -85,7 +86,10 @@ class SaveGroup(_AllRanks):
 
         self._idle = _idle_groups.setdefault(dist.group.WORLD, [])
         group = self._idle.pop() if self._idle else _new_group()
-        self._process_group, self._group = group, checkpoint_io.TorchGroup(group)
+        self._process_group, self._group = (
+            group,
+            checkpoint_io.TorchGroup(group, names_missing=False),
+        )
 
     def keep_through_abort(self, until: Callable[[], None]) -> None:
         """Exclude the group from an abort of the run, because a thread still saves in it.

@@ -5,6 +5,8 @@ All functions also work on one process, where at most the container is a new one
 
 from accel_callbacks.collectives.debug import begin as begin
 from accel_callbacks.collectives.group import current_turn as current_turn
+from accel_callbacks.collectives.group import explained as explained
+from accel_callbacks.collectives.group import explains_with as explains_with
 from accel_callbacks.collectives.group import on_backend as on_backend
 from accel_callbacks.collectives.group import rank as rank
 from accel_callbacks.collectives.group import refuse_in_turn as refuse_in_turn
@@ -22,6 +24,7 @@ from accel_callbacks.collectives.objects import (
     broadcast_object_list,
     gather_object,
 )
+from accel_callbacks.collectives.store import BoundedStore as BoundedStore
 from accel_callbacks.collectives.tensors import broadcast, gather, pad_across_processes, reduce
 from accel_callbacks.collectives.tensors import gather_sized as gather_sized
 from accel_callbacks.collectives.tensors import numbers_to_tensors as numbers_to_tensors

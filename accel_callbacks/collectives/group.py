@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -12,9 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from accel_callbacks.collectives.store import BoundedStore
+
 __all__ = [
     "current_turn",
     "exchange",
+    "explained",
+    "explains_with",
     "on_backend",
     "rank",
     "refuse_in_turn",
@@ -27,9 +31,11 @@ __all__ = [
 
 # The name of the block in which the ranks take turns, if this thread is in one.
 _TURN: ContextVar[str | None] = ContextVar("accel_callbacks_turn", default=None)
-# A number for each default group that this process has had. Global, as the default group is.
-_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+# The store of each default group that this process has had. Global, as the default group is.
+_stores: WeakKeyDictionary[Any, BoundedStore] = WeakKeyDictionary()
 _count = itertools.count()
+# Finds the cause of a failed collective: this room does not know the one that watches the ranks.
+_explain: Callable[[BaseException, str], BaseException] | None = None
 T = TypeVar("T")
 
 
@@ -43,17 +49,54 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def store() -> dist.distributed_c10d.Store:
+def store() -> BoundedStore:
     """Return a key-value store of the default group, with a prefix of its own.
 
     The store of a launcher outlives the group, and without the prefix a later group would read
     keys that an earlier one has left. The prefix counts default groups in the order of their first
     call of this function, which must be the same on all ranks.
     """
-    if dist.group.WORLD not in _numbers:
-        _numbers[dist.group.WORLD] = next(_count)
-    place = f"accel_callbacks/group{_numbers[dist.group.WORLD]}"
-    return dist.distributed_c10d.PrefixStore(place, dist.distributed_c10d._get_default_store())
+    held = _stores.get(dist.group.WORLD)
+    if held is None:
+        place = f"accel_callbacks/group{next(_count)}"
+        default = dist.distributed_c10d._get_default_store()
+        held = BoundedStore(dist.distributed_c10d.PrefixStore(place, default))
+        _stores[dist.group.WORLD] = held
+    return held
+
+
+def explains_with(explain: Callable[[BaseException, str], BaseException]) -> None:
+    """Set the function that returns the error from which that of a collective follows."""
+    global _explain
+    _explain = explain
+
+
+class explained(ContextDecorator):
+    """Context manager and decorator: raise what happened to a rank that broke a collective.
+
+    Args:
+        where: the name of the collective, for the error.
+
+    Example:
+        >>> from accel_callbacks.collectives import explained
+        >>> with explained("gather"):
+        ...     parts = [1]
+    """
+
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Raise the cause from the error of the collective."""
+        if isinstance(error, RuntimeError) and _explain is not None:
+            cause = _explain(error, self._where)
+            if cause is not error:
+                raise cause from error
 
 
 def on_backend(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,6 +180,7 @@ def exchange(value: T) -> list[T]:
     return parts
 
 
+@explained("broadcast_object")
 def send_object(value: T, source: int) -> T:
     """Collective: return the object that rank ``source`` passed; raise as :func:`exchange`."""
     if world_size() == 1:

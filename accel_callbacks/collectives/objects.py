@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accel_callbacks.collectives.debug import begin
 from accel_callbacks.collectives.group import (
     exchange,
+    explained,
     on_backend,
     send_object,
     source_of,
@@ -29,6 +30,7 @@ __all__ = [
 T = TypeVar("T")
 
 
+@explained("wait_for_everyone")
 def barrier(*, debug: bool | None = None) -> None:
     """Block until all ranks have reached this point."""
     begin("wait_for_everyone", debug)
@@ -39,9 +41,11 @@ def barrier(*, debug: bool | None = None) -> None:
 def all_objects(value: T, *, operation: str = "all_objects", debug: bool | None = None) -> list[T]:
     """Return the objects of all ranks in rank order; ``operation`` is shown in errors."""
     begin(operation, debug)
-    return exchange(value)
+    with explained(operation):
+        return exchange(value)
 
 
+@explained("any_process")
 def any_process(flag: bool) -> bool:
     """Return True on all ranks if the flag is True on one."""
     begin("any_process")

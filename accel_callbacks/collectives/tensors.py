@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accel_callbacks.collectives.debug import Call, begin, contents, differences, whole
 from accel_callbacks.collectives.group import (
     exchange,
+    explained,
     on_backend,
     send_object,
     source_of,
@@ -364,6 +365,7 @@ def broadcast(tensor: T, from_process: int = 0, *, debug: bool | None = None) ->
     return map_leaves(sent, lambda _: next(each), is_number, by_key=True)
 
 
+@explained("gather")
 def gather_tensor(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Concatenate along dimension 0 in rank order; a scalar becomes an entry for each rank.
 
@@ -390,6 +392,7 @@ def gather_tensor(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> t
     return _as_tensor(received.reshape(-1) if sizes is None else torch.cat(parts), local, shape)
 
 
+@explained("broadcast")
 def broadcast_tensor(tensor: torch.Tensor, source: int) -> torch.Tensor:
     """Return the tensor of rank ``source``, as a new one."""
     local = dense(tensor)
@@ -400,6 +403,7 @@ def broadcast_tensor(tensor: torch.Tensor, source: int) -> torch.Tensor:
     return _as_tensor(data, local, local.shape)
 
 
+@explained("reduce")
 def reduce_tensor(
     tensor: torch.Tensor,
     reduction: str,
@@ -436,6 +440,7 @@ def reduce_tensor(
     return value.to(local.device, _result_type(local.dtype, value.dtype, counted))
 
 
+@explained("reduce")
 def sum_of(value: float | torch.Tensor) -> torch.Tensor:
     """Return the sum of a number over all ranks, in double precision."""
     total = on_backend(torch.as_tensor(value).detach()).to(torch.float64, copy=True)

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,14 +22,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_callbacks.collectives import rank, store, world_size
-from accel_callbacks.errors import RemoteError
+from accel_callbacks.collectives import BoundedStore, rank, store, world_size
+from accel_callbacks.distributed.heartbeat import (
+    REPORT,
+    current_heartbeat,
+    is_disconnect,
+    stop_heartbeat,
+)
+from accel_callbacks.errors import DistributedOperationException, LostRankError, RemoteError
 
 __all__ = [
+    "abort_all_groups",
     "abort_connections",
     "abort_group",
     "abort_run",
     "exempt_group",
+    "explain",
     "group_is_aborted",
     "refuse_aborted_group",
     "rejoin_group",
@@ -37,17 +45,16 @@ __all__ = [
     "watch_for_failures",
 ]
 
-# Keys in the store of the group. "failure" holds the first error as JSON; "ended/{rank}" is set by
+# Keys in the store of the group. REPORT holds the first error as JSON; "ended/{rank}" is set by
 # each rank whose run has ended; "gone" counts the ranks whose process exits after an error;
 # "again" counts the ranks that join a new group, and is the prefix of that group's own keys.
-_REPORT, _ENDED, _GONE, _AGAIN = "failure", "ended", "gone", "again"
+_ENDED, _GONE, _AGAIN = "ended", "gone", "again"
 _LONGEST_REPORT = 20_000  # characters; a longer traceback loses its beginning
 _LINGER = 5.0  # seconds that rank 0, which serves the store, waits at exit for its readers
 _SAVE_TIMEOUT = 30.0  # seconds that a save still waits for a rank that neither answers nor reports
 _POLL_EVERY = 1.0  # seconds between polls of the store, where collectives run on a device
 _UNUSED_TAG = 2**31 - 77
-# Parts of the messages with which collectives fail on a closed connection.
-_SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "process group")
+_EXPLAINED = "_accel_explained"  # attribute of an error for which no cause was found
 
 # The default group that was aborted. Global, as the default group is.
 _aborted: weakref.ref[Any] | None = None
@@ -78,52 +85,77 @@ def abort_run(error: BaseException, where: str) -> BaseException:
     if world_size() == 1:
         return error
     global _has_readers
-    remote, _has_readers = None, True
-    # A RemoteError came from a rank that publishes its error itself.
-    is_remote = isinstance(error, RemoteError)
+    # A rank that was killed has published nothing, and this rank can only publish the disconnect
+    # that all the others see themselves: no reason to linger for readers.
+    cause = explain(error, where)
+    reported = isinstance(cause, RemoteError) and not isinstance(cause, LostRankError)
+    _has_readers = reported or not is_disconnect(error)
+    if not _has_readers:
+        _limit_exempt()
     with suppress(Exception):  # the store is gone if rank 0 is
-        reports = store()
-        if not is_remote and _is_disconnect(error):
-            remote = _report_of_another(reports)
-            # Without a report the other rank was killed, and this rank can only publish the
-            # disconnect that all the others see themselves: no reason to linger for readers.
-            _has_readers = remote is not None
-            if remote is None:
-                _limit_exempt()
-        if not is_remote and remote is None and not group_is_aborted():
+        # A RemoteError came from a rank that publishes its error itself.
+        if not isinstance(cause, RemoteError) and not group_is_aborted():
             # compare_set, because the first error counts: later ones mostly follow from it.
-            reports.compare_set(_REPORT, "", _encode(error, where))
+            store().compare_set(REPORT, "", _encode(error, where))
     abort_group()
     with suppress(Exception):
         store().set(f"{_ENDED}/{rank()}", "")
-    return remote or error
+    return cause
 
 
-def _is_disconnect(error: BaseException) -> bool:
-    """Return whether this error, or one in its chain, is what an aborted collective raises."""
-    return any(
-        isinstance(one, dist.DistError)
-        or (isinstance(one, RuntimeError) and any(sign in str(one) for sign in _SIGNS))
-        for one in _chain(error)
-    )
+def explain(error: BaseException, where: str) -> BaseException:
+    """Return the error that one of a collective follows from, or that error itself.
+
+    Args:
+        error: what this rank caught.
+        where: what has failed, for the message.
+
+    Returns:
+        A :class:`RemoteError` with the error that another rank has published, a
+        :class:`LostRankError` that names a rank which died or hangs, a RuntimeError that says
+        where the others are if they live but one did not come, or ``error``.
+
+    Example:
+        >>> from accel_callbacks.distributed.abort import explain
+        >>> explain(ValueError("no data"), "backward")
+        ValueError('no data')
+    """
+    known = isinstance(error, (RemoteError, DistributedOperationException))
+    if world_size() == 1 or known or not is_disconnect(error) or hasattr(error, _EXPLAINED):
+        return error
+    watch = current_heartbeat()
+    if watch is None:
+        return _wait_for_report() or error
+    lost = watch.find_lost(error)
+    if watch.report is not None:
+        return RemoteError(**watch.report)
+    if lost is not None:
+        return LostRankError(str(lost), rank=lost.rank, where=where)
+    cause: BaseException = error
+    if watch.timed_out(error):
+        others = [one for one in range(world_size()) if one != rank()]
+        cause = RuntimeError(
+            f"{where}: all ranks live, but one did not come within the timeout of the process "
+            f"group: {watch.last_seen(others)}. Check what it does there, or give it longer with "
+            "Accelerator(timeout=...)."
+        )
+    setattr(cause, _EXPLAINED, True)  # not to be looked for again
+    return cause
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+def _wait_for_report() -> RemoteError | None:
+    """Return the error that another rank has published, None without one.
 
-
-def _report_of_another(reports: dist.distributed_c10d.Store) -> RemoteError | None:
-    """Return the error that another rank has published, None without one."""
-    with suppress(dist.DistError):
-        # Waited for: a rank publishes before it aborts, but the disconnect may have come from a
-        # third rank in between, faster than the report.
-        reports.wait([_REPORT], timedelta(seconds=2))
-        report = json.loads(reports.get(_REPORT))
-        return RemoteError(**report) if report["rank"] != rank() else None
+    A rank publishes before it aborts, but the disconnect may have come from a third rank in
+    between, faster than the report.
+    """
+    deadline = time.monotonic() + 2
+    with suppress(Exception):  # the store is gone if rank 0 is
+        while not store().check([REPORT]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        report = json.loads(store().get(REPORT)) if store().check([REPORT]) else None
+        if report is not None and report["rank"] != rank():
+            return RemoteError(**report)
     return None
 
 
@@ -177,6 +209,18 @@ def abort_group() -> None:
     for group in _groups():
         if group not in _exempt:
             abort_connections(group)
+
+
+def abort_all_groups() -> None:
+    """Abort the run, and what saves in the background too: a rank that they wait for hangs.
+
+    Example:
+        >>> from accel_callbacks.distributed.abort import abort_all_groups
+        >>> abort_all_groups()
+    """
+    abort_group()
+    for group in list(_exempt):
+        abort_connections(group)
 
 
 def _groups() -> list[Any]:
@@ -295,11 +339,11 @@ def watch_for_failures() -> Callable[[], None]:
     return stop
 
 
-def _watch(notes: dist.distributed_c10d.Store, stopped: threading.Event) -> None:
+def _watch(notes: BoundedStore, stopped: threading.Event) -> None:
     """Abort this rank's groups too once another rank has published an error."""
     while not stopped.wait(_POLL_EVERY):
         with suppress(Exception):
-            if notes.check([_REPORT]):
+            if notes.check([REPORT]):
                 abort_group()
                 return
 
@@ -318,6 +362,7 @@ def rejoin_group(backend: str, timeout: timedelta | None) -> None:
     here, world = rank(), world_size()
     # Before the destruction: the ranks are counted in the store of the old group.
     new_store = _wait_for_all(timeout or dist.distributed_c10d.default_pg_timeout)
+    stop_heartbeat()
     wait_for_exempt_groups()
     gc.collect()  # DDP's reducers must go before the group that they belong to
     dist.destroy_process_group()
@@ -344,4 +389,4 @@ def _wait_for_all(timeout: timedelta) -> dist.distributed_c10d.Store:
             f"rank 0, which serves the rendezvous store, has ended after an error: {advice}"
         ) from error
     # A prefix within the old group's store, so that the new group reads no address of the old one.
-    return dist.distributed_c10d.PrefixStore(_AGAIN, notes)
+    return dist.distributed_c10d.PrefixStore(_AGAIN, notes.torch_store)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
+from accel_callbacks.distributed.heartbeat import current_heartbeat
 from accel_callbacks.errors import DistributedOperationException, RemoteError
 
 __all__ = ["share_failure", "shared_failure"]
@@ -78,6 +79,9 @@ def share_failure(error: BaseException | None, where: str) -> None:
         reports = collectives.all_objects(None, operation=where)
     except DistributedOperationException:  # all ranks raise it, and stay connected
         raise
+    except RemoteError as problem:
+        abort_run(problem, where)
+        raise
     except Exception as problem:
         late = _absent_from(point)  # before the abort, after which the store may be gone
         first = abort_run(problem, where)
@@ -85,8 +89,9 @@ def share_failure(error: BaseException | None, where: str) -> None:
             raise first from problem
         if late:
             raise RuntimeError(
-                f"ranks {late} did not come to {where} within the timeout of the process group: "
-                "check what they do there, or give them longer with Accelerator(timeout=...)."
+                f"ranks {late} did not come to {where} within the timeout of the process group"
+                f"{_last_seen(late)}: check what they do there, or give them longer with "
+                "Accelerator(timeout=...)."
             ) from problem
         raise
     for failed, report in enumerate(reports):
@@ -120,18 +125,21 @@ def _arrive_at(point: str | None) -> None:
     collectives.store().set(f"{_KEY}/{collectives.rank()}", str(point))
 
 
-def _last_point(store: Any, rank: int) -> str:
-    """Return the sync point that a rank has reached last, empty before its first."""
-    key = f"{_KEY}/{rank}"
-    return str(store.get(key).decode()) if store.check([key]) else ""
-
-
 def _absent_from(point: str) -> list[int]:
     """Return the ranks that are not at this sync point, none if the store is gone."""
     with suppress(Exception):
-        store = collectives.store()
-        return [one for one in range(collectives.world_size()) if _last_point(store, one) != point]
+        # In one trip to the store: all ranks ask at the same time, each for all the others.
+        reached = collectives.store().read(
+            [f"{_KEY}/{one}" for one in range(collectives.world_size())]
+        )
+        return [one for one, last in enumerate(reached) if last != point]
     return []
+
+
+def _last_seen(ranks: list[int]) -> str:
+    watch = current_heartbeat()
+    places = watch.last_seen(ranks) if watch is not None else ""
+    return f" ({places})" if places else ""
 
 
 def _others_arrive_at(point: str) -> bool:
@@ -142,13 +150,13 @@ def _others_arrive_at(point: str) -> bool:
     """
     number = point.partition(" ")[0]
     store, deadline = collectives.store(), time.monotonic() + _PATIENCE
-    absent = set(range(collectives.world_size())) - {collectives.rank()}
+    absent = sorted({*range(collectives.world_size())} - {collectives.rank()})
     while absent and time.monotonic() < deadline:
-        for rank in list(absent):
-            reached = _last_point(store, rank)
+        points = store.read([f"{_KEY}/{rank}" for rank in absent])
+        for rank, reached in zip(list(absent), points, strict=True):
             if reached == point:
                 absent.remove(rank)
-            elif reached == "None" or reached.partition(" ")[0] == number:
+            elif reached is not None and (reached == "None" or reached.split(" ")[0] == number):
                 return False
         time.sleep(0.01 if absent else 0)
     return not absent

@@ -14,8 +14,20 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import group_is_aborted, rejoin_group, wait_for_exempt_groups
-from accel_callbacks.distributed.process_group import GroupOptions, backend_for, join_group
+from accel_callbacks.distributed.abort import (
+    abort_all_groups,
+    explain,
+    group_is_aborted,
+    rejoin_group,
+    wait_for_exempt_groups,
+)
+from accel_callbacks.distributed.heartbeat import start_heartbeat, stop_heartbeat
+from accel_callbacks.distributed.process_group import (
+    GroupOptions,
+    backend_for,
+    join_group,
+    store_outlives,
+)
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -161,6 +173,8 @@ def resolve_topology(
         # is part of the store's prefix. All ranks resolve their topology, but not all of them may
         # need the store later, so it is called here to keep the numbers equal on all ranks.
         collectives.store()
+        collectives.explains_with(explain)
+        start_heartbeat(abort_all_groups, not store_outlives("env://", os.environ))
     return _current
 
 
@@ -251,6 +265,7 @@ def destroy_topology() -> None:
     """
     global _current, _owns_group, _joined_with
     _current = _joined_with = None
+    stop_heartbeat()
     if _owns_group and dist.is_initialized():
         # In this order: a background save still uses its own group, and the reducers of models
         # (in reference cycles, so only gc frees them) must go before the group they belong to.

@@ -61,6 +61,7 @@ class Votes:
         }
 
 
+@collectives.explained("the vote at the end of the step")
 def _any_request(asked: dict[str, str]) -> bool:
     """Return whether any rank has a request."""
     collectives.begin("votes")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.distributed.abort import explain
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.first_steps import FirstSteps
@@ -112,7 +113,12 @@ class StepEngine:
             loss = self._precision.scale(loss if divisor == 1 else loss / divisor)
         elif divisor != 1:
             loss, kwargs = self._divided(loss, divisor, kwargs)
-        self._first_steps.run_backward(loss, **kwargs)
+        try:
+            self._first_steps.run_backward(loss, **kwargs)
+        except RuntimeError as error:
+            if (cause := explain(error, "backward")) is error:
+                raise
+            raise cause from error
         for hook in hooks["on_after_backward"]:
             hook(loop.run, loop.model)
 

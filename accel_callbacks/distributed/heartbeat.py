@@ -1,0 +1,556 @@
+"""The heartbeat of each rank, which tells ranks that hang or died from those that are slow.
+
+A rank that is stopped, on a machine that is cut off, or in a process that was killed answers
+nobody. Its peers notice in the collectives of training, which have the timeout of the process
+group; but a save may take much longer than that, and a collective cannot tell why no answer comes.
+So a thread of each rank notes in the store of the group, every second or so, that the process
+lives and where its main thread is. A rank without a heartbeat for the timeout of the group is
+lost, and the run is aborted on all others. A rank that is only slow keeps its heartbeat.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing.util
+import os
+import platform
+import select
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+
+from accel_callbacks import collectives
+from accel_callbacks.collectives.store import BoundedStore, read_keys
+
+__all__ = [
+    "REPORT",
+    "Heartbeat",
+    "LostRank",
+    "current_heartbeat",
+    "is_disconnect",
+    "place_of",
+    "start_heartbeat",
+    "stop_heartbeat",
+]
+
+#: Key in the store of the group under which a rank that fails publishes its error, as JSON.
+REPORT = "failure"
+
+
+# Keys in the store of the group: the heartbeat of each rank, and the first rank that was lost.
+_BEAT, _LOST = "heartbeat", "lost"
+_LONGEST_INTERVAL = 1.0  # seconds between two heartbeats; a tenth of a short timeout
+_READ_ALL = 64  # ranks; of more than that, each reads the heartbeat of its successor and of rank 0
+_MISSED = 2.5  # intervals without a heartbeat after which a rank counts as silent
+# Parts of the messages with which collectives fail on a closed connection.
+_SIGNS = (
+    "gloo",
+    "NCCL",
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    "pair closure",
+    "process group",
+)
+_TOLD = 8  # ranks whose places an error shows
+_WITH, _FOLLOWS = " with ", " after another rank, with "
+_ORDERLY = ("exited with code 0", "was killed by SIGTERM", "was killed by SIGINT")
+_HERE = Path(__file__).parents[2]
+_OURS = tuple(f"{_HERE / name}{os.sep}" for name in ("accel_callbacks", "checkpoint_io", "loggers"))
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Frames of code that is neither the user's nor ours. Installed packages are in purelib.
+_LIBRARIES = (_TORCH, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib")), "<")
+
+
+@dataclass(frozen=True)
+class LostRank:
+    """A rank that died or hangs.
+
+    Args:
+        rank: the rank, None if only the store of the group does not answer.
+        fate: what happened to it.
+        place: where its main thread was last seen; empty if unknown.
+
+    Example:
+        >>> from accel_callbacks.distributed.heartbeat import LostRank
+        >>> print(LostRank(1, "was killed by SIGKILL", "train.py:12 in main, in backward"))
+        rank 1 was killed by SIGKILL; last seen at train.py:12 in main, in backward
+    """
+
+    rank: int | None
+    fate: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        who = "the host of the rendezvous store" if self.rank is None else f"rank {self.rank}"
+        return f"{who} {self.fate}" + (f"; last seen at {self.place}" if self.place else "")
+
+
+@dataclass
+class _Peer:
+    """A rank as its heartbeats show it."""
+
+    beat: Mapping[str, Any] = field(default_factory=dict)
+    changed: float = 0.0  # on this process's clock
+    pidfd: int | None = None
+    status: str = ""  # how its process ended
+
+    @property
+    def place(self) -> str:
+        return str(self.beat.get("place", ""))
+
+    def update(self, text: str, now: float) -> None:
+        beat = json.loads(text)
+        if beat != self.beat:
+            self.beat, self.changed = beat, now
+
+
+class Heartbeat:
+    """Notes in the store that this rank lives, and watches the others.
+
+    Args:
+        store: of the process group.
+        rank: of this process.
+        world: number of ranks.
+        timeout: seconds without a heartbeat after which a rank is lost.
+        serves_store: True if rank 0 serves the store, and not a launcher.
+        abort: aborts the groups of this process; called on the thread of the watch.
+
+    Attributes:
+        lost: the rank that was lost first, None so far.
+        report: the error that another rank has published, None so far.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from accel_callbacks.collectives.store import BoundedStore
+        >>> from accel_callbacks.distributed.heartbeat import Heartbeat
+        >>> watch = Heartbeat(BoundedStore(dist.HashStore()), 0, 1, timeout=60, abort=print)
+        >>> watch.start()
+        >>> watch.stop()
+        >>> watch.lost is None
+        True
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        world: int,
+        *,
+        timeout: float,
+        abort: Callable[[], None],
+        serves_store: bool = True,
+    ) -> None:
+        self.lost: LostRank | None = None
+        self.report: Mapping[str, Any] | None = None
+        self._store, self._rank, self._world = store, rank, world
+        self._timeout, self._abort, self._serves_store = timeout, abort, serves_store
+        self._interval = min(timeout / 10, _LONGEST_INTERVAL)
+        self._trains = threading.current_thread()
+        self._peers = {one: _Peer() for one in range(world) if one != rank}
+        self._count, self._answered = 0, time.monotonic()
+        self._stopped, self._rounds = threading.Event(), threading.Condition()
+        self._round, self._everyone = 0, False
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._watch, name="accel-heartbeat", daemon=True)
+        # In a child of multiprocessing atexit does not run, and this does.
+        self._at_exit = multiprocessing.util.Finalize(self, self.stop, exitpriority=100)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Note that this rank leaves the group, and stop the thread; once only."""
+        if self._stopped.is_set():
+            return
+        self._wake()
+        self._stopped.set()
+        self._at_exit.cancel()
+        if self._thread.is_alive():
+            self._thread.join(self._store.patience + 1)
+        if self._thread.is_alive():
+            return  # it waits for a store that does not answer
+        for number in (self._wake_read, self._wake_write, *self._pidfds()):
+            os.close(number)
+
+    def find_lost(self, error: BaseException) -> LostRank | None:
+        """Return the rank whose loss has broken a collective; None if all live, or report an error.
+
+        Wait for it up to a few seconds: a connection closes sooner than a heartbeat fails to come.
+
+        Args:
+            error: of the collective.
+        """
+        timed_out = self.timed_out(error)
+        deadline = time.monotonic() + self._interval * (_MISSED + 1)
+        while True:
+            self._refresh(deadline)
+            if self.report is not None:
+                return None
+            late = time.monotonic() > deadline
+            found = self.lost or self._departed()
+            if found is None and (timed_out or late):
+                found = self._silent(_MISSED * self._interval)
+            if found is None and late and self._store.is_gone and self._serves_store:
+                found = LostRank(0, "has ended (it served the store of the group)")
+            if found is not None or late or self._stopped.is_set():
+                return found
+            time.sleep(0.02)
+
+    @staticmethod
+    def timed_out(error: BaseException) -> bool:
+        """Return whether a collective has waited for its timeout."""
+        return any("imed out" in str(one) for one in _chain(error))
+
+    def last_seen(self, ranks: list[int]) -> str:
+        """Describe where ranks were last seen, for an error; empty if nothing is known."""
+        seen = [(one, self._peers[one].place) for one in ranks if one in self._peers]
+        texts = [f"rank {one} was last seen at {place}" for one, place in seen if place]
+        more = f"; and {len(texts) - _TOLD} more" if len(texts) > _TOLD else ""
+        return "; ".join(texts[:_TOLD]) + more
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Beat, read and judge, until the rank leaves or another one is lost."""
+        before = time.monotonic()
+        while not self._stopped.is_set():
+            began = time.monotonic()
+            if began - before > max(self._timeout / 2, 5 * self._interval):
+                self._forgive(began)  # this process itself was stopped, and heard nobody
+            before = began
+            self._exchange()
+            self._judge()
+            with self._rounds:
+                self._round += 1
+                self._rounds.notify_all()
+            self._sleep(self._interval)
+        self._sleep(0)  # to see whether the process that serves the store has ended first
+        with suppress(Exception):
+            self._store.call(lambda store: self._beat(store, left=_parting_words()))
+
+    def _exchange(self) -> None:
+        """Note the heartbeat of this rank, and read those of others."""
+        wanted, self._everyone = self._watched(), False
+        try:
+            lost, report, *beats = self._store.call(lambda store: self._talk(store, wanted))
+        except Exception:
+            return
+        now = self._answered = time.monotonic()
+        for one, text in zip(wanted, beats, strict=True):
+            if text is not None:
+                self._peers[one].update(text, now)
+                self._open_process(self._peers[one])
+        if report is not None and (error := json.loads(report))["rank"] != self._rank:
+            self.report = error
+        if lost is not None and self.lost is None:
+            self._lose(LostRank(**json.loads(lost)), known=True)
+
+    def _talk(self, store: Any, wanted: list[int]) -> list[str | None]:
+        self._beat(store)
+        rare = [store.get(key).decode() if store.check([key]) else None for key in (_LOST, REPORT)]
+        return rare + read_keys(store, [f"{_BEAT}/{one}" for one in wanted])
+
+    def _beat(self, store: Any, left: str | None = None) -> None:
+        self._count += 1
+        beat = {
+            "count": self._count,
+            "place": place_of(self._trains),
+            "process": [_host(), os.getpid()],
+            "left": left,
+            "time": time.time(),
+        }
+        store.set(f"{_BEAT}/{self._rank}", json.dumps(beat))
+
+    def _watched(self) -> list[int]:
+        if self._everyone or self._world <= _READ_ALL:
+            return list(self._peers)
+        return sorted({0, (self._rank + 1) % self._world} & set(self._peers))
+
+    def _open_process(self, peer: _Peer) -> None:
+        """Begin to watch the process of a peer on this machine."""
+        if peer.pidfd is None and not peer.status and peer.beat["process"][0] == _host():
+            with suppress(OSError, AttributeError):  # only Linux has it
+                peer.pidfd = os.pidfd_open(peer.beat["process"][1])
+
+    def _judge(self) -> None:
+        """Find a rank that has died or is silent for too long."""
+        if self.lost is not None:
+            return
+        for one, peer in self._peers.items():
+            if peer.status and peer.beat["left"] is None:
+                self._lose(LostRank(one, peer.status, peer.place))
+                return
+        silent = self._silent(self._timeout)
+        if silent is not None:
+            self._lose(silent)
+
+    def _silent(self, limit: float) -> LostRank | None:
+        """Return a rank that has not been heard of for some seconds."""
+        silence = time.monotonic() - self._answered
+        # A store that refuses has ended with its process, which is no hang.
+        if self._store.is_silent and silence > limit:
+            if not self._serves_store or self._rank == 0:
+                return LostRank(None, f"has not answered for {silence:.0f} s")
+            fate = f"(it serves the store of the group) has not answered for {silence:.0f} s"
+            return LostRank(0, fate, self._peers[0].place)
+        for one in self._watched():
+            peer = self._peers[one]
+            silence = self._answered - peer.changed
+            if peer.beat and peer.beat["left"] is None and silence > limit:
+                return LostRank(one, f"has not answered for {silence:.0f} s", peer.place)
+        return None
+
+    def _departed(self) -> LostRank | None:
+        """Return the rank that left the group first, and not because of another one."""
+        gone = [
+            (peer.beat["time"], one)
+            for one, peer in self._peers.items()
+            if peer.beat.get("left") is not None and not peer.beat["left"].startswith(_FOLLOWS)
+        ]
+        if not gone:
+            return None
+        peer = self._peers[min(gone)[1]]
+        return LostRank(min(gone)[1], (peer.status or "has ended") + peer.beat["left"], peer.place)
+
+    def _lose(self, lost: LostRank, known: bool = False) -> None:
+        """Publish the loss of a rank, and abort what waits for a rank that hangs."""
+        self.lost = lost
+        text, first = json.dumps(vars(lost)), not known
+        if not known:
+            with suppress(Exception):
+                first = self._store.compare_set(_LOST, "", text).decode() == text
+        peer = self._peers.get(-1 if lost.rank is None else lost.rank, _Peer())
+        if first and peer.status not in _ORDERLY:
+            print(f"[accel] {lost}", file=sys.stderr, flush=True)
+        # gloo notices by itself that a process has ended; nothing notices one that hangs.
+        if lost.rank != self._rank and not peer.status:
+            self._abort()
+            threading.Thread(target=self._end_process, daemon=True).start()
+
+    def _end_process(self) -> None:
+        """End this process if it still waits in a call of torch that cannot be aborted."""
+        limit, before = time.monotonic() + self._timeout / 2, None
+        while time.monotonic() < limit or before is not None:
+            time.sleep(self._interval)
+            frame = _frame_of(self._trains)
+            now = _call_of_torch(frame)
+            if time.monotonic() >= limit and now is not None and now == before:
+                text = f"[accel] {self.lost}: this process waits for it in a call of torch that "
+                print(f"{text}cannot be aborted, and ends", file=sys.stderr)
+                traceback.print_stack(frame, file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(1)
+            before = now
+
+    def _forgive(self, now: float) -> None:
+        self._answered = now
+        for peer in self._peers.values():
+            peer.changed = now
+
+    # --- waiting --------------------------------------------------------------------------------
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until the next round, a call of ``_wake``, or the end of a process."""
+        if not hasattr(select, "poll"):  # Windows
+            self._stopped.wait(seconds)
+            return
+        poll, watched = select.poll(), self._pidfds()
+        poll.register(self._wake_read, select.POLLIN)
+        for number in watched:
+            poll.register(number, select.POLLIN)
+        for number, _ in poll.poll(seconds * 1000):
+            if number == self._wake_read:
+                os.read(self._wake_read, 4096)
+                continue
+            peer = watched[number]
+            peer.status, peer.pidfd = _fate(int(peer.beat["process"][1])), None
+            os.close(number)
+            if peer is self._peers.get(0) and self._serves_store:
+                self._store.is_gone = True  # the first call that finds out prints C++ frames
+
+    def _pidfds(self) -> dict[int, _Peer]:
+        return {peer.pidfd: peer for peer in self._peers.values() if peer.pidfd is not None}
+
+    def _wake(self) -> None:
+        if not self._stopped.is_set():  # after it the number may be that of another file
+            os.write(self._wake_write, b"x")
+
+    def _refresh(self, deadline: float) -> None:
+        """Wait for a round of the watch that began after this call."""
+        with self._rounds:
+            target = self._round + 2  # the one in progress may have read before this call
+            self._everyone = True
+            while self._round < target and (left := deadline - time.monotonic()) > 0:
+                self._wake()
+                self._rounds.wait(min(left, 0.05))
+
+
+# The heartbeat of the default group, and that group. Global, as the default group is.
+_current: tuple[Heartbeat, ReferenceType[Any]] | None = None
+
+
+def current_heartbeat() -> Heartbeat | None:
+    """Return the heartbeat of the default group, None without one.
+
+    Example:
+        >>> from accel_callbacks.distributed.heartbeat import current_heartbeat
+        >>> current_heartbeat() is None
+        True
+    """
+    if _current is None or not dist.is_initialized() or _current[1]() is not dist.group.WORLD:
+        return None
+    return _current[0]
+
+
+def start_heartbeat(abort: Callable[[], None], serves_store: bool) -> None:
+    """Start the heartbeat of the default group, unless it has one.
+
+    Args:
+        abort: aborts the groups of this process.
+        serves_store: True if rank 0 serves the store, and not a launcher.
+    """
+    global _current
+    if collectives.world_size() == 1 or current_heartbeat() is not None:
+        return
+    stop_heartbeat()
+    watch = Heartbeat(
+        collectives.store(),
+        collectives.rank(),
+        collectives.world_size(),
+        timeout=_group_timeout(),
+        abort=abort,
+        serves_store=serves_store,
+    )
+    _current = watch, ref(dist.group.WORLD)
+    watch.start()
+
+
+def stop_heartbeat() -> None:
+    """Stop the heartbeat; do nothing without one."""
+    global _current
+    watch, _current = _current, None
+    if watch is not None:
+        watch[0].stop()
+
+
+def _group_timeout() -> float:
+    """Return the timeout of the default group in seconds."""
+    for kind in ("cpu", "cuda"):
+        with suppress(Exception):
+            group: Any = dist.group.WORLD
+            return float(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
+    return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
+def is_disconnect(error: BaseException) -> bool:
+    """Return whether this error, or one in its chain, is what a broken collective raises.
+
+    Example:
+        >>> from accel_callbacks.distributed.heartbeat import is_disconnect
+        >>> is_disconnect(RuntimeError("[gloo] Connection closed by peer"))
+        True
+        >>> is_disconnect(ValueError("no data"))
+        False
+    """
+    return any(
+        isinstance(one, dist.DistError)
+        or (isinstance(one, RuntimeError) and any(sign in str(one) for sign in _SIGNS))
+        for one in _chain(error)
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def place_of(thread: threading.Thread) -> str:
+    """Describe where a thread is: the line of the user's code, and the call of ours or torch's.
+
+    Example:
+        >>> import threading
+        >>> from accel_callbacks.distributed.heartbeat import place_of
+        >>> place_of(threading.Thread())
+        ''
+    """
+    frame, inner = _frame_of(thread), None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_OURS) or (inner is None and path.startswith(_TORCH)):
+            inner = frame
+        elif not path.startswith(_LIBRARIES):
+            line = f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return line + (f", in {_name_of(inner)}" if inner is not None else "")
+        frame = frame.f_back
+    return _name_of(inner) if inner is not None else ""
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)
+
+
+def _name_of(frame: FrameType) -> str:
+    """Return the name of a function, with its module unless it is a method of Accelerator."""
+    module = str(frame.f_globals.get("__name__", ""))
+    owner = "Accelerator" if module == "accel_callbacks.accelerator" else module
+    return f"{owner}.{frame.f_code.co_name}"
+
+
+def _call_of_torch(frame: FrameType | None) -> tuple[int, int] | None:
+    """Identify the call of torch.distributed in which a frame is; None outside of one."""
+    inside = frame is not None and frame.f_code.co_filename.startswith(f"{_TORCH}distributed")
+    return (id(frame), frame.f_lasti) if frame is not None and inside else None
+
+
+def _fate(pid: int) -> str:
+    """Describe how a process of this machine ended, as long as its parent has not asked yet."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        code = os.waitstatus_to_exitcode(int(fields[49]))
+    except (OSError, IndexError, ValueError):
+        return "ended without a word: killed, crashed or in os._exit"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _parting_words() -> str:
+    """Return what this process ends with: an uncaught error, "" for none."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    text = traceback.format_exception_only(type(error), error)[-1].strip()
+    return f"{_FOLLOWS if is_disconnect(error) else _WITH}{text[:300]}"
+
+
+@functools.cache
+def _host() -> str:
+    """Return what only processes that see the same process ids have in common."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{platform.node()}/{uuid.getnode()}"
