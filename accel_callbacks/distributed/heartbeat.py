@@ -10,24 +10,17 @@ lost, and the run is aborted on all others. A rank that is only slow keeps its h
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing.util
 import os
-import platform
 import select
-import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -36,6 +29,8 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives.store import BoundedStore, read_keys
+from accel_callbacks.distributed.process_exit import fate_of, host_id
+from accel_callbacks.distributed.stack import SaveCalls, call_of_torch, frame_of, place_of
 
 __all__ = [
     "REPORT",
@@ -43,7 +38,6 @@ __all__ = [
     "LostRank",
     "current_heartbeat",
     "is_disconnect",
-    "place_of",
     "start_heartbeat",
     "stop_heartbeat",
 ]
@@ -56,6 +50,7 @@ REPORT = "failure"
 _BEAT, _LOST = "heartbeat", "lost"
 _LONGEST_INTERVAL = 1.0  # seconds between two heartbeats; a tenth of a short timeout
 _READ_ALL = 64  # ranks; of more than that, each reads the heartbeat of its successor and of rank 0
+_LONGEST_CALL = 600.0  # seconds that a save may be in one call, if the timeout is not longer
 _MISSED = 2.5  # intervals without a heartbeat after which a rank counts as silent
 # Parts of the messages with which collectives fail on a closed connection.
 _SIGNS = (
@@ -70,11 +65,6 @@ _SIGNS = (
 _TOLD = 8  # ranks whose places an error shows
 _WITH, _FOLLOWS = " with ", " after another rank, with "
 _ORDERLY = ("exited with code 0", "was killed by SIGTERM", "was killed by SIGINT")
-_HERE = Path(__file__).parents[2]
-_OURS = tuple(f"{_HERE / name}{os.sep}" for name in ("accel_callbacks", "checkpoint_io", "loggers"))
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-# Frames of code that is neither the user's nor ours. Installed packages are in purelib.
-_LIBRARIES = (_TORCH, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib")), "<")
 
 
 @dataclass(frozen=True)
@@ -161,7 +151,7 @@ class Heartbeat:
         self._store, self._rank, self._world = store, rank, world
         self._timeout, self._abort, self._serves_store = timeout, abort, serves_store
         self._interval = min(timeout / 10, _LONGEST_INTERVAL)
-        self._trains = threading.current_thread()
+        self._trains, self._saves = threading.current_thread(), SaveCalls()
         self._peers = {one: _Peer() for one in range(world) if one != rank}
         self._count, self._answered = 0, time.monotonic()
         self._stopped, self._rounds = threading.Event(), threading.Condition()
@@ -240,7 +230,9 @@ class Heartbeat:
             with self._rounds:
                 self._round += 1
                 self._rounds.notify_all()
-            self._sleep(self._interval)
+            # Soon again until the first heartbeats of the others are there.
+            unseen = any(not self._peers[one].beat for one in self._watched())
+            self._sleep(self._interval / 10 if unseen else self._interval)
         self._sleep(0)  # to see whether the process that serves the store has ended first
         with suppress(Exception):
             self._store.call(lambda store: self._beat(store, left=_parting_words()))
@@ -272,8 +264,9 @@ class Heartbeat:
         beat = {
             "count": self._count,
             "place": place_of(self._trains),
-            "process": [_host(), os.getpid()],
+            "process": [host_id(), os.getpid()],
             "left": left,
+            "stuck": self._saves.seconds(),
             "time": time.time(),
         }
         store.set(f"{_BEAT}/{self._rank}", json.dumps(beat))
@@ -285,7 +278,7 @@ class Heartbeat:
 
     def _open_process(self, peer: _Peer) -> None:
         """Begin to watch the process of a peer on this machine."""
-        if peer.pidfd is None and not peer.status and peer.beat["process"][0] == _host():
+        if peer.pidfd is None and not peer.status and peer.beat["process"][0] == host_id():
             with suppress(OSError, AttributeError):  # only Linux has it
                 peer.pidfd = os.pidfd_open(peer.beat["process"][1])
 
@@ -296,6 +289,11 @@ class Heartbeat:
         for one, peer in self._peers.items():
             if peer.status and peer.beat["left"] is None:
                 self._lose(LostRank(one, peer.status, peer.place))
+                return
+            stuck = peer.beat.get("stuck", 0.0)
+            if stuck > max(self._timeout, _LONGEST_CALL):
+                fate = f"has been in one call of a save for {stuck:.0f} s (its storage hangs?)"
+                self._lose(LostRank(one, fate, peer.place))
                 return
         silent = self._silent(self._timeout)
         if silent is not None:
@@ -349,8 +347,8 @@ class Heartbeat:
         limit, before = time.monotonic() + self._timeout / 2, None
         while time.monotonic() < limit or before is not None:
             time.sleep(self._interval)
-            frame = _frame_of(self._trains)
-            now = _call_of_torch(frame)
+            frame = frame_of(self._trains)
+            now = call_of_torch(frame)
             if time.monotonic() >= limit and now is not None and now == before:
                 text = f"[accel] {self.lost}: this process waits for it in a call of torch that "
                 print(f"{text}cannot be aborted, and ends", file=sys.stderr)
@@ -380,7 +378,7 @@ class Heartbeat:
                 os.read(self._wake_read, 4096)
                 continue
             peer = watched[number]
-            peer.status, peer.pidfd = _fate(int(peer.beat["process"][1])), None
+            peer.status, peer.pidfd = fate_of(int(peer.beat["process"][1]), number), None
             os.close(number)
             if peer is self._peers.get(0) and self._serves_store:
                 self._store.is_gone = True  # the first call that finds out prints C++ frames
@@ -484,59 +482,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def place_of(thread: threading.Thread) -> str:
-    """Describe where a thread is: the line of the user's code, and the call of ours or torch's.
-
-    Example:
-        >>> import threading
-        >>> from accel_callbacks.distributed.heartbeat import place_of
-        >>> place_of(threading.Thread())
-        ''
-    """
-    frame, inner = _frame_of(thread), None
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_OURS) or (inner is None and path.startswith(_TORCH)):
-            inner = frame
-        elif not path.startswith(_LIBRARIES):
-            line = f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
-            return line + (f", in {_name_of(inner)}" if inner is not None else "")
-        frame = frame.f_back
-    return _name_of(inner) if inner is not None else ""
-
-
-def _frame_of(thread: threading.Thread) -> FrameType | None:
-    return sys._current_frames().get(thread.ident or 0)
-
-
-def _name_of(frame: FrameType) -> str:
-    """Return the name of a function, with its module unless it is a method of Accelerator."""
-    module = str(frame.f_globals.get("__name__", ""))
-    owner = "Accelerator" if module == "accel_callbacks.accelerator" else module
-    return f"{owner}.{frame.f_code.co_name}"
-
-
-def _call_of_torch(frame: FrameType | None) -> tuple[int, int] | None:
-    """Identify the call of torch.distributed in which a frame is; None outside of one."""
-    inside = frame is not None and frame.f_code.co_filename.startswith(f"{_TORCH}distributed")
-    return (id(frame), frame.f_lasti) if frame is not None and inside else None
-
-
-def _fate(pid: int) -> str:
-    """Describe how a process of this machine ended, as long as its parent has not asked yet."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        code = os.waitstatus_to_exitcode(int(fields[49]))
-    except (OSError, IndexError, ValueError):
-        return "ended without a word: killed, crashed or in os._exit"
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
 def _parting_words() -> str:
     """Return what this process ends with: an uncaught error, "" for none."""
     error = getattr(sys, "last_value", None)
@@ -544,13 +489,3 @@ def _parting_words() -> str:
         return ""
     text = traceback.format_exception_only(type(error), error)[-1].strip()
     return f"{_FOLLOWS if is_disconnect(error) else _WITH}{text[:300]}"
-
-
-@functools.cache
-def _host() -> str:
-    """Return what only processes that see the same process ids have in common."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"{platform.node()}/{uuid.getnode()}"

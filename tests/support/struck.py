@@ -1,7 +1,8 @@
 """A training script in which one rank is struck by a fault at one place.
 
-Arguments: the place, the fault, the rank that it strikes, a folder, and the timeout of the group in
-seconds. The file ``struck`` in the folder begins to exist when the fault strikes.
+Arguments: the place, the fault, the rank that it strikes, a folder, the timeout of the group in
+seconds, and "plain" for a loop outside of a run. The file ``struck`` in the folder begins to exist
+when the fault strikes.
 """
 
 from __future__ import annotations
@@ -10,61 +11,71 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import torch
-from gated_files import GatedFileSystem
 from torch.utils.data import DataLoader, Dataset
 
 from accel_callbacks import Accelerator, main_process_first
 from loggers import Tracker
+from tests.support.gated_files import GatedFileSystem
 
-place, fault, victim, folder, timeout = sys.argv[1:]
-SECONDS = float(timeout)
-MAIN, armed = os.getpid(), False
-
-
-def strike() -> None:
-    """Let the fault happen, after the heartbeat has seen where."""
-    time.sleep(min(SECONDS / 10, 1.0) * 2.5)
-    Path(folder, "struck").touch()
-    if fault == "raise":
-        raise ValueError("struck")
-    if fault == "exit":
-        sys.exit(0)
-    if fault == "vanish":
-        os._exit(0)
-    os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[fault])
+Reach = Callable[[str], None]
 
 
-def reach(here: str) -> None:
-    if here == place and os.environ["RANK"] == victim and armed:
-        strike()
+class Strike:
+    """Lets the fault happen where the script reaches the place."""
+
+    def __init__(self, place: str, fault: str, victim: str, folder: str, timeout: str) -> None:
+        self._place, self._fault, self._folder = place, fault, folder
+        self._seen = min(float(timeout) / 10, 1.0) * 2.5  # seconds in which a heartbeat shows where
+        self._strikes = os.environ["RANK"] == victim
+        # At once in some places: loader workers are forked when the loop begins.
+        self.armed = place in ("tracker start", "loader worker")
+
+    def reach(self, here: str) -> None:
+        if here != self._place or not self._strikes or not self.armed:
+            return
+        time.sleep(self._seen)
+        Path(self._folder, "struck").touch()
+        if self._fault == "raise":
+            raise ValueError("struck")
+        if self._fault == "exit":
+            sys.exit(0)
+        if self._fault == "vanish":
+            os._exit(0)
+        os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[self._fault])
 
 
 class StrikingFiles(GatedFileSystem):
+    """Strikes in a write of a save."""
+
     protocol = "striking"
+    reach: Reach
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
         return str(path).removeprefix("striking://").rstrip("/") or "/"
 
     def _pass(self) -> None:
-        reach("save, in the write")
-        reach("background save")
+        type(self).reach("save, in the write")
+        type(self).reach("background save")
 
 
-fsspec.register_implementation("striking", StrikingFiles)
+class StrikingTracker(Tracker):
+    """Strikes in its start."""
 
-
-class Striking(Tracker):
     name = "striking"
 
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+
     def start(self, run: Any) -> None:
-        reach("tracker start")
+        self._reach("tracker start")
 
     def log(self, scalars: Any, step: int) -> None: ...
 
@@ -72,91 +83,105 @@ class Striking(Tracker):
 
 
 class Model(torch.nn.Linear):
+    """Strikes in forward and in backward."""
+
+    reach: Reach
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        reach("forward")
-        return super().forward(inputs)
+        type(self).reach("forward")
+        return _StrikesInBackward.apply(super().forward(inputs), type(self).reach)
 
 
-class Strikes(torch.autograd.Function):
+class _StrikesInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.clone()
+    def forward(ctx: Any, outputs: torch.Tensor, reach: Reach) -> torch.Tensor:
+        ctx.reach = reach
+        return outputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        reach("backward")
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.reach("backward")
+        return gradient, None
 
 
 class Rows(Dataset):
+    """Strikes in a loader worker."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach, self._main = reach, os.getpid()
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if os.getpid() != MAIN and index > 30:
-            reach("loader worker")
+        if os.getpid() != self._main and index > 30:
+            self._reach("loader worker")
         return torch.ones(4) * index
 
 
 class Counted:
+    """Strikes in a load."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+
     def state_dict(self) -> dict[str, int]:
         return {"count": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        reach("load")
+        self._reach("load")
 
 
-accel = Accelerator(
-    cpu=True,
-    timeout=timedelta(seconds=SECONDS),
-    project_dir=folder,
-    log_with=Striking() if place == "tracker start" else None,
-)
-model = Model(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-loader = DataLoader(Rows(), batch_size=4, num_workers=int(place == "loader worker"))
-# At once, as loader workers are forked when the loop begins.
-armed = place in ("tracker start", "loader worker")
-model, optimizer, loader = accel.prepare(model, optimizer, loader)
-accel.register_for_checkpointing(Counted())
+def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: str = "run") -> None:
+    strike = Strike(place, fault, victim, folder, timeout)
+    reach = strike.reach
+    StrikingFiles.reach = Model.reach = staticmethod(reach)
+    fsspec.register_implementation("striking", StrikingFiles)
+    accel = Accelerator(
+        cpu=True,
+        timeout=timedelta(seconds=float(timeout)),
+        project_dir=folder,
+        log_with=StrikingTracker(reach) if place == "tracker start" else None,
+    )
+    model = Model(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    loader = DataLoader(Rows(reach), batch_size=4, num_workers=int(place == "loader worker"))
+    model, optimizer, loader = accel.prepare(model, optimizer, loader)
+    accel.register_for_checkpointing(Counted(reach))
 
+    def train() -> None:
+        saved = f"striking://{folder}/saved"
+        accel.save_state(saved)
+        for index, batch in enumerate(loader):
+            accel.backward(model(batch).sum())
+            reach("step")
+            optimizer.step()
+            optimizer.zero_grad()
+            if index != 1:
+                continue
+            strike.armed = True
+            reach("save, before the write")
+            if place == "background save":
+                accel.save_state(f"{saved}-2", async_save=True)
+            elif place.startswith("save"):
+                accel.save_state(f"{saved}-2")
+            reach("save, after the write")
+            if place == "load":
+                accel.load_state(saved)
+            with main_process_first():
+                reach("main_process_first")
+            with accel.evaluate(model):
+                reach("evaluate")
+            reach("gather")
+            accel.gather(torch.ones(1))
 
-def step(batch: torch.Tensor) -> None:
-    loss = Strikes.apply(model(batch)).sum()
-    accel.backward(loss)
-    reach("step")
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def train() -> None:
-    global armed
-    saved = f"striking://{folder}/saved"
-    accel.save_state(saved)
-    for index, batch in enumerate(loader):
-        step(batch)
-        if index != 1:
-            continue
-        armed = True
-        reach("save, before the write")
-        if place == "background save":
-            accel.save_state(f"{saved}-2", async_save=True)
-        elif place.startswith("save"):
-            accel.save_state(f"{saved}-2")
-        reach("save, after the write")
-        if place == "load":
-            accel.load_state(saved)
-        with main_process_first():
-            reach("main_process_first")
-        with accel.evaluate(model):
-            reach("evaluate")
-        reach("gather")
-        accel.gather(torch.ones(1))
-
-
-if sys.argv[0].endswith("plain"):
-    train()
-else:
-    with accel.run("struck", resume=False):
+    if run == "plain":
         train()
-accel.end_training()
+    else:
+        with accel.run("struck", resume=False):
+            train()
+    accel.end_training()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,222 @@
+"""Ranks that hang, die or leave at any place of a script: all others end, and say which it was."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "support" / "struck.py"
+TO_STRIKE = 120.0  # seconds, of which a busy machine needs many
+FORGIVEN = 60.0  # seconds more than promised, on a machine that may be busy
+
+PLACES = [
+    "forward",
+    "backward",
+    "step",
+    "save, before the write",
+    "save, in the write",
+    "save, after the write",
+    "background save",
+    "load",
+    "evaluate",
+    "gather",
+    "main_process_first",
+]
+FAULTS = ["stop", "kill", "exit", "vanish", "raise"]
+#: What the other ranks say, at the least.
+SENTENCES = {
+    "stop": r"rank {rank} (\(it serves the store of the group\) )?has not answered for \d+ s; "
+    r"last seen at struck.py:\d+ in \w+",
+    "kill": r"rank {rank} was killed by SIGKILL; last seen at struck.py:\d+ in \w+",
+    "exit": r"rank {rank} (exited with code 0|has ended)",
+    "vanish": r"rank {rank} (exited with code 0|ended without a word)",
+    "raise": r"rank {rank} failed in .*ValueError: struck",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of some that is struck at a place."""
+
+    place: str
+    fault: str
+    rank: int = 1
+    world: int = 2
+    run: str = "run"
+    timeout: float = 6.0
+
+    def __str__(self) -> str:
+        return f"{self.fault} of rank {self.rank} of {self.world} in {self.place}, {self.run}"
+
+
+class Struck:
+    """The processes of a case, their ends and what they printed."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
+        self.began: float | None = None
+        self.seconds: dict[int, float] = {}  # from the strike to the end of each other rank
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.processes = [self._start(rank, port) for rank in range(case.world)]
+
+    def _start(self, rank: int, port: int) -> warm.Popen:
+        case = self.case
+        words = [case.place, case.fault, str(case.rank), str(self.folder), str(case.timeout)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "WORLD_SIZE": str(case.world),
+            "LOCAL_WORLD_SIZE": str(case.world),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        with (self.folder / f"{rank}.txt").open("wb") as out:
+            return warm.Popen(
+                [sys.executable, str(SCRIPT), *words, case.run],
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> bool:
+        """Note who has ended; return whether all but the struck rank have."""
+        if self.began is None and (self.folder / "struck").exists():
+            self.began = time.monotonic()
+        codes = [process.poll() for process in self.processes]
+        for rank, code in enumerate(codes):
+            if code is not None and rank not in self.seconds:
+                self.seconds[rank] = time.monotonic() - (self.began or time.monotonic())
+        return all(code is not None for rank, code in enumerate(codes) if rank != self.case.rank)
+
+    def text(self, rank: int) -> str:
+        return (self.folder / f"{rank}.txt").read_text(errors="replace")
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its loader workers too
+            process.wait(30)
+
+
+@contextmanager
+def started(cases: list[Case], folder: Path) -> Iterator[list[Struck]]:
+    found: list[Struck] = []
+    try:
+        for number, case in enumerate(cases):
+            (folder / str(number)).mkdir()
+            found.append(Struck(case, folder / str(number)))
+        yield found
+    finally:
+        for one in found:
+            one.kill()
+
+
+def strike(cases: list[Case], folder: Path, forgiven: float) -> list[Struck]:
+    """Run cases side by side, until all ranks but the struck ones have ended.
+
+    Raises:
+        AssertionError: one has not, within twice its timeout and what is forgiven.
+    """
+    with started(cases, folder) as found:
+        deadline = time.monotonic() + TO_STRIKE
+        while waiting := [one for one in found if not one.poll()]:
+            for one in waiting:
+                limit = deadline if one.began is None else one.began + 2 * one.case.timeout
+                late = time.monotonic() > limit + (0 if one.began is None else forgiven)
+                texts = "\n".join(map(one.text, range(one.case.world)))
+                assert not late, f"{one.case}: has not ended\n{texts}"
+            time.sleep(0.05)
+        return found
+
+
+def check(struck: Struck) -> None:
+    """Check the exit codes and the sentences of all ranks that were not struck."""
+    case = struck.case
+    assert struck.began is not None, f"{case}: nothing happened\n{struck.text(case.rank)}"
+    for rank in range(case.world):
+        if rank == case.rank:
+            continue
+        text = struck.text(rank)
+        told = f"{case}: rank {rank}\n{text}"
+        assert struck.processes[rank].returncode not in (None, 0), told
+        sentence = SENTENCES[case.fault].format(rank=case.rank)
+        assert re.search(sentence, text, re.DOTALL), told
+
+
+SHORT = [
+    Case("backward", "stop"),
+    Case("save, in the write", "stop"),
+    Case("background save", "stop"),
+    Case("main_process_first", "stop", rank=0),
+    Case("save, after the write", "stop", rank=0),
+    Case("save, in the write", "kill"),
+    Case("main_process_first", "kill", rank=0),
+    Case("gather", "vanish"),
+    Case("step", "stop", run="plain"),
+]
+
+
+def test_all_others_end_and_say_which_rank_was_struck_and_where(tmp_path):
+    for struck in strike(SHORT, tmp_path, FORGIVEN):
+        check(struck)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_others_end_within_twice_the_timeout(tmp_path, fault, world):
+    cases = [
+        Case(place, fault, rank, world, run, timeout=12.0)
+        for place in PLACES
+        for rank in (0, world - 1)
+        for run in ("run", "plain")
+    ]
+    for begin in range(0, len(cases), 6):
+        folder = tmp_path / str(begin)
+        folder.mkdir()
+        for struck in strike(cases[begin : begin + 6], folder, forgiven=0.0):
+            check(struck)
+            print(struck.case, struck.seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", ["stop", "kill", "exit", "vanish"])
+def test_all_others_end_where_a_tracker_does_not_start(tmp_path, fault):
+    case = Case("tracker start", fault, rank=0, timeout=12.0)
+    for struck in strike([case], tmp_path, forgiven=0.0):
+        check(struck)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_loader_worker_that_hangs_ends_all(tmp_path):
+    """The rank of the worker lives: only what it waits for can be told."""
+    case = Case("loader worker", "stop", timeout=12.0)
+    (struck,) = strike([case], tmp_path, forgiven=0.0)
+    assert struck.processes[0].returncode not in (None, 0)
+    assert "all ranks live, but one did not come within the timeout" in struck.text(0)
+    assert "rank 1 was last seen at struck.py" in struck.text(0)
