@@ -153,7 +153,7 @@ class Heartbeat:
         self._interval = min(timeout / 10, _LONGEST_INTERVAL)
         self._trains, self._saves = threading.current_thread(), SaveCalls()
         self._peers = {one: _Peer() for one in range(world) if one != rank}
-        self._count, self._answered = 0, time.monotonic()
+        self._count, self._place, self._answered = 0, "", time.monotonic()
         self._stopped, self._rounds = threading.Event(), threading.Condition()
         self._round, self._everyone = 0, False
         self._wake_read, self._wake_write = os.pipe()
@@ -261,9 +261,11 @@ class Heartbeat:
 
     def _beat(self, store: Any, left: str | None = None) -> None:
         self._count += 1
+        if left is None:  # by then the thread is in an exit hook
+            self._place = place_of(self._trains)
         beat = {
             "count": self._count,
-            "place": place_of(self._trains),
+            "place": self._place,
             "process": [host_id(), os.getpid()],
             "left": left,
             "stuck": self._saves.seconds(),

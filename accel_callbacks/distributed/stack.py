@@ -112,8 +112,10 @@ def _processor_ticks(thread: threading.Thread) -> int | None:
 
     A tick is coarse enough that the retries of the kernel on a dead mount make none.
     """
+    # Of a process that was forked, threading knows the id that this thread had in its parent.
+    number = os.getpid() if thread is threading.main_thread() else thread.native_id
     with suppress(OSError, ValueError):
-        fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2]
+        fields = Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2]
         return sum(map(int, fields.split()[11:13]))
     return None
 

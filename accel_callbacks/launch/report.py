@@ -13,6 +13,7 @@ _ROOT_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, s
 # In the errors of collectives and of this library on the peers of a failed rank.
 _CONSEQUENCES = (
     "RemoteError",
+    "LostRankError",
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",

@@ -36,6 +36,7 @@ def main() -> None:
             _run_module(name, alter_argv=True)
     except Exception as error:
         _report(error)
+        sys.last_value = _without_frames(error)  # exit hooks read it, as in a script of its own
     else:
         return
     sys.exit(1)  # outside of the except block, so that no frame of the script stays alive
@@ -114,6 +115,17 @@ def _report(error: Exception) -> None:
         sys.stderr.flush()
     except Exception:
         sys.__excepthook__(type(error), error, own)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return the error, with neither its own traceback nor those of what led to it."""
+    chain: list[BaseException] = [error]
+    for one in chain:
+        one.__traceback__ = None
+        chain += [
+            cause for cause in (one.__cause__, one.__context__) if cause not in (None, *chain)
+        ]
+    return error
 
 
 def _script_frames(found: TracebackType | None) -> TracebackType | None:

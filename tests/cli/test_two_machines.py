@@ -262,3 +262,52 @@ def test_a_machine_that_comes_back_takes_part_again(machines, launcher):
     reported = {line.split(":")[0]: line for log in logs for line in epochs_in(log)}
     assert sorted(reported) == sorted(f"epoch {epoch}" for epoch in range(1, 41))
     assert len({line.split("order")[1] for line in reported.values()}) == 40
+
+
+SAVING = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+import fsspec, torch
+from accel_callbacks import Accelerator
+from tests.support.gated_files import GatedFileSystem
+
+fsspec.register_implementation("gated", GatedFileSystem)
+folder, background = Path(sys.argv[1]), sys.argv[2] == "background"
+accel = Accelerator(cpu=True, timeout=timedelta(seconds=12))
+model = accel.prepare(torch.nn.Linear(4, 4))
+own = str(folder / f"gate{accel.process_index}")
+with accel.run("demo", resume=False):
+    Path(folder, f"saving{accel.process_index}").touch()
+    accel.save_state(
+        f"gated://{folder}/state", storage_options={"gate": own}, async_save=background
+    )
+"""
+
+
+@pytest.mark.parametrize("how", ["at once", "background"])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_machine_that_is_cut_off_in_a_save_ends_the_others(machines, cut, how):
+    """Rank 1 writes, and rank 0 waits for it; or the other way round."""
+    folder = machines.folder
+    (folder / f"gate{cut}").touch()
+    nodes = []
+    for rank in range(2):
+        names = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "nodea", "MASTER_PORT": 29500}
+        names |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "PYTHONPATH": ROOT}
+        settings = [f"{name}={value}" for name, value in names.items()]
+        command = ["env", *settings, sys.executable, "-c", SAVING, str(folder), how]
+        nodes.append(machines.start(rank, command, f"log{rank}"))
+    end = time.monotonic() + 120
+    while not all((folder / f"saving{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < end, machines.read("log0") + machines.read("log1")
+        time.sleep(0.1)
+    time.sleep(3)
+    machines.cable(1, "down")
+    began = time.monotonic()
+    other = 1 - cut
+    assert nodes[other].wait(60) != 0, machines.read(f"log{other}")
+    print(time.monotonic() - began, machines.read(f"log{other}"))
+    assert time.monotonic() - began < 24, machines.read(f"log{other}")
+    assert re.search(rf"rank {cut} .*has not answered for \d+ s", machines.read(f"log{other}"))
+    assert not list(folder.glob("state/manifest*"))

@@ -44,9 +44,10 @@ SENTENCES = {
     "stop": r"rank {rank} (\(it serves the store of the group\) )?has not answered for \d+ s; "
     r"last seen at struck.py:\d+ in \w+",
     "kill": r"rank {rank} was killed by SIGKILL; last seen at struck.py:\d+ in \w+",
-    "exit": r"rank {rank} (exited with code 0|has ended)",
+    "exit": r"rank {rank} (exited with code 0|has ended|failed in .*SystemExit: 0)",
     "vanish": r"rank {rank} (exited with code 0|ended without a word)",
-    "raise": r"rank {rank} failed in .*ValueError: struck",
+    "block": r"rank {rank} has been in one call of a save for \d+ s \(its storage hangs\?\)",
+    "raise": r"rank {rank} (failed in .*|has ended with )ValueError: struck",
 }
 
 
@@ -101,14 +102,19 @@ class Struck:
             )
 
     def poll(self) -> bool:
-        """Note who has ended; return whether all but the struck rank have."""
+        """Note who has ended; return whether all have, except a rank that was stopped."""
         if self.began is None and (self.folder / "struck").exists():
             self.began = time.monotonic()
         codes = [process.poll() for process in self.processes]
         for rank, code in enumerate(codes):
             if code is not None and rank not in self.seconds:
                 self.seconds[rank] = time.monotonic() - (self.began or time.monotonic())
-        return all(code is not None for rank, code in enumerate(codes) if rank != self.case.rank)
+        for_ever = self.case.fault in ("stop", "block")
+        return all(
+            code is not None
+            for rank, code in enumerate(codes)
+            if rank != self.case.rank or not for_ever
+        )
 
     def text(self, rank: int) -> str:
         return (self.folder / f"{rank}.txt").read_text(errors="replace")
@@ -155,6 +161,11 @@ def check(struck: Struck) -> None:
     """Check the exit codes and the sentences of all ranks that were not struck."""
     case = struck.case
     assert struck.began is not None, f"{case}: nothing happened\n{struck.text(case.rank)}"
+    if case.fault == "delay":
+        codes = [process.returncode for process in struck.processes]
+        assert not any(codes), f"{case}: {codes}\n{struck.text(0)}\n{struck.text(1)}"
+        assert "has not answered" not in struck.text(0) + struck.text(1), case
+        return
     for rank in range(case.world):
         if rank == case.rank:
             continue
@@ -175,6 +186,10 @@ SHORT = [
     Case("main_process_first", "kill", rank=0),
     Case("gather", "vanish"),
     Case("step", "stop", run="plain"),
+    Case("save, in the write", "delay"),
+    Case("background save", "delay", rank=0),
+    Case("save, in the write", "block"),
+    Case("background save", "block"),
 ]
 
 

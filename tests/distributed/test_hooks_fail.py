@@ -290,5 +290,5 @@ def wait_while_another_publishes_an_error() -> list:
 
 def test_a_process_whose_collectives_do_not_notice_looks_out_for_errors(pool):
     first, second = pool.run(wait_while_another_publishes_an_error)
-    assert first == [0, "RuntimeError", "rank 1 failed in a run: disk"]
+    assert first == [0, "RemoteError", "rank 1 failed in a run: disk"]
     assert second == [0]

@@ -1,8 +1,9 @@
 """A training script in which one rank is struck by a fault at one place.
 
 Arguments: the place, the fault, the rank that it strikes, a folder, the timeout of the group in
-seconds, and "plain" for a loop outside of a run. The file ``struck`` in the folder begins to exist
-when the fault strikes.
+seconds, and "plain" for a loop outside of a run. With the fault "block", a call of a save may
+take no longer than the timeout, instead of ten minutes. The file ``struck`` in the folder begins to
+exist when the fault strikes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accel_callbacks import Accelerator, main_process_first
+from accel_callbacks.distributed import heartbeat
 from loggers import Tracker
 from tests.support.gated_files import GatedFileSystem
 
@@ -32,6 +34,7 @@ class Strike:
 
     def __init__(self, place: str, fault: str, victim: str, folder: str, timeout: str) -> None:
         self._place, self._fault, self._folder = place, fault, folder
+        self._timeout = float(timeout)
         self._seen = min(float(timeout) / 10, 1.0) * 2.5  # seconds in which a heartbeat shows where
         self._strikes = os.environ["RANK"] == victim
         # At once in some places: loader workers are forked when the loop begins.
@@ -40,6 +43,7 @@ class Strike:
     def reach(self, here: str) -> None:
         if here != self._place or not self._strikes or not self.armed:
             return
+        self._strikes = False
         time.sleep(self._seen)
         Path(self._folder, "struck").touch()
         if self._fault == "raise":
@@ -48,6 +52,9 @@ class Strike:
             sys.exit(0)
         if self._fault == "vanish":
             os._exit(0)
+        if self._fault in ("delay", "block"):
+            time.sleep(2.5 * self._timeout if self._fault == "delay" else 3600)
+            return
         os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[self._fault])
 
 
@@ -135,6 +142,8 @@ class Counted:
 def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: str = "run") -> None:
     strike = Strike(place, fault, victim, folder, timeout)
     reach = strike.reach
+    if fault == "block":
+        heartbeat._LONGEST_CALL = 0.0
     StrikingFiles.reach = Model.reach = staticmethod(reach)
     fsspec.register_implementation("striking", StrikingFiles)
     accel = Accelerator(
