@@ -122,9 +122,9 @@ def _without_frames(error: Exception) -> Exception:
     chain: list[BaseException] = [error]
     for one in chain:
         one.__traceback__ = None
-        chain += [
-            cause for cause in (one.__cause__, one.__context__) if cause not in (None, *chain)
-        ]
+        for cause in (one.__cause__, one.__context__):
+            if cause is not None and cause not in chain:
+                chain.append(cause)
     return error
 
 

@@ -1,0 +1,274 @@
+"""The heartbeat over a store in this process, and what it learns of threads and processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from accel_callbacks.collectives.store import BoundedStore, read_keys
+from accel_callbacks.distributed import stack
+from accel_callbacks.distributed.heartbeat import Heartbeat, LostRank, is_disconnect
+from accel_callbacks.distributed.process_exit import fate_of, host_id
+from accel_callbacks.distributed.stack import SaveCalls, place_of
+
+LONG = 30.0
+
+
+def until(condition, what):
+    """Wait for a condition that comes, sooner or later."""
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def store():
+    return BoundedStore(dist.HashStore())
+
+
+def beat(store, rank, **values):
+    known = {"count": 1, "place": "train.py:3 in main", "process": ["elsewhere", 1]}
+    known |= {"left": None, "stuck": 0.0, "time": time.time(), **values}
+    store.set(f"heartbeat/{rank}", json.dumps(known))
+
+
+@contextmanager
+def watching(store, world=2, timeout=0.5):
+    aborted = threading.Event()
+    watch = Heartbeat(store, 0, world, timeout=timeout, abort=aborted.set)
+    watch.start()
+    try:
+        yield watch, aborted
+    finally:
+        watch.stop()
+
+
+def test_a_rank_without_a_heartbeat_is_lost_and_all_others_are_told(store, capfd):
+    beat(store, 1)
+    with watching(store) as (watch, aborted):
+        until(lambda: watch.lost, "rank 1 is not lost")
+        until(aborted.is_set, "nothing was aborted")
+    assert watch.lost.rank == 1
+    assert watch.lost.place == "train.py:3 in main"
+    assert re.fullmatch(r"has not answered for \d+ s", watch.lost.fate)
+    assert LostRank(**json.loads(store.get("lost"))) == watch.lost
+    assert f"[accel] {watch.lost}" in capfd.readouterr().err
+
+
+def test_a_rank_with_a_heartbeat_that_left_or_has_not_come_yet_is_not_lost(store):
+    beat(store, 1)
+    beat(store, 2, left="")
+    with watching(store, world=4, timeout=1.0) as (watch, aborted):
+        for count in range(2, 32):  # rank 1 lives for three times the timeout
+            beat(store, 1, count=count)
+            time.sleep(0.1)
+        assert watch.lost is None
+    assert not aborted.is_set()
+
+
+def test_what_one_rank_finds_all_others_believe(store):
+    found = LostRank(3, "has not answered for 60 s", "train.py:9 in main")
+    with watching(store, world=8, timeout=600) as (watch, aborted):
+        store.set("lost", json.dumps(vars(found)))
+        until(lambda: watch.lost, "the loss is not seen")
+        assert watch.lost == found
+        until(aborted.is_set, "nothing was aborted")
+
+
+def test_a_save_that_makes_no_progress_is_lost_only_after_minutes(store):
+    beat(store, 1, stuck=599.0)
+    with watching(store, timeout=5) as (watch, _):
+        watch._refresh(time.monotonic() + LONG)
+        assert watch.lost is None
+        beat(store, 1, count=2, stuck=601.0)
+        until(lambda: watch.lost, "rank 1 is not lost")
+    assert "has been in one call of a save for 601 s" in str(watch.lost)
+
+
+def test_a_report_of_another_rank_is_kept_and_one_of_this_rank_is_not(store):
+    with watching(store, timeout=600) as (watch, _):
+        store.set("failure", json.dumps({"rank": 0, "where": "a run", "details": "own"}))
+        watch._refresh(time.monotonic() + LONG)
+        assert watch.report is None
+        store.set("failure", json.dumps({"rank": 1, "where": "a run", "details": "disk"}))
+        watch._refresh(time.monotonic() + LONG)
+        assert watch.report["details"] == "disk"
+
+
+def test_the_error_of_a_collective_is_that_of_the_rank_which_left_first(store):
+    beat(store, 1, left=" after another rank, with RemoteError", time=1.0)
+    beat(store, 2, left=" with ValueError: broken", time=2.0)
+    beat(store, 3, left="", time=3.0)
+    with watching(store, world=4, timeout=600) as (watch, _):
+        lost = watch.find_lost(RuntimeError("Connection closed by peer"))
+    assert str(lost) == "rank 2 has ended with ValueError: broken; last seen at train.py:3 in main"
+
+
+def test_the_process_of_a_peer_on_this_machine_is_watched(store):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    beat(store, 1, process=[host_id(), child.pid])
+    with watching(store, timeout=600) as (watch, _):
+        until(watch._pidfds, "its process is not watched")
+        child.kill()
+        until(lambda: watch.lost, "rank 1 is not lost")
+    child.wait()
+    assert str(watch.lost) == "rank 1 was killed by SIGKILL; last seen at train.py:3 in main"
+
+
+def test_of_many_ranks_each_reads_the_next_one_and_rank_0(store):
+    watch = Heartbeat(store, 99, 100, timeout=60, abort=print)
+    assert watch._watched() == [0]
+    watch = Heartbeat(store, 7, 100, timeout=60, abort=print)
+    assert watch._watched() == [0, 8]
+    assert len(Heartbeat(store, 7, 64, timeout=60, abort=print)._watched()) == 63
+
+
+# --- the store -----------------------------------------------------------------------------------
+
+
+def test_a_call_of_a_host_that_does_not_answer_raises_and_so_do_all_until_it_answers(store):
+    answers = threading.Event()
+    with pytest.raises(dist.DistNetworkError, match="has not answered for 0 s"):
+        store.call(lambda _: answers.wait(LONG), patience=0.05)
+    assert store.is_silent
+    with pytest.raises(dist.DistNetworkError, match="does not answer"):
+        store.set("key", "value")
+    answers.set()
+    until(lambda: not store.is_silent, "it is silent for ever")
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_after_a_closed_connection_no_call_is_tried_again(store):
+    def closed(_):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(dist.DistNetworkError, match="reset"):
+        store.call(closed)
+    with pytest.raises(dist.DistNetworkError, match="does not answer"):
+        store.call(lambda _: pytest.fail("called"))
+
+
+def test_keys_are_read_in_one_pass_also_if_some_do_not_exist():
+    store = dist.HashStore()
+    store.set("a", "1")
+    store.set("b", "2")
+    assert read_keys(store, ["a", "b"]) == ["1", "2"]
+    assert read_keys(store, ["a", "missing", "b"]) == ["1", None, "2"]
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (RuntimeError("NCCL error"), True),
+        (dist.DistStoreError("wait timeout"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError("Broken pipe"), False),  # of the script's own sockets
+    ],
+)
+def test_errors_of_broken_collectives_are_told_from_others(error, expected):
+    assert is_disconnect(error) is expected
+    outer = ValueError("outer")
+    outer.__cause__ = error
+    assert is_disconnect(outer) is expected
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(function):
+    """A thread within a function, that ends with the block."""
+    over = threading.Event()
+    thread = threading.Thread(target=function, args=(over,))
+    thread.start()
+    try:
+        yield thread
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_the_place_of_a_thread_is_the_line_of_the_script():
+    def wait_in_the_script(over):
+        over.wait()
+
+    with running(wait_in_the_script) as thread:
+        until(lambda: "wait_in_the_script" in place_of(thread), place_of(thread))
+        line = wait_in_the_script.__code__.co_firstlineno + 1
+        assert place_of(thread) == f"test_heartbeat.py:{line} in wait_in_the_script"
+
+
+def within_a_save(body):
+    """Return the function ``work`` of a body, as if it stood in a file of the storage."""
+    names = {"time": time}
+    exec(compile(body, f"{stack._SAVING[1]}made_up.py", "exec"), names)
+    return names["work"]
+
+
+def test_a_thread_in_one_call_of_a_save_makes_no_progress():
+    calls = SaveCalls()
+    assert calls.seconds() == 0.0
+    with running(within_a_save("def work(over):\n    over._cond._lock and over.wait()")) as thread:
+        until(lambda: stack._is_saving(stack.frame_of(thread)), "it does not run")
+        until(lambda: calls.seconds() > 0.3, "its call is taken for a new one")
+    assert calls.seconds() == 0.0
+
+
+def test_a_thread_that_copies_in_one_line_makes_progress():
+    busy = "def work(over):\n    while not over.is_set(): bytes(50_000_000)"
+    calls = SaveCalls()
+    with running(within_a_save(busy)) as thread:
+        until(lambda: stack._is_saving(stack.frame_of(thread)), "it does not run")
+        for _ in range(5):
+            calls.seconds()
+            ticks, since = stack._processor_ticks(thread), calls._since[thread.ident][1]
+            until(lambda ticks=ticks: stack._processor_ticks(thread) > ticks, "it does not run")
+            calls.seconds()
+            assert calls._since[thread.ident][1] > since
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_processor_time_of_a_forked_process_is_its_own():
+    pid = os.fork()
+    if not pid:
+        os._exit(stack._processor_ticks(threading.main_thread()) is None)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
+@pytest.mark.parametrize(
+    ("code", "fate"),
+    [
+        ("raise SystemExit(3)", "exited with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 40)", "was killed by signal 40"),
+    ],
+)
+def test_how_a_process_ended_is_known_before_its_parent_waits_and_mostly_after(code, fate):
+    child = subprocess.Popen([sys.executable, "-c", code])
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert fate_of(child.pid, pidfd) == fate
+        child.wait()
+        assert fate_of(child.pid, pidfd).startswith((fate, "ended without a word"))
+    finally:
+        os.close(pidfd)
