@@ -61,7 +61,7 @@ class LineFile(ABC):
     path: str
 
     def __init__(self) -> None:
-        self._pending = b""
+        self._pending = bytearray()
 
     @property
     def pending(self) -> int:
@@ -135,7 +135,7 @@ class LocalLines(LineFile):
         """Append; if a nearly full disk takes only a part, the rest stays pending."""
         while self._pending and self._fd is not None:
             written = os.write(self._fd, self._pending)
-            self._pending = self._pending[written:]
+            del self._pending[:written]
 
     def close(self) -> None:
         """Write, sync, and close the descriptor."""
@@ -179,7 +179,7 @@ class RemoteLines(LineFile):
         """Write the object if an upload is due, or now with ``force``."""
         if self._pending:
             self._content += self._pending
-            self._pending, self._dirty = b"", True
+            self._pending, self._dirty = bytearray(), True
         begin = time.monotonic()
         if not self._dirty or (begin < self._due and not force):
             return
