@@ -81,7 +81,7 @@ class TrackerHub:
         main_process: bool = True,
         strict: bool = False,
         nan_policy: NanPolicy = "keep",
-        flush_every_s: float = 1.0,
+        flush_every_s: float = 0.5,
         max_buffer: int = 10_000,
         max_failures: int = 5,
         start_timeout_s: float = 60.0,
