@@ -179,6 +179,14 @@ class Tracker(ABC):
     def flush(self) -> None:  # noqa: B027
         """Make what was logged so far visible to readers of the files or the server."""
 
+    @property
+    def unflushed(self) -> bool:
+        """Whether rows wait for a later `flush`; a hub then calls it though nothing more is logged.
+
+        False by default.
+        """
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to continue the same run later, as JSON types."""
         return {}

@@ -19,6 +19,7 @@ from loggers.worker import MEDIA_BYTES, Losses, Media, Pending, Row, Writer
 __all__ = ["Pump", "apply_nan_policy"]
 
 _logger = logging.getLogger("accel_callbacks.trackers")
+_EAGER_S = 0.5  # seconds after which trackers are reminded of their rows in a hub that is eager
 _FULL = 256  # rows that are delivered before the interval is over
 _STALLED_AFTER = 30.0  # seconds in one call of a tracker
 _POLL = 0.001  # seconds
@@ -197,7 +198,7 @@ class Pump:
     # --- on its own thread ----------------------------------------------------------------------
 
     def _work(self) -> None:
-        timeout = _STALLED_AFTER if self._eager else self._interval
+        timeout = _EAGER_S if self._eager else self._interval
         while not self._over:
             with suppress(Empty):
                 self._tokens.get(timeout=min(timeout, threading.TIMEOUT_MAX))
@@ -211,6 +212,7 @@ class Pump:
             if request is not None:
                 request()
             for writer in self._writers:
+                writer.remind()
                 writer.guard.warn_stall(_STALLED_AFTER)
 
     def _pass_on(self) -> None:

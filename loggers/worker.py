@@ -222,6 +222,11 @@ class Writer:
         """Deliver what is queued, and flush the tracker."""
         self._submit(reply, self._flush)
 
+    def remind(self) -> None:
+        """Wake the thread if the tracker has rows that a flush is to write."""
+        if self._dirty and self._tokens.empty():
+            self._tokens.put(None)
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load a state into the tracker, which is not started yet."""
         self.state = dict(state)
@@ -370,12 +375,13 @@ class Writer:
         return error
 
     def _flush(self) -> Any:
-        """Flush if anything was logged since; a failed flush is retried with the next rows."""
+        """Flush if anything was logged since; a failed or partial flush is retried later."""
         if not self._dirty or (time.monotonic() < self._flush_after and not self._delivery.hurry):
             return None
         result = self.guard.call_open("flush")
-        self._dirty = isinstance(result, BaseException)
-        if self._dirty:
+        failed = isinstance(result, BaseException)
+        self._dirty = failed or self.guard.tracker.unflushed
+        if failed:
             pause = _FLUSH_BACK_OFF[min(self.guard.streak("flush"), len(_FLUSH_BACK_OFF)) - 1]
             self._flush_after = time.monotonic() + pause
         return result

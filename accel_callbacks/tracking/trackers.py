@@ -425,11 +425,11 @@ def _readable(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_losses(hub: TrackerHub) -> None:
-    """Print one line for each tracker that has not got all that was logged."""
+    """Print one line for each tracker that did not record all that was logged."""
     for name, report in hub.report().items():
         rows, media = report.lost_rows, report.dropped - report.lost_rows
         lost = [f"{rows} of {rows + report.rows} rows"] if rows else []
-        lost += [f"{media} images or other media"] if media else []
+        lost += [f"{media} other record{'s' * (media > 1)}"] if media else []
         if lost:
             notice(f"tracker {name!r} lost {' and '.join(lost)}")
 

@@ -117,6 +117,11 @@ class CSVTracker(ContinuingTracker):
         """Append the rows; rows with new columns wait while rewriting would cost too much."""
         self._flush(force=False)
 
+    @property
+    def unflushed(self) -> bool:
+        """Whether rows wait for a rewrite with their columns, or for an upload to a store."""
+        return self._file is not None and (self._file.is_dirty or bool(self._rows))
+
     def state_dict(self) -> dict[str, Any]:
         """Write all rows, also to a store, and return the run id and the last step."""
         if self._file is not None:

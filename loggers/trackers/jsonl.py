@@ -196,6 +196,11 @@ class JSONLTracker(ContinuingTracker):
         """Append the pending lines; after an error, unwritten ones stay pending."""
         self._opened().flush()
 
+    @property
+    def unflushed(self) -> bool:
+        """Whether records wait for an upload to a store."""
+        return self._file is not None and self._file.is_dirty
+
     def state_dict(self) -> dict[str, Any]:
         """Write what is pending, also to a store, and return the run id and the last step."""
         if self._file is not None:

@@ -68,6 +68,11 @@ class LineFile(ABC):
         """The number of bytes that were added and not written."""
         return len(self._pending)
 
+    @property
+    def is_dirty(self) -> bool:
+        """True while something that was added is not in the file."""
+        return bool(self._pending)
+
     def add(self, lines: bytes) -> None:
         """Queue complete lines."""
         self._pending += lines
@@ -162,6 +167,11 @@ class RemoteLines(LineFile):
         self._content = _read_object(self._fs, self._key)
         self._every_s = every_s
         self._dirty, self._due = False, 0.0
+
+    @property
+    def is_dirty(self) -> bool:
+        """True while the object is not what it is in memory."""
+        return self._dirty or super().is_dirty
 
     def lines(self) -> Iterator[bytes]:
         """Iterate over the lines in memory."""
