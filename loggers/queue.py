@@ -83,10 +83,12 @@ class Pump:
     def put_media(self, pending: Pending) -> None:
         """Append media, to be converted on this thread."""
         waiting = self._bytes_in - self._bytes_out
-        if self._lossless and waiting and waiting + pending.size > MEDIA_BYTES:
+        full = waiting + pending.size > MEDIA_BYTES
+        if self._lossless and (full or self._behind):
             self._wait_for_room()
             waiting = self._bytes_in - self._bytes_out
-        if waiting and waiting + pending.size > MEDIA_BYTES:  # a single item may be of any size
+            full = waiting > MEDIA_BYTES // 2
+        if waiting and full:  # a single item may be of any size
             self.lost.count(pending)
             self._warn_once(
                 "media",

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loggers import (
@@ -93,7 +94,9 @@ def gated() -> Iterator[Gated]:
     tracker.gate.set()
 
 
-@pytest.mark.parametrize("count", [40_000, pytest.param(300_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [40_000, pytest.param(300_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 def test_all_rows_at_full_speed_arrive_in_order(count: int, tmp_path: Path) -> None:
     with TrackerHub(["jsonl", "csv"], run=RunInfo("digits", str(tmp_path), "a1")) as hub:
         for step in range(count):
@@ -131,6 +134,36 @@ def test_log_waits_for_room_and_no_longer(gated: Gated) -> None:
     assert not loop.is_alive()
     hub.finish()
     assert gated.steps == list(range(200))
+    assert hub.report()["gated"].dropped == 0
+
+
+def test_media_wait_too(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loggers.queue.MEDIA_BYTES", 10_000)
+    monkeypatch.setattr("loggers.worker.MEDIA_BYTES", 10_000)
+
+    class Keeps(Gated):
+        def log_histogram(self, histograms: Mapping[str, np.ndarray], step: int) -> None:
+            self.log({}, step)
+
+    tracker = Keeps()
+    hub = TrackerHub([tracker], run=RUN, flush_every_s=0, stall_timeout_s=600)
+    hub.start()
+    logged: list[int] = []
+
+    def train() -> None:
+        for step in range(100):
+            hub.log_histogram({"weights": np.zeros(100 if step % 9 else 2000)}, step)
+            logged.append(step)
+
+    loop = threading.Thread(target=train, daemon=True)
+    loop.start()
+    assert tracker.entered.wait(60)
+    loop.join(0.3)
+    assert len(logged) < 100
+    tracker.gate.set()
+    loop.join(60)
+    hub.finish()
+    assert tracker.steps == list(range(100))
     assert hub.report()["gated"].dropped == 0
 
 
