@@ -64,6 +64,8 @@ class Tracker(ABC):
         main_process_only: whether only the main process uses it, True by default.
         needs_rising_steps: the tool drops a step below the last one; the hub then passes such
             values with the last step. False by default.
+        lossless: a hub waits for the tracker rather than drop its rows. For tools that never wait
+            for a network; False by default.
         requires: modules that `start` imports; ``log_with="all"`` skips the tracker if one is not
             installed. None by default.
 
@@ -88,6 +90,7 @@ class Tracker(ABC):
     name: str
     main_process_only: bool = True
     needs_rising_steps: bool = False
+    lossless: bool = False
     requires: tuple[str, ...] = ()
 
     @abstractmethod
@@ -111,6 +114,15 @@ class Tracker(ABC):
     # Optional methods do nothing by default, so that a tracker is three methods long.
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027
         """Record the run's settings, a nested mapping."""
+
+    def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
+        """Record several rows of (scalars, step, Unix time), which must not be changed.
+
+        A hub calls it in place of `log` where it is overridden, and `log` is not overridden later.
+        An override records all rows or raises: the hub then logs them one by one.
+        """
+        for scalars, step, _ in rows:
+            self.log(scalars, step)
 
     # Media: a tracker has the kinds whose method it overrides (see `media`).
     def log_images(
@@ -167,6 +179,14 @@ class Tracker(ABC):
     def flush(self) -> None:  # noqa: B027
         """Make what was logged so far visible to readers of the files or the server."""
 
+    @property
+    def unflushed(self) -> bool:
+        """Whether rows wait for a later `flush`; a hub then calls it though nothing more is logged.
+
+        False by default.
+        """
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to continue the same run later, as JSON types."""
         return {}
@@ -202,6 +222,26 @@ def media(tracker: Tracker) -> frozenset[str]:
         if getattr(getattr(tracker, f"log_{kind}"), "__func__", None)
         is not getattr(Tracker, f"log_{kind}")
     )
+
+
+def takes_batches(tracker: Tracker) -> bool:
+    """Return whether ``log_rows`` replaces ``log``: it is overridden, and ``log`` not after it.
+
+    >>> class Lines(Tracker):
+    ...     def log_rows(self, rows):
+    ...         print(len(rows))
+    ...
+    ...     start = log = finish = None
+    >>> class Shouts(Lines):
+    ...     def log(self, scalars, step):
+    ...         print("!")
+    >>> takes_batches(Lines()), takes_batches(Shouts())
+    (True, False)
+    """
+    if "log" in vars(tracker):
+        return False
+    first = next(cls for cls in type(tracker).__mro__ if {"log", "log_rows"} & vars(cls).keys())
+    return first is not Tracker and "log_rows" in vars(first)
 
 
 def check_status(status: str) -> None:

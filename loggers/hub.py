@@ -37,12 +37,13 @@ _DELIVERY_SHARE = 0.8  # of the time in which rows are delivered; the rest is fo
 
 
 class TrackerHub:
-    """Sends what a training loop logs to every tracker, without waiting for any of them.
+    """Sends what a training loop logs to every tracker, on threads of its own.
 
     `log` only appends to a queue; tensors on an accelerator stay there. A thread reads them about
-    once a second, with one copy per device, and hands the rows to one thread per tracker. A
+    twice a second, with one copy per device, and hands the rows to one thread per tracker. A
     tracker that raises is retried, then disabled; one that is slow or hangs loses its oldest
-    rows when ``max_buffer`` of them wait. Both are counted (`report`) and logged once on the logger
+    rows when ``max_buffer`` of them wait. For a ``lossless`` one (JSONL, CSV) `log` waits then,
+    unless it hangs. Losses are counted (`report`) and logged once on the logger
     "accel_callbacks.trackers"; the other trackers and the run continue. Safe to call from several
     threads and from a signal handler; does nothing in a forked process.
 
@@ -56,7 +57,7 @@ class TrackerHub:
         main_process: whether this is the process that logs; on others only trackers whose
             ``main_process_only`` is False are used.
         strict, nan_policy, flush_every_s, max_buffer, max_failures, start_timeout_s,
-            finish_timeout_s: see `TrackerConfig`.
+            finish_timeout_s, stall_timeout_s: see `TrackerConfig`.
 
     Raises:
         ValueError: two trackers have the same name, a name is unknown, or an option is invalid.
@@ -80,11 +81,12 @@ class TrackerHub:
         main_process: bool = True,
         strict: bool = False,
         nan_policy: NanPolicy = "keep",
-        flush_every_s: float = 1.0,
+        flush_every_s: float = 0.5,
         max_buffer: int = 10_000,
         max_failures: int = 5,
         start_timeout_s: float = 60.0,
         finish_timeout_s: float = 30.0,
+        stall_timeout_s: float = 30.0,
     ) -> None:
         self.run = run
         self.config = TrackerConfig(
@@ -95,6 +97,7 @@ class TrackerHub:
             max_failures=max_failures,
             start_timeout_s=start_timeout_s,
             finish_timeout_s=finish_timeout_s,
+            stall_timeout_s=stall_timeout_s,
         )
         # Errors of the threads that the training thread is to raise.
         self._errors: deque[BaseException] = deque()
@@ -162,7 +165,7 @@ class TrackerHub:
         step: int,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record values at a step, without waiting for a device or a tracker.
+        """Record values at a step; wait only while a ``lossless`` tracker is far behind.
 
         Args:
             values: numbers, numpy scalars, 0-d tensors (on any device; later in-place changes are
@@ -430,8 +433,15 @@ class TrackerHub:
     def report(self) -> dict[str, TrackerReport]:
         """Return the counts and status of each tracker that this process uses, by name."""
         reports = {writer.name: writer.report() for writer in self._writers}
-        lost = self._pump.lost  # lost before reaching any tracker
-        return {name: replace(one, dropped=one.dropped + lost) for name, one in reports.items()}
+        lost = self._pump.lost
+        return {
+            name: replace(
+                one,
+                dropped=one.dropped + lost.rows + lost.media,
+                lost_rows=one.lost_rows + lost.rows,
+            )
+            for name, one in reports.items()
+        }
 
     def __enter__(self) -> TrackerHub:
         self.start()
@@ -449,7 +459,8 @@ class TrackerHub:
         """Return the worker of a tracker, with its guard and filter."""
         config = self.config
         guard = Guard(tracker, config.max_failures, self._keep_error, report=not config.strict)
-        return Writer(guard, choice.takes, self.run, config.max_buffer)
+        takes = choice.takes if choice.include or choice.exclude else None
+        return Writer(guard, takes, self.run, config.max_buffer)
 
     def _keep_error(self, error: BaseException) -> None:
         """Keep an error if the options request that the training thread raises it."""
@@ -609,7 +620,7 @@ def close_all(pump: Pump, writers: Sequence[Writer], status: Status, seconds: fl
     """
     begin, reply = time.monotonic(), Reply()
     try:
-        pump.submit(lambda: _request_finish(writers, status, reply))
+        pump.submit(lambda: _request_finish(writers, status, reply, pump.lost.rows))
         pump.end()
         late = _wait(writers, status, reply, begin, seconds)
     except BaseException:
@@ -632,9 +643,9 @@ def wait_for_replies(reply: Reply, count: int, deadline: float) -> dict[str, Any
     return got
 
 
-def _request_finish(writers: Sequence[Writer], status: Status, reply: Reply) -> None:
+def _request_finish(writers: Sequence[Writer], status: Status, reply: Reply, lost: int) -> None:
     for writer in writers:
-        writer.finish(status, reply)
+        writer.finish(status, reply, lost)
 
 
 def _wait(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -13,13 +14,16 @@ from typing import Any
 
 from loggers.config import NanPolicy, TrackerConfig
 from loggers.values import to_host
-from loggers.worker import MEDIA_BYTES, Media, Pending, Row, Writer
+from loggers.worker import MEDIA_BYTES, Losses, Media, Pending, Row, Writer
 
 __all__ = ["Pump", "apply_nan_policy"]
 
 _logger = logging.getLogger("accel_callbacks.trackers")
+_EAGER_S = 0.5  # seconds after which trackers are reminded of their rows in a hub that is eager
 _FULL = 256  # rows that are delivered before the interval is over
 _STALLED_AFTER = 30.0  # seconds in one call of a tracker
+_POLL = 0.001  # seconds
+_SLOWED_AFTER = 10.0  # seconds in all that the loop has waited
 _NAN_OUTCOMES = {"skip": "such values are dropped", "warn": "such values are recorded as they are"}
 
 
@@ -38,8 +42,14 @@ class Pump:
         config: TrackerConfig,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        self.lost = 0  # rows dropped because a device was not read in time
+        self.lost = Losses()  # before they reached any tracker
         self._writers = writers
+        # In a hub without lossless trackers `put` never waits.
+        self._lossless = [writer for writer in writers if writer.guard.tracker.lossless]
+        self._behind = False  # rows of a lossless tracker wait, so the next `put` does
+        self._passed = 0  # rows and media that were read from their devices
+        self._stalled_at = -1  # the value of `_passed` when waiting for a device was given up
+        self._waited = 0.0
         self._config = config
         self._on_error = on_error
         self._inbox: deque[Row | Pending] = deque()
@@ -61,20 +71,25 @@ class Pump:
     # --- on the training thread -----------------------------------------------------------------
 
     def put(self, row: Row) -> None:
-        """Append a row; drop the oldest if the thread falls too far behind."""
+        """Append a row; wait for lossless trackers, drop the oldest row if there are none."""
         inbox = self._inbox
         inbox.append(row)
         waiting = len(inbox)
         if self._eager or waiting % _FULL == 0:
             self._tokens.put(None)
-        if waiting > self._config.max_buffer:
-            self._drop_oldest()
+        if self._behind or waiting > self._config.max_buffer:
+            self._make_room()
 
     def put_media(self, pending: Pending) -> None:
         """Append media, to be converted on this thread."""
         waiting = self._bytes_in - self._bytes_out
-        if waiting and waiting + pending.size > MEDIA_BYTES:  # a single item may be of any size
-            self.lost += 1
+        full = waiting + pending.size > MEDIA_BYTES
+        if self._lossless and (full or self._behind):
+            self._wait_for_room()
+            waiting = self._bytes_in - self._bytes_out
+            full = waiting > MEDIA_BYTES // 2
+        if waiting and full:  # a single item may be of any size
+            self.lost.count(pending)
             self._warn_once(
                 "media",
                 "%d MiB of images and other media wait, and the newest are dropped from now on. "
@@ -109,13 +124,72 @@ class Pump:
         """Return the number of items not passed on yet."""
         return len(self._inbox)
 
+    def _make_room(self) -> None:
+        """Wait for lossless trackers; drop the oldest row if this did not help."""
+        if self._lossless:
+            self._wait_for_room()
+        if len(self._inbox) > self._config.max_buffer:
+            self._drop_oldest()
+
+    def _wait_for_room(self) -> None:
+        """Wait until the queues of lossless trackers, and the one of this thread, are half empty.
+
+        What makes no progress for ``stall_timeout_s`` is no longer waited for: a tracker for the
+        rest of the run, a device until it is read again.
+        """
+        begin = since = time.monotonic()
+        seen = self._progress()
+        self._tokens.put(None)
+        while self._is_full():
+            # Polled: a signal handler may interrupt this, and log, at any point.
+            time.sleep(_POLL)
+            now, progress = time.monotonic(), self._progress()
+            if progress != seen:
+                seen, since = progress, now
+            elif now - since >= self._config.stall_timeout_s:
+                self._give_up()
+        self._behind = False
+        self._waited += time.monotonic() - begin
+        if self._waited > _SLOWED_AFTER:
+            self._warn_once(
+                "slowed",
+                "log has waited %.0f s for %s, which lose no rows. Log less often to train faster",
+                self._waited,
+                ", ".join(writer.name for writer in self._lossless),
+            )
+
+    def _is_full(self) -> bool:
+        """Return whether lossless trackers, or the rows that they are to get, are awaited."""
+        running = self._thread is not None and self._thread.is_alive() and not self._over
+        awaited = [writer for writer in self._lossless if writer.is_lossless] if running else []
+        behind = any(writer.is_behind(0.5) for writer in awaited)
+        return bool(awaited) and (behind or self._is_inbox_full())
+
+    def _is_inbox_full(self) -> bool:
+        """Return whether the queue is more than half full, and was not given up as it is."""
+        many = len(self._inbox) > self._config.max_buffer // 2
+        large = self._bytes_in - self._bytes_out > MEDIA_BYTES // 2
+        return (many or large) and self._passed != self._stalled_at
+
+    def _progress(self) -> tuple[int, ...]:
+        """Return counts that change while anything is written or read from a device."""
+        return (self._passed, *(writer.done for writer in self._lossless))
+
+    def _give_up(self) -> None:
+        """Stop waiting for what makes no progress."""
+        if self._is_inbox_full():
+            self._stalled_at = self._passed
+        for writer in self._lossless:
+            if writer.is_lossless and writer.is_behind(0.5):
+                writer.give_up(self._config.stall_timeout_s)
+
     def _drop_oldest(self) -> None:
         try:
             item = self._inbox.popleft()
         except IndexError:  # the thread emptied the queue meanwhile
             return
         self._bytes_in -= item.size if isinstance(item, Pending) else 0
-        self.lost += 1
+        self.lost.count(item)
         self._warn_once(
             "device",
             "%d values wait for their device, and the oldest are dropped from now on. "
@@ -126,7 +200,7 @@ class Pump:
     # --- on its own thread ----------------------------------------------------------------------
 
     def _work(self) -> None:
-        timeout = _STALLED_AFTER if self._eager else self._interval
+        timeout = _EAGER_S if self._eager else self._interval
         while not self._over:
             with suppress(Empty):
                 self._tokens.get(timeout=min(timeout, threading.TIMEOUT_MAX))
@@ -140,6 +214,7 @@ class Pump:
             if request is not None:
                 request()
             for writer in self._writers:
+                writer.remind()
                 writer.guard.warn_stall(_STALLED_AFTER)
 
     def _pass_on(self) -> None:
@@ -161,6 +236,8 @@ class Pump:
         items = [i for i in ready if i is not None and not (isinstance(i, Row) and not i.values)]
         for writer in self._writers:
             writer.put(items)
+        self._passed += len(taken)
+        self._behind = any(one.is_lossless and one.is_behind() for one in self._lossless)
 
     def _convert(self, pending: Pending) -> Media | None:
         self._bytes_out += pending.size
@@ -168,7 +245,7 @@ class Pump:
             return pending.convert()
         except Exception as error:
             self._on_error(error)
-            self.lost += 1
+            self.lost.count(pending)
             self._warn_once(f"convert {error}", "an image (or other media) was lost: %s", error)
             return None
 

@@ -195,7 +195,7 @@ def to_host(rows: Iterable[FlatValues]) -> list[Exception]:
         return []
     for row in rows:
         for name, value in row.items():
-            if isinstance(value, torch.Tensor):
+            if type(value) is not float and isinstance(value, torch.Tensor):
                 by_device.setdefault(value.device, []).append((row, name, value))
     errors = []
     for entries in by_device.values():

@@ -8,18 +8,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from loggers.base import MEDIA, RunInfo, Status, Tracker, media
+from loggers.base import MEDIA, RunInfo, Scalar, Status, Tracker, media, takes_batches
 
 __all__ = [
     "MEDIA_BYTES",
     "Delivery",
     "Guard",
+    "Losses",
     "Media",
     "Pending",
     "Reply",
@@ -32,6 +33,8 @@ MEDIA_BYTES = 1 << 28
 """Bytes that images, tables, ... may occupy in the hub's queue, and in that of each tracker."""
 
 _MEDIA_METHODS = frozenset(f"log_{kind}" for kind in MEDIA)
+_BATCH = 256  # rows in one call of ``log_rows``
+_LOST_ROWS = "tracker/lost_rows"
 _TRIES = 3  # of one row, so that a row that can never be written does not block the others
 _BACK_OFF = (0.1, 0.5, 2.0, 10.0)  # seconds before the next try, by failures in a row
 _FLUSH_BACK_OFF = (1.0, 5.0, 30.0, 60.0)  # the same for flush, e.g. while a disk is full
@@ -52,6 +55,8 @@ class TrackerReport:
         failures: exceptions that its methods raised, and calls that did not return in time.
         disabled: whether the hub has stopped calling it.
         last_error: the latest failure as text, or None.
+        lost_rows: calls of ``log`` among ``dropped``. If there are any, the last row of the
+            tracker has their number under ``tracker/lost_rows``, if it could be written.
 
     >>> TrackerReport(rows=3).failures
     0
@@ -62,6 +67,7 @@ class TrackerReport:
     failures: int = 0
     disabled: bool = False
     last_error: str | None = None
+    lost_rows: int = 0
 
 
 class Row(NamedTuple):
@@ -96,6 +102,21 @@ class Pending(NamedTuple):
     convert: Callable[[], Media]
 
 
+@dataclass
+class Losses:
+    """Counts rows and media that were lost; of one thread only, as there is no lock."""
+
+    rows: int = 0
+    media: int = 0
+
+    def count(self, item: Row | Media | Pending) -> None:
+        """Count one item."""
+        if isinstance(item, Row):
+            self.rows += 1
+        else:
+            self.media += 1
+
+
 class Writer:
     """Owns a tracker's thread, and queues rows, media and requests for it.
 
@@ -103,17 +124,24 @@ class Writer:
 
     Args:
         guard: calls the tracker.
-        takes: filter of the names that it receives.
+        takes: filter of the names that it receives; None for all.
         run: passed to the tracker's ``start``.
-        max_rows: maximum rows that wait for it; beyond, the oldest are dropped.
+        max_rows: rows that wait for it; beyond, the oldest are dropped, or the hub waits.
+
+    Attributes:
+        done: rows, media and requests that the tracker was given.
     """
 
     def __init__(
-        self, guard: Guard, takes: Callable[[str], bool], run: RunInfo, max_rows: int
+        self, guard: Guard, takes: Callable[[str], bool] | None, run: RunInfo, max_rows: int
     ) -> None:
         self.guard = guard
         self.state: dict[str, Any] | None = None  # the last known one
         self.finished = False
+        self.done = 0
+        self._gave_up = False
+        self._in_flight: Sequence[Row | Media] = ()  # what the tracker is being given
+        self._last_step = 0
         self._delivery = Delivery(guard, takes)
         self._run = run
         self._max_rows = max_rows
@@ -124,14 +152,26 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._over = self._dirty = False
         self._flush_after = 0.0
-        # Without a lock: each counter is written by one thread only.
-        self._lost = self._overflowed = self._left = 0
+        # Not delivered, overflowed, left at the end: each is counted by one thread.
+        self._lost, self._overflowed, self._left = Losses(), Losses(), Losses()
         self._bytes_in = self._bytes_out = 0  # of media
 
     @property
     def name(self) -> str:
         """The tracker's name."""
         return self.guard.tracker.name
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the hub waits for this tracker: not one that has ended, or that was given up."""
+        if self._gave_up or not self.guard.tracker.lossless:
+            return False
+        return self._thread is not None and self._thread.is_alive() and not self._over
+
+    def is_behind(self, share: float = 1.0) -> bool:
+        """Return whether more than a share of what may wait for the tracker does."""
+        waiting = self._bytes_in - self._bytes_out
+        return len(self._queue) > share * self._max_rows or waiting > share * MEDIA_BYTES
 
     # --- called by other threads ----------------------------------------------------------------
 
@@ -146,10 +186,12 @@ class Writer:
         for item in items:
             if isinstance(item, Row):
                 self._queue.append(item)
+                self._last_step = max(self._last_step, item.step)
             elif item.kind in self.guard.kinds:
                 self._put_media(item)
-        for _ in range(len(self._queue) - self._max_rows):  # requests are never dropped
-            self._drop_oldest()
+        if not self.is_lossless:
+            for _ in range(len(self._queue) - self._max_rows):  # requests are never dropped
+                self._drop_oldest()
         self._tokens.put(None)
 
     def request_call(self, method: str, reply: Reply, *args: Any) -> None:
@@ -180,6 +222,11 @@ class Writer:
         """Deliver what is queued, and flush the tracker."""
         self._submit(reply, self._flush)
 
+    def remind(self) -> None:
+        """Wake the thread if the tracker has rows that a flush is to write."""
+        if self._dirty and self._tokens.empty():
+            self._tokens.put(None)
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load a state into the tracker, which is not started yet."""
         self.state = dict(state)
@@ -189,10 +236,26 @@ class Writer:
         """Flush, and update `state`."""
         self._submit(reply, self._update_state)
 
-    def finish(self, status: Status, reply: Reply) -> None:
-        """Deliver what is queued and close the tracker; no pauses between tries from now on."""
+    def give_up(self, seconds: float) -> None:
+        """Drop the oldest rows from now on, because nothing was written for a while."""
+        self._gave_up = True
+        self.guard.timed_out(
+            f"has written nothing for {seconds:g} s",
+            0,
+            f"Training waits for it no longer: the oldest of more than {self._max_rows} rows are "
+            "dropped from now on. stall_timeout_s is how long to wait.",
+        )
+
+    def finish(self, status: Status, reply: Reply, lost: int = 0) -> None:
+        """Deliver what is queued and close the tracker; no pauses between tries from now on.
+
+        Args:
+            status: outcome of the run.
+            reply: gets (tracker, result).
+            lost: rows that were lost before they reached this thread.
+        """
         self._delivery.hurry = True
-        self._submit(reply, lambda: self._finish(status))
+        self._submit(reply, lambda: self._finish(status, lost))
 
     def abandon(self) -> None:
         """Drop what is queued, because the time is up."""
@@ -201,10 +264,14 @@ class Writer:
 
     def report_unfinished(self, seconds: float) -> None:
         """Count and report what a tracker that hangs has left in the queue."""
-        self._left = len(self._queue)
+        left = Losses()
+        for item in (*self._in_flight, *self._queue.copy()):
+            if not callable(item):
+                left.count(item)
+        self._left = left
         self.guard.timed_out(
             f"did not finish within {seconds:g} s",
-            self._left,
+            left.rows + left.media,
             "Its thread ends with the process; finish_timeout_s is how long to wait.",
         )
 
@@ -215,10 +282,11 @@ class Writer:
 
     def report(self) -> TrackerReport:
         """Return the counts."""
-        guard = self.guard
+        guard, lost = self.guard, (self._lost, self._overflowed, self._left)
         return TrackerReport(
             rows=self._delivery.rows,
-            dropped=self._lost + self._overflowed + self._left,
+            dropped=sum(one.rows + one.media for one in lost),
+            lost_rows=sum(one.rows for one in lost),
             failures=guard.failures,
             disabled=guard.disabled,
             last_error=guard.last_error,
@@ -230,8 +298,9 @@ class Writer:
 
     def _put_media(self, item: Media) -> None:
         waiting = self._bytes_in - self._bytes_out
-        if waiting and waiting + item.size > MEDIA_BYTES:  # a single item may be of any size
-            self._count_overflow()
+        full = waiting and waiting + item.size > MEDIA_BYTES  # a single item may be of any size
+        if full and not self.is_lossless:
+            self._count_overflow(item)
         else:
             self._bytes_in += item.size
             self._queue.append(item)
@@ -243,12 +312,13 @@ class Writer:
             while callable(item := self._queue.popleft()):
                 requests.append(item)
             self._bytes_in -= item.size if isinstance(item, Media) else 0
-            self._count_overflow()
+            self._count_overflow(item)
         self._queue.extendleft(reversed(requests))
 
-    def _count_overflow(self) -> None:
-        self._overflowed += 1
-        if self._overflowed == 1:
+    def _count_overflow(self, item: Row | Media) -> None:
+        first = self._overflowed == Losses()
+        self._overflowed.count(item)
+        if first:
             self.guard.warn(
                 "tracker %r does not keep up: %d rows wait for it, and the oldest are dropped from "
                 "now on (of images and other media the newest). Training continues; log less "
@@ -262,22 +332,39 @@ class Writer:
     def _work(self) -> None:
         while not self._over:
             self._tokens.get()
+            rows: list[Row] = []
             for _ in range(len(self._queue)):  # items that arrive meanwhile bring another token
                 try:
                     item = self._queue.popleft()
                 except IndexError:  # dropped meanwhile
                     break
-                self._handle(item)
+                if isinstance(item, Row):
+                    rows.append(item)
+                if not isinstance(item, Row) or len(rows) == self._delivery.batch:
+                    self._handle_rows(rows)
+                    rows = []
+                if not isinstance(item, Row):
+                    self._handle(item)
+            self._handle_rows(rows)
             self._flush()
 
-    def _handle(self, item: Row | Media | Callable[[], None]) -> None:
-        if callable(item):
+    def _handle_rows(self, rows: list[Row]) -> None:
+        if rows:
+            self._dirty, self._in_flight = True, rows
+            self._lost.rows += self._delivery.deliver_rows(rows)
+            self._in_flight = ()
+            self.done += len(rows)
+
+    def _handle(self, item: Media | Callable[[], None]) -> None:
+        if isinstance(item, Media):
+            self._bytes_out += item.size
+            self._dirty, self._in_flight = True, (item,)
+            self._lost.media += not self._delivery.deliver_media(item)
+            self._in_flight = ()
+        else:
             self._flush()
             item()
-            return
-        self._bytes_out += item.size if isinstance(item, Media) else 0
-        self._dirty = True
-        self._lost += not self._delivery.deliver(item)
+        self.done += 1
 
     def _start(self) -> Any:
         error = self.guard.call("start", self._run)
@@ -288,12 +375,13 @@ class Writer:
         return error
 
     def _flush(self) -> Any:
-        """Flush if anything was logged since; a failed flush is retried with the next rows."""
+        """Flush if anything was logged since; a failed or partial flush is retried later."""
         if not self._dirty or (time.monotonic() < self._flush_after and not self._delivery.hurry):
             return None
         result = self.guard.call_open("flush")
-        self._dirty = isinstance(result, BaseException)
-        if self._dirty:
+        failed = isinstance(result, BaseException)
+        self._dirty = failed or self.guard.tracker.unflushed
+        if failed:
             pause = _FLUSH_BACK_OFF[min(self.guard.streak("flush"), len(_FLUSH_BACK_OFF)) - 1]
             self._flush_after = time.monotonic() + pause
         return result
@@ -304,11 +392,14 @@ class Writer:
             self.state = state
         return state
 
-    def _finish(self, status: Status) -> Any:
+    def _finish(self, status: Status, lost: int) -> Any:
         """Close the tracker once if it ever started, even if disabled, to release its resources."""
         self._over = True
         result = None
         if self.guard.open:
+            lost += self._lost.rows + self._overflowed.rows
+            if lost:
+                self.guard.call_open("log", {_LOST_ROWS: lost}, self._last_step)
             self._update_state()
             self.guard.open = False
             result = self.guard.call("finish", status)
@@ -321,30 +412,57 @@ class Delivery:
 
     Args:
         guard: calls the tracker.
-        takes: filter of the names that it receives.
+        takes: filter of the names that it receives; None for all.
 
     Attributes:
+        batch: rows that one call may have, 1 for trackers that have only ``log``.
         rows: calls of ``log`` that succeeded.
         hurry: the run is ending, so tries are not spaced out; set by other threads.
         abandoned: the time is up, so nothing more is delivered; set by other threads.
     """
 
-    def __init__(self, guard: Guard, takes: Callable[[str], bool]) -> None:
+    def __init__(self, guard: Guard, takes: Callable[[str], bool] | None) -> None:
+        self.batch = _BATCH if takes_batches(guard.tracker) else 1
         self.rows = 0
         self.hurry = self.abandoned = False
         self._guard = guard
         self._takes = takes
         self._last_step: int | None = None
 
-    def deliver(self, item: Row | Media) -> bool:
-        """Deliver one item; return False if it is lost."""
-        if self.abandoned or self._guard.disabled:
+    def deliver_rows(self, rows: Sequence[Row]) -> int:
+        """Deliver rows; return how many are lost."""
+        if self.batch > 1 and not self._is_over() and self._deliver_batch(rows):
+            return 0
+        return sum(not self._deliver_row(row) for row in rows)
+
+    def _is_over(self) -> bool:
+        """Return whether nothing more is delivered."""
+        return self.abandoned or self._guard.disabled
+
+    def _deliver_batch(self, rows: Sequence[Row]) -> bool:
+        """Deliver rows in one call; return False if they are to be delivered one by one."""
+        name, batch = self._guard.tracker.name, []
+        for row in rows:
+            if row.extra and row.extra.get(name):
+                return False
+            values = self._taken(row.values)
+            if values:
+                batch.append((values, self._step(row.step), row.time))
+        if batch and not self._guard.log_rows(batch):
             return False
-        return self._deliver_row(item) if isinstance(item, Row) else self._deliver_media(item)
+        self.rows += len(batch)
+        return True
+
+    def _taken(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values that the tracker receives."""
+        takes = self._takes
+        return values if takes is None else {n: one for n, one in values.items() if takes(n)}
 
     def _deliver_row(self, row: Row) -> bool:
         """Deliver one row, with retries; return False if it is lost."""
-        values = {name: value for name, value in row.values.items() if self._takes(name)}
+        if self._is_over():
+            return False
+        values = self._taken(row.values)
         if not values:
             return True
         step, extra = self._step(row.step), (row.extra or {}).get(self._guard.tracker.name)
@@ -358,13 +476,16 @@ class Delivery:
             self._pause(_BACK_OFF[min(self._guard.streak("log"), len(_BACK_OFF)) - 1])
         return False
 
-    def _deliver_media(self, item: Media) -> bool:
+    def deliver_media(self, item: Media) -> bool:
+        """Deliver one call of a media method; return False if it is lost."""
+        if self._is_over():
+            return False
         args = item.args
         if item.by_name and isinstance(args[0], str):
-            if not self._takes(args[0]):
+            if not self._taken({args[0]: None}):
                 return True
         elif item.by_name:
-            taken = {name: value for name, value in args[0].items() if self._takes(name)}
+            taken = self._taken(args[0])
             if not taken:
                 return True
             args = (taken, *args[1:])
@@ -447,6 +568,22 @@ class Guard:
         if self._takes_time:
             kwargs["time"] = at
         return self.call("log", dict(values), step, **kwargs)
+
+    def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> bool:
+        """Call ``log_rows``; return whether it did not raise.
+
+        A failure is not counted: the rows are logged one by one then, and those that fail are.
+        """
+        self.busy = ("log_rows", time.monotonic())
+        try:
+            self.tracker.log_rows(rows)
+        except BaseException as error:  # also SystemExit, as in `call`
+            _logger.debug("tracker %r failed in log_rows: %r", self.tracker.name, error)
+            return False
+        finally:
+            self.busy = None
+        self._streaks.pop("log", None)
+        return True
 
     def unknown_keywords(self, method: str, names: Mapping[str, Any]) -> list[str]:
         """Return the names that ``log``, or a media method of the tracker, does not take."""

@@ -44,6 +44,7 @@ class AdaptedTracker(Tracker):
             )
         self.name = name
         self.main_process_only = getattr(wrapped, "main_process_only", True)
+        self.lossless = getattr(wrapped, "lossless", False)
         self.wrapped = wrapped
         self._options = dict(options)
         # Overridden only if the wrapped tracker has the method, because `loggers.media` reports

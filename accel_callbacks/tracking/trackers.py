@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.callbacks.dispatch.dispatcher import in_hook
 from accel_callbacks.errors import nearest
+from accel_callbacks.logging import notice
 from accel_callbacks.tracking.general_tracker import (
     GeneralTracker,
     LoggerType,
@@ -299,7 +300,7 @@ class Tracking:
         return tracker.raw if unwrap else _unwrapped(tracker)
 
     def close(self, status: Any) -> None:
-        """Flush and finish all trackers, within a time limit."""
+        """Flush and finish all trackers, within a time limit; print what they have lost."""
         self._put_row()
         hub, self._hub, self._awaited = self._hub, None, None
         if hub is None:
@@ -308,6 +309,7 @@ class Tracking:
         try:
             hub.finish(status)
         finally:
+            _print_losses(hub)
             self._loaded = {**self._loaded, **hub.state_dict()}
             self._sigterm.__exit__()
 
@@ -420,6 +422,16 @@ def _readable(values: dict[str, Any]) -> dict[str, Any]:
         if device.type == "cuda":
             _loggers().values.order_before_reads(device)
     return values
+
+
+def _print_losses(hub: TrackerHub) -> None:
+    """Print one line for each tracker that did not record all that was logged."""
+    for name, report in hub.report().items():
+        rows, media = report.lost_rows, report.dropped - report.lost_rows
+        lost = [f"{rows} of {rows + report.rows} rows"] if rows else []
+        lost += [f"{media} other record{'s' * (media > 1)}"] if media else []
+        if lost:
+            notice(f"tracker {name!r} lost {' and '.join(lost)}")
 
 
 @functools.cache

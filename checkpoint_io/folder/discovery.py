@@ -117,7 +117,11 @@ class Scanner:
 
     def survey(self) -> list[FolderEntry]:
         """Return an entry for every folder, sorted by name."""
-        return self._each(self._entry, self._folders())
+        names = self._folders()
+        with self._guard:
+            for gone in self._cache.keys() - set(names):
+                del self._cache[gone]
+        return self._each(self._entry, names)
 
     def highest_generation(self) -> int:
         """Return the highest generation in the folder, 0 where there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time as clock
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,8 @@ from loggers.warning import warn
 __all__ = ["CSVTracker", "read_csv"]
 
 _AXES = ("step", "time", "run")  # the first columns; metrics follow, even one with such a name
-_FULL = 4096  # buffered rows that `log` writes; a hub flushes about every second anyway
+_FULL = 4096  # buffered rows that `log` writes; a hub flushes about twice a second anyway
+_MOST = 65536  # rows that wait for a rewrite at most, so that they do not fill the memory
 _GROW_SHARE = 20  # rewriting for new columns takes at most a twentieth of the time
 
 _CELL = re.compile(r'("(?:[^"]|"")*"|[^,]*)(,|$)')
@@ -30,9 +31,9 @@ class CSVTracker(ContinuingTracker):
     The columns are ``step``, ``time`` (Unix seconds), ``run`` (the id), then one per metric. A new
     metric adds a column: the file is rewritten atomically, and older rows get an empty cell. A
     large file is rewritten less often, and rows with new columns wait for that. Strings are quoted,
-    NaN is ``nan``. A resume deletes the rows of this run above the resumed step, because they are
-    logged again, and does not repeat values that are logged again at that step; nothing else is
-    ever deleted. New runs are appended.
+    NaN is ``nan``. No row is dropped: a loop that logs faster waits. A resume deletes the rows of
+    this run above the resumed step, because they are logged again, and does not repeat values that
+    are logged again at that step; nothing else is ever deleted. New runs are appended.
 
     In a store (``s3://...``) the file is an object that is rewritten at most every 30 seconds, at
     each checkpoint and at the end. It is kept in memory meanwhile.
@@ -58,6 +59,7 @@ class CSVTracker(ContinuingTracker):
     """
 
     name = "csv"
+    lossless = True
 
     def __init__(
         self,
@@ -97,12 +99,28 @@ class CSVTracker(ContinuingTracker):
             self.flush()
         new = self._unrecorded(scalars, step, _cell)
         if new or not scalars:
-            self._rows.append((step, clock.time() if time is None else time, new))
+            self._add(new, step, clock.time() if time is None else time)
         self._logged(step)
+
+    def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
+        """Add rows; they reach the file at the next flush."""
+        self._opened()
+        if len(self._rows) >= _FULL:
+            self.flush()
+        for scalars, step, time in rows:
+            new = self._unrecorded(scalars, step, _cell)
+            if new:
+                self._add(new, step, time)
+        self._logged(max(step for _, step, _ in rows))
 
     def flush(self) -> None:
         """Append the rows; rows with new columns wait while rewriting would cost too much."""
         self._flush(force=False)
+
+    @property
+    def unflushed(self) -> bool:
+        """Whether rows wait for a rewrite with their columns, or for an upload to a store."""
+        return self._file is not None and (self._file.is_dirty or bool(self._rows))
 
     def state_dict(self) -> dict[str, Any]:
         """Write all rows, also to a store, and return the run id and the last step."""
@@ -134,6 +152,7 @@ class CSVTracker(ContinuingTracker):
         """Clear the state of the previous run."""
         self._rows: list[tuple[int, float, dict[str, Scalar]]] = []
         self._names: dict[str, None] = {}  # an ordered set
+        self._new: dict[str, None] = {}  # names in the rows that have no column yet
         self._has_header = self._warned_too_wide = False
         self._grow_due = 0.0
 
@@ -171,22 +190,29 @@ class CSVTracker(ContinuingTracker):
         if file.is_truncated() or (keep is not None and any(drop for _, drop in marked())):
             file.rewrite(line for line, drop in marked() if not drop)
 
+    def _add(self, values: dict[str, Scalar], step: int, time: float) -> None:
+        """Queue a row."""
+        self._rows.append((step, time, values))
+        if not values.keys() <= self._names.keys():
+            self._new.update(dict.fromkeys(name for name in values if name not in self._names))
+
     def _flush(self, force: bool) -> None:
         """Write the rows, after adding columns if they need any."""
         file = self._opened()
         new = self._new_names()
-        if new and not force and self._has_header and clock.monotonic() < self._grow_due:
+        may_wait = not force and self._has_header and len(self._rows) < _MOST
+        if new and may_wait and clock.monotonic() < self._grow_due:
             return
         if new or (self._rows and not self._has_header):
             self._grow(file, new)
         run, names = str(self._run_id), list(self._names)
-        file.add(b"".join(_row_line(s, t, run, values, names) for s, t, values in self._rows))
-        self._rows = []
+        file.add("".join(_row_lines(self._rows, run, names)).encode(errors="backslashreplace"))
+        self._rows, self._new = [], {}
         file.flush(force)
 
     def _new_names(self) -> list[str]:
         """Return names in the rows that have no column yet, up to ``max_columns``."""
-        new = dict.fromkeys(n for *_, row in self._rows for n in row if n not in self._names)
+        new = self._new
         room = max(self._max_columns - len(self._names), 0)
         if len(new) > room and not self._warned_too_wide:
             self._warned_too_wide = True
@@ -281,15 +307,21 @@ def _cell(value: Scalar | None) -> str:
 def _header_line(names: Sequence[str]) -> bytes:
     """Return the first line; names are quoted only if necessary."""
     quoted = (_cell(n) if re.search(r'[",\r\n]|^\s*$', n) else n for n in (*_AXES, *names))
-    return ",".join(quoted).encode() + b"\n"
+    return ",".join(quoted).encode(errors="backslashreplace") + b"\n"
 
 
-def _row_line(
-    step: int, time: float, run: str, values: Mapping[str, Scalar], names: Sequence[str]
-) -> bytes:
-    """Return a row with a cell for each of ``names``."""
-    cells = [repr(step), repr(time), _cell(run), *(_cell(values.get(name)) for name in names)]
-    return ",".join(cells).encode() + b"\n"
+def _row_lines(
+    rows: Iterable[tuple[int, float, dict[str, Scalar]]], run: str, names: Sequence[str]
+) -> Iterator[str]:
+    """Yield rows with a cell for each of ``names``; fast where all are there, and floats."""
+    own, columns = _cell(run), tuple(names)
+    shape = f"%d,%r,{own.replace('%', '%%')}" + ",%r" * len(names) + "\n"
+    for step, time, values in rows:
+        if tuple(values) == columns and set(map(type, values.values())) == {float}:
+            yield shape % (step, time, *values.values())
+        else:
+            cells = [repr(step), repr(time), own, *(_cell(values.get(name)) for name in names)]
+            yield ",".join(cells) + "\n"
 
 
 def _run_and_step(line: bytes) -> tuple[str, int] | None:

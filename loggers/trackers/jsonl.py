@@ -23,15 +23,18 @@ __all__ = ["JSONLTracker", "read_jsonl"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _METRICS = b'{"type":"metrics",'
-_FULL = 65536  # buffered bytes that `log` writes; a hub flushes about every second anyway
+_FULL = 65536  # buffered bytes that `log` writes; a hub flushes about twice a second anyway
+_MAX_SHAPES = 256
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 class JSONLTracker(ContinuingTracker):
     """Writes ``<logging_dir>/metrics.jsonl``; read it back with `read_jsonl`.
 
-    Lines are buffered until `flush` (a hub calls it about every second) or up to 64 KiB, then
-    written with one append of complete lines. A killed process thus leaves at most one incomplete
-    line, at the end; the next start ends it with a newline and readers skip it. A full disk loses
+    Lines are buffered until `flush` (a hub calls it about twice a second) or up to 64 KiB, then
+    written with one append of complete lines. A killed process thus loses less than a second, and
+    leaves at most one incomplete line, at the end; the next start ends it with a newline and
+    readers skip it. No row is dropped: a loop that logs faster waits. A full disk loses
     nothing that a later flush can still write. A resume removes what this run logged above the
     resumed step. A run that had ended well and goes on has its next ``run`` record before its
     first new step, and values that it logs again at its last step are not repeated.
@@ -58,6 +61,7 @@ class JSONLTracker(ContinuingTracker):
     """
 
     name = "jsonl"
+    lossless = True
 
     def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
         super().__init__(all_ranks=all_ranks)
@@ -68,6 +72,7 @@ class JSONLTracker(ContinuingTracker):
         self._keep = -1
         self._added = False
         self._config: Any = None  # the one in the file, while a run record waits
+        self._shapes: dict[tuple[str, ...], str] = {}  # lines with these names, to be formatted
         self.path: str | None = None
         """Path or URL of the file, set by `start`."""
 
@@ -109,11 +114,20 @@ class JSONLTracker(ContinuingTracker):
         """Add a ``metrics`` record; it reaches the file at the next flush."""
         if self._opened().pending >= _FULL:  # before adding, because a call that fails is retried
             self.flush()
-        new = self._unrecorded(scalars, step, _text)
-        if new or not scalars:
-            self._add_step("metrics", step, time, values=new)
-        else:
-            self._logged(step)
+        self._log(scalars, step, time)
+
+    def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
+        """Add a ``metrics`` record for each row; they reach the file at the next flush."""
+        file = self._opened()
+        if file.pending >= _FULL:
+            self.flush()
+        if self._held is not None or any(self._recorded.has(step) for _, step, _ in rows):
+            for row in rows:  # the first ones after a resume
+                self._log(*row)
+            return
+        file.add("".join([self._line(*row) for row in rows]).encode())
+        self._added = True
+        self._logged(max(step for _, step, _ in rows))
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -182,6 +196,11 @@ class JSONLTracker(ContinuingTracker):
         """Append the pending lines; after an error, unwritten ones stay pending."""
         self._opened().flush()
 
+    @property
+    def unflushed(self) -> bool:
+        """Whether records wait for an upload to a store."""
+        return self._file is not None and self._file.is_dirty
+
     def state_dict(self) -> dict[str, Any]:
         """Write what is pending, also to a store, and return the run id and the last step."""
         if self._file is not None:
@@ -229,9 +248,31 @@ class JSONLTracker(ContinuingTracker):
         """Queue one record as a line."""
         file = self._opened()
         record = {"type": type_, **fields}
-        line = json.dumps(_encode_floats(record), allow_nan=False, separators=(",", ":"))
-        file.add(line.encode() + b"\n")
+        file.add(_encode(_encode_floats(record)).encode() + b"\n")
         self._added = True
+
+    def _log(self, scalars: Mapping[str, Scalar], step: int, time: float | None) -> None:
+        """Queue a ``metrics`` record of what was not recorded before a resume."""
+        new = self._unrecorded(scalars, step, _text)
+        if new or not scalars:
+            self._add_step("metrics", step, time, values=new)
+        else:
+            self._logged(step)
+
+    def _line(self, values: Mapping[str, Scalar], step: int, time: float) -> str:
+        """Return a ``metrics`` record; fast where all values are finite floats."""
+        if set(map(type, values.values())) != {float} or not math.isfinite(sum(values.values())):  # type: ignore[arg-type]
+            record = {"type": "metrics", "step": step, "time": time, "values": dict(values)}
+            return _encode(_encode_floats(record)) + "\n"
+        names = tuple(values)
+        shape = self._shapes.get(names)
+        if shape is None:
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            cells = ",".join(f"{_encode(name)}:\0" for name in names).replace("%", "%%")
+            line = '{"type":"metrics","step":%d,"time":%r,"values":{' + cells.replace("\0", "%r")
+            shape = self._shapes[names] = line + "}}\n"
+        return shape % (step, time, *values.values())
 
 
 def read_jsonl(path: str | os.PathLike[str], *, kind: str = "metrics") -> list[dict[str, Any]]:
@@ -317,7 +358,7 @@ class _Past:
 
 def _text(value: Scalar) -> str:
     """Return a value as it is in the file."""
-    return json.dumps(_encode_floats(value))
+    return _encode(_encode_floats(value))
 
 
 def _truncate(file: LineFile, run_id: str, keep: int) -> bool:

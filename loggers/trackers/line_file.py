@@ -61,12 +61,17 @@ class LineFile(ABC):
     path: str
 
     def __init__(self) -> None:
-        self._pending = b""
+        self._pending = bytearray()
 
     @property
     def pending(self) -> int:
         """The number of bytes that were added and not written."""
         return len(self._pending)
+
+    @property
+    def is_dirty(self) -> bool:
+        """True while something that was added is not in the file."""
+        return bool(self._pending)
 
     def add(self, lines: bytes) -> None:
         """Queue complete lines."""
@@ -135,7 +140,7 @@ class LocalLines(LineFile):
         """Append; if a nearly full disk takes only a part, the rest stays pending."""
         while self._pending and self._fd is not None:
             written = os.write(self._fd, self._pending)
-            self._pending = self._pending[written:]
+            del self._pending[:written]
 
     def close(self) -> None:
         """Write, sync, and close the descriptor."""
@@ -163,6 +168,11 @@ class RemoteLines(LineFile):
         self._every_s = every_s
         self._dirty, self._due = False, 0.0
 
+    @property
+    def is_dirty(self) -> bool:
+        """True while the object is not what it is in memory."""
+        return self._dirty or super().is_dirty
+
     def lines(self) -> Iterator[bytes]:
         """Iterate over the lines in memory."""
         yield from bytes(self._content).splitlines(keepends=True)
@@ -179,7 +189,7 @@ class RemoteLines(LineFile):
         """Write the object if an upload is due, or now with ``force``."""
         if self._pending:
             self._content += self._pending
-            self._pending, self._dirty = b"", True
+            self._pending, self._dirty = bytearray(), True
         begin = time.monotonic()
         if not self._dirty or (begin < self._due and not force):
             return

@@ -9,6 +9,7 @@ import logging
 import netrc
 import os
 import re
+import time as clock
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,9 @@ _OFFLINE = (
 _EXIT_CODES: dict[str, int] = {"success": 0, "failed": 1, "interrupted": 255}
 
 # W&B's defaults lose 15 s of rows if the process is killed, and wait 90 s for a dead server.
-_SETTINGS = {"x_transaction_log_flush_interval": 1.0, "init_timeout": 20.0, "silent": True}
+_SETTINGS = {"x_transaction_log_flush_interval": 0.1, "init_timeout": 20.0, "silent": True}
+# Seconds for which a row takes more values of its step; W&B keeps it in memory meanwhile.
+_OPEN_S = 0.25
 
 _logger = logging.getLogger("accel_callbacks.trackers")
 
@@ -57,7 +60,8 @@ class WandBTracker(ContinuingTracker):
     here. It equals the optimizer step as long as steps increase; the true step is the metric
     ``trainer/global_step`` in every row, and is the x-axis of all charts. Nothing is dropped: not
     a lower step, not a second value of one name at one step, not the repeated steps of a resumed
-    run.
+    run. A row is on disk within a second, so values that are logged later at the same step have a
+    row of their own.
 
     Args:
         all_ranks: log on every rank, one W&B run per rank, grouped by the run's name.
@@ -82,6 +86,7 @@ class WandBTracker(ContinuingTracker):
         self._row = -1  # the latest value of W&B's own step counter
         self._step: int | None = None
         self._names: set[str] = set()
+        self._open_since: float | None = None
 
     def start(self, run: RunInfo) -> None:
         """Call ``wandb.init``; if the server does not respond, the run is offline."""
@@ -101,7 +106,7 @@ class WandBTracker(ContinuingTracker):
             self._run_id = self._run.id
         # Online, the server has the rows of a process that was killed after its last checkpoint.
         self._row = max(self._row, self._run.step - 1)
-        self._step, self._names = None, set()
+        self._step, self._names, self._open_since = None, set(), None
         self._run.define_metric(_STEP_KEY)
         self._run.define_metric("*", step_metric=_STEP_KEY)
 
@@ -117,7 +122,10 @@ class WandBTracker(ContinuingTracker):
         time: float | None = None,
         commit: bool | None = None,
     ) -> None:
-        """Log a row; W&B writes it when the next one begins, or at once with ``commit=True``."""
+        """Log a row; it is written at a flush, when the next begins, or with ``commit=True``.
+
+        With ``commit=False`` no flush writes it.
+        """
         self._write(dict(scalars), step, time, commit)
 
     def log_images(
@@ -183,6 +191,18 @@ class WandBTracker(ContinuingTracker):
         with self._create() as create:
             self._write({"graph": create.text(str(model))}, self._last_step or 0)
 
+    def flush(self) -> None:
+        """Write the latest row, unless it is so new that values of its step may follow."""
+        since = self._open_since
+        if since is not None and clock.monotonic() - since >= _OPEN_S:
+            self._opened().log({}, step=self._row, commit=True)
+            self._step = self._open_since = None
+
+    @property
+    def unflushed(self) -> bool:
+        """Whether the latest row is still open."""
+        return self._open_since is not None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the run id, the last step, and the number of W&B's latest row."""
         return {**super().state_dict(), "row": self._row}
@@ -195,7 +215,7 @@ class WandBTracker(ContinuingTracker):
     def finish(self, status: Status = "success") -> None:
         """Finish the run with exit code 0 (success), 1 (failed) or 255 (interrupted)."""
         self._end(status)
-        run, self._run = self._run, None
+        run, self._run, self._open_since = self._run, None, None
         if run is not None:
             run.finish(exit_code=_EXIT_CODES[status])
 
@@ -237,6 +257,10 @@ class WandBTracker(ContinuingTracker):
         when = {} if time is None else {"_timestamp": time}
         run.log({_STEP_KEY: step, **when, **values}, step=row, commit=commit)
         self._names = self._names | values.keys() if same else set(values)
+        if commit is not None:
+            self._open_since = None
+        elif not same or self._open_since is None:
+            self._open_since = clock.monotonic()
         # A committed row takes no more values, so the next call begins another.
         self._row, self._step = row, None if commit else step
         self._logged(step)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import time
 import warnings
+import weakref
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -261,6 +263,17 @@ def test_what_is_remembered_of_manifests_is_bounded(
     folder.list()
     assert len(manifests_read) > 3  # each has one tensor, and two may be remembered
     assert names(folder) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_nothing_is_remembered_of_checkpoints_that_are_gone(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2, 3, 4, 5)
+    seen = {one.name: weakref.ref(one.manifest) for one in folder.list()}
+    folder.prune(keep_last(2), run_id="r1")
+    folder.list()
+    gc.collect()
+    kept = [name for name, manifest in seen.items() if manifest() is not None]
+    assert kept == ["step-00000004", "step-00000005"]
 
 
 @pytest.mark.parametrize("how", ["probe", "save", "prune"])

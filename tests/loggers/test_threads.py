@@ -28,6 +28,7 @@ class Gated(Tracker):
         self.name, self.waits_in = name, waits_in
         self.gate, self.entered = threading.Event(), threading.Event()
         self.steps: list[int] = []
+        self.values: list[dict[str, Scalar]] = []
         self.status: str | None = None
 
     def _wait(self, method: str) -> None:
@@ -41,6 +42,7 @@ class Gated(Tracker):
     def log(self, scalars: Mapping[str, Scalar], step: int) -> None:
         self._wait("log")
         self.steps.append(step)
+        self.values.append(dict(scalars))
 
     def flush(self) -> None:
         self._wait("flush")
@@ -112,9 +114,10 @@ def test_a_slow_tracker_is_closed_with_its_status_and_says_what_it_lost(gated: A
     slow.gate.set()
     ender.join()
     assert slow.status == "success"
-    assert slow.steps == [0]
+    assert slow.steps == [0, 49]
+    assert slow.values[-1] == {"tracker/lost_rows": 49}
     report = hub.report()["gated"]
-    assert (report.rows, report.dropped, report.failures) == (1, 49, 0)
+    assert (report.rows, report.dropped, report.lost_rows, report.failures) == (1, 49, 49, 0)
 
 
 def test_the_oldest_rows_give_way_and_it_is_said_once(
@@ -131,7 +134,8 @@ def test_the_oldest_rows_give_way_and_it_is_said_once(
             time.sleep(0.0005)
     slow.gate.set()
     hub.finish()
-    assert slow.steps == [0, *range(91, 101)]
+    assert slow.steps == [0, *range(91, 101), 100]
+    assert slow.values[-1] == {"tracker/lost_rows": 90}
     assert hub.report()["gated"].dropped == 90
     assert sum("does not keep up" in text for text in caplog.messages) == 1
 
@@ -147,7 +151,8 @@ def test_the_inbox_of_the_hub_is_bounded_and_its_oldest_rows_give_way(
         hub.log({"loss": 1.0}, step)
         assert hub._pump.waiting() <= 10
     hub.finish()
-    assert tracker.steps == [*range(90, 100)]
+    assert tracker.steps == [*range(90, 100), 99]
+    assert tracker.values[-1] == {"tracker/lost_rows": 90}
     assert hub.report()["gated"].dropped == 90
     assert sum("a larger max_buffer keeps more" in text for text in caplog.messages) == 1
 

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from loggers import RunInfo, TrackerHub, WandBTracker, read_jsonl
+from loggers.trackers import wandb as wandb_tracker
 
 
 def test_offline_without_credentials_and_environment_untouched(
@@ -299,20 +301,18 @@ KILLED = """
 import sys, time
 from loggers import RunInfo, TrackerHub
 
-hub = TrackerHub(["wandb"], run=RunInfo("digits", sys.argv[1], "a1"), flush_every_s=0.0)
+hub = TrackerHub(["wandb"], run=RunInfo("digits", sys.argv[1], "a1"))
 hub.start()
 for step in range(10):
     hub.log({"loss": 1.0}, step)
 print("logged", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
-@pytest.mark.slow
-def test_sigkill_keeps_rows_older_than_the_short_flush(tmp_path: Path, read_wandb: Any) -> None:
-    """The tool's own default would keep none of them."""
-    import time
-
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds the process in /proc")
+def test_sigkill_of_trainer_and_service_keeps_all_rows(tmp_path: Path, read_wandb: Any) -> None:
+    """The tool's own defaults would keep none of them, and hold the last one for ever."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=_own_service()
@@ -320,10 +320,50 @@ def test_sigkill_keeps_rows_older_than_the_short_flush(tmp_path: Path, read_wand
         assert child.stdout is not None
         while child.stdout.readline().strip() != "logged":
             pass
-        time.sleep(4)
-        child.send_signal(signal.SIGKILL)
-    # the newest step is held until the next begins
-    assert len(read_wandb(str(tmp_path), finished=False)) >= 9
+        deadline = time.monotonic() + 60  # a second, were this machine never busy
+        while len(read_wandb(str(tmp_path), finished=False)) < 10 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        family = [*_children(child.pid), child.pid]
+        for pid in family:  # the service first: it would write what it has when its parent is gone
+            os.kill(pid, signal.SIGKILL)
+    assert len(family) > 1
+    expected = [(step, {"loss": 1.0}) for step in range(10)]
+    assert read_wandb(str(tmp_path), finished=False) == expected
+
+
+def _children(pid: int) -> Iterator[int]:
+    """The processes below one."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            yield from _children(child)
+            yield child
+
+
+def test_a_flush_writes_a_row_that_was_open_for_a_while(
+    run_info: Callable[..., RunInfo], read_wandb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(wandb_tracker.clock, "monotonic", lambda: now[0])
+    run, tracker = run_info(), WandBTracker()
+    tracker.start(run)
+    assert not tracker.unflushed
+    tracker.log({"a": 1}, 1)
+    tracker.flush()
+    assert tracker.unflushed
+    tracker.log({"b": 2}, 1)  # soon, so it is one row
+    now[0] += 10
+    tracker.flush()
+    assert not tracker.unflushed
+    tracker.log({"c": 3}, 1)
+    now[0] += 10
+    tracker.flush()
+    tracker.log({"d": 4}, 2, commit=False)  # the script asks for it to be held
+    now[0] += 10
+    tracker.flush()
+    tracker.log({"e": 5}, 2)
+    tracker.finish()
+    expected = [(1, {"a": 1, "b": 2}), (1, {"c": 3}), (2, {"d": 4, "e": 5})]
+    assert read_wandb(run.logging_dir) == expected
 
 
 def test_commit_of_scripts_written_for_accelerate(

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -519,6 +520,49 @@ def test_what_was_logged_is_in_the_files_when_a_checkpoint_is_made(tmp_path):
     assert accel.tracking.state_dict()["jsonl"]["last_step"] == 7
     assert metrics(tmp_path) == [(7, {"a": 1.0})]
     accel.end_training()
+
+
+def test_the_end_says_what_each_tracker_has_lost(tmp_path, capsys):
+    from loggers import TrackerConfig
+
+    class Slow(Kept):
+        gate = threading.Event()
+
+        def log(self, scalars, step):
+            self.gate.wait()
+            super().log(scalars, step)
+
+    slow = Slow("slow")
+    accel = Accelerator(
+        cpu=True,
+        log_with=[slow, "jsonl"],
+        project_dir=tmp_path,
+        tracker_config=TrackerConfig(max_buffer=1000),
+    )
+    for step in range(5000):
+        accel.log({"loss": 1.0}, step=step)
+    slow.gate.set()
+    accel.end_training()
+    lines = [line for line in capsys.readouterr().err.splitlines() if " lost " in line]
+    lost = 5000 - (len(slow.rows) - 1)
+    assert lost >= 3000
+    assert slow.rows[-1] == (4999, {"tracker/lost_rows": lost})
+    assert lines == [f"[accel] tracker 'slow' lost {lost} of 5000 rows"]
+    assert len(metrics(tmp_path)) == 5000
+
+
+def test_the_end_says_which_media_are_lost(tmp_path, capsys):
+    class Soundless(Kept):
+        def log_audio(self, audio, step, *, sample_rate):
+            self._act("log_audio")
+
+    tracker = Soundless("soundless", fails=("log_audio",))
+    accel = Accelerator(cpu=True, log_with=tracker, project_dir=tmp_path)
+    accel.log({"loss": 1.0}, step=1)
+    accel.tracking.hub.log_audio({"beep": np.zeros(8)}, 1, sample_rate=8000)
+    accel.end_training()
+    assert "[accel] tracker 'soundless' lost 1 other record\n" in capsys.readouterr().err
+    assert tracker.rows == [(1, {"loss": 1.0})]
 
 
 def test_the_state_of_a_tracker_that_is_not_used_now_is_kept(tmp_path):
