@@ -23,9 +23,7 @@ def listening(root: int) -> list[str]:
         for table in ("tcp", "tcp6")
         for line in Path(f"/proc/{root}/net/{table}").read_text().splitlines()[1:]
     )
-    return sorted(
-        address_of(line[1]) for line in lines if line[3] == LISTEN and line[9] in inodes
-    )
+    return sorted(address_of(line[1]) for line in lines if line[3] == LISTEN and line[9] in inodes)
 
 
 def descendants(root: int) -> list[int]:
