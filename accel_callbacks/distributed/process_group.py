@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from accel_callbacks.distributed.tcp_store import serve_store
+from accel_callbacks.distributed.tcp_store import TCPStore, serve_store
 from accel_callbacks.errors import nearest
 
 __all__ = ["GroupOptions", "agree_on_attempt", "backend_for", "join_group", "store_outlives"]
@@ -167,7 +167,7 @@ def _store_of_next_group(
     return dist.distributed_c10d.PrefixStore(f"accel_callbacks/group{joined}", store)
 
 
-def _serve(url: str, env: Mapping[str, str]) -> dist.TCPStore | None:
+def _serve(url: str, env: Mapping[str, str]) -> TCPStore | None:
     """Serve the store of a rendezvous at its address, unless it is a file or the launcher's.
 
     torch's store is then a second one of this process for the same port, and uses this server.

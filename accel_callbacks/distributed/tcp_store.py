@@ -7,17 +7,23 @@ import ipaddress
 import socket
 import sys
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-__all__ = ["is_loopback", "local_address_towards", "serve_store"]
+if TYPE_CHECKING:  # torch.distributed does not re-export it for type checkers
+    from torch._C._distributed_c10d import TCPStore
+else:
+    TCPStore = getattr(dist, "TCPStore", None)  # missing in a torch without distributed
+
+__all__ = ["TCPStore", "is_loopback", "local_address_towards", "serve_store"]
 
 _BACKLOG = 4096  # the kernel lowers it to its own limit
 
 
 def serve_store(
     host: str, port: int, *, one_machine: bool, timeout: timedelta | None = None, told: bool = True
-) -> dist.TCPStore | None:
+) -> TCPStore | None:
     """Serve a store at an address of this machine; return None if that is impossible.
 
     torch's own server listens on all interfaces, and launchers unpickle what they read from it. A
@@ -53,7 +59,7 @@ def serve_store(
             continue
         number: int = listener.getsockname()[1]
         limit = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
-        return dist.TCPStore(
+        return TCPStore(
             address,
             number,
             is_master=True,
@@ -78,7 +84,9 @@ def _addresses(host: str, one_machine: bool) -> list[tuple[socket.AddressFamily,
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    pairs = [(family, str(place[0])) for family, _, _, _, place in found]
+    pairs: list[tuple[socket.AddressFamily, str]] = [
+        (family, str(place[0])) for family, _, _, _, place in found
+    ]
     pairs.sort(key=lambda pair: pair[0] != socket.AF_INET)
     if one_machine or is_loopback(host):
         return pairs

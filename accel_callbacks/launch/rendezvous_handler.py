@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_callbacks.distributed.tcp_store import (
+    TCPStore,
     is_loopback,
     local_address_towards,
     serve_store,
@@ -102,7 +103,7 @@ def _own_address(params: RendezvousParameters, host: str, port: int) -> str | No
 class _Served(RendezvousHandler):
     """A handler of torch, kept together with the store that it uses."""
 
-    def __init__(self, inner: RendezvousHandler, server: dist.TCPStore | None) -> None:
+    def __init__(self, inner: RendezvousHandler, server: TCPStore | None) -> None:
         self._inner = inner
         self._server = server
 
@@ -120,7 +121,7 @@ class _Served(RendezvousHandler):
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        self._inner.set_closed()
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
         return self._inner.num_nodes_waiting()
@@ -142,14 +143,14 @@ class _StoreOfEachAttempt(_Served):
     def __init__(
         self,
         inner: RendezvousHandler,
-        server: dist.TCPStore | None,
+        server: TCPStore | None,
         address: str | None,
         one_machine: bool,
     ) -> None:
         super().__init__(inner, server)
         self._address = address or socket.getfqdn()
         self._one_machine = one_machine
-        self._attempt: dist.TCPStore | None = None
+        self._attempt: TCPStore | None = None
 
     @property
     def use_agent_store(self) -> bool:
@@ -164,9 +165,9 @@ class _StoreOfEachAttempt(_Served):
         if info.rank == 0:
             self._attempt = serve_store(self._address, 0, one_machine=self._one_machine)
             if self._attempt is None:
-                self._attempt = dist.TCPStore(self._address, 0, is_master=True, multi_tenant=True)
+                self._attempt = TCPStore(self._address, 0, is_master=True, multi_tenant=True)
             port = self._attempt.port
         # torch has written an address of its own under the same keys.
-        notes = dist.PrefixStore("accel_callbacks", info.store)
+        notes = dist.distributed_c10d.PrefixStore("accel_callbacks", info.store)
         place = RendezvousStoreInfo.build(info.rank, notes, self._address, server_port=port)
         return RendezvousInfo(info.store, info.rank, info.world_size, place)
