@@ -122,7 +122,10 @@ class Commit:
         assert self._data is not None
         try:
             # a bit may flip on the way back: another save's manifest is so at a second look too
-            ours = self._holds(self._data) or self._holds(self._data)
+            ours = self._holds(self._data)
+            if not ours:
+                self._store.reconnect()
+                ours = self._holds(self._data)
         except Exception as error:
             text = f"{self._store.url}: committed, but could not be read back ({error})"
             warn(text, CheckpointWarning)

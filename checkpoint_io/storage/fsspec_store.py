@@ -135,13 +135,22 @@ class FsspecStore:
         self._invalidate()
 
     def _holds(self, name: str, data: bytes) -> bool:
-        """Return whether a small object has this content; a bit may flip in one of two reads."""
+        """Return whether a small object has this content; other bytes are read once more."""
         path = self._at(name)
-        return any(self._driver.request(lambda fs: fs.cat_file(path)) == data for _ in range(2))
+        if self._driver.request(lambda fs: fs.cat_file(path)) == data:
+            return True
+        self.forget(name)
+        self._driver.reconnect()  # bits may flip on the way here, on one connection alone
+        return bool(self._driver.request(lambda fs: fs.cat_file(path)) == data)
 
     def forget(self, name: str) -> None:
-        """Drop the cached listing; each read is a request of its own."""
+        """Drop the cached listing, and the copy of the file that a caching driver keeps."""
         self._invalidate()
+        self._driver.forget(self._at(name))
+
+    def reconnect(self) -> None:
+        """Replace the filesystem by a new one, which has connections and caches of its own."""
+        self._driver.reconnect()
 
     def rename(self, old: str, new: str) -> None:
         """Raise CheckpointError: renames are not atomic here."""
@@ -306,6 +315,18 @@ class Driver:
             self._filesystem, self._pid = self._make(), os.getpid()
         return self._filesystem
 
+    def reconnect(self) -> None:
+        """Use a new instance of the filesystem from the next request on."""
+        with self.exclusive():
+            self._filesystem = _own_instance(self.fs)
+
+    def forget(self, path: str) -> None:
+        """Drop the copy of a file that a caching filesystem (such as blockcache) keeps."""
+        fs = self.fs
+        if hasattr(fs, "pop_from_cache"):
+            with self.exclusive(), suppress(OSError, NotImplementedError):
+                fs.pop_from_cache(path)
+
     def exclusive(self) -> AbstractContextManager[Any]:
         """Return a lock that serializes the requests to a driver that is not thread-safe.
 
@@ -313,8 +334,10 @@ class Driver:
         """
         if self.threads > 1:
             return nullcontext()
-        # kept on the filesystem: one lock per connection, however many stores share it
-        lock: AbstractContextManager[Any] = vars(self.fs).setdefault("_checkpoint_io_lock", Lock())
+        # kept on the filesystem: one lock per connection, however many stores share it; vars() of a
+        # driver that caches is a view of its class
+        own: dict[str, Any] = object.__getattribute__(self.fs, "__dict__")
+        lock: AbstractContextManager[Any] = own.setdefault("_checkpoint_io_lock", Lock())
         return lock
 
     def request(self, action: Callable[[Any], T]) -> T:
@@ -374,6 +397,20 @@ def is_transient(error: Exception) -> bool:
         return True
     status = [getattr(error, name, None) for name in ("status", "status_code", "code")]
     return any(isinstance(found, int) and found in TRANSIENT_STATUS for found in status)
+
+
+def _own_instance(fs: Any) -> Any:
+    """Return a new filesystem with the options of this one, which fsspec gives to nobody else."""
+    options = {**fs.storage_options, "skip_instance_cache": True}
+    inner = getattr(fs, "fs", None)  # of a driver that hands requests on, as caches do
+    if hasattr(inner, "storage_options"):
+        inner = _own_instance(inner)
+        if "fs" in options:
+            options["fs"] = inner
+    made = type(fs)(*fs.storage_args, **options)
+    if inner is not None and "fs" not in options:
+        made.fs = inner
+    return made
 
 
 def _removes(fs: Any) -> bool:

@@ -96,6 +96,22 @@ def test_only_the_part_with_the_flipped_bit_is_read_again(place: Place) -> None:
 
 
 @pytest.mark.parametrize("pattern", [TENSORS, OBJECTS, READ_MANIFEST], ids=["t", "o", "manifest"])
+def test_a_connection_that_flips_each_answer_is_not_asked_again(
+    place: Place, pattern: str
+) -> None:
+    place.save(1, SMALL, through=False)
+    bad: list[Any] = []
+
+    def flip_on_the_first_connection(exchange: Exchange) -> None:
+        bad[:] = bad or [exchange.client]
+        (wire.flip_download if exchange.client is bad[0] else forward)(exchange)
+
+    place.proxy.rules = [Rule(pattern, flip_on_the_first_connection, times=FOREVER)]
+    assert place.load(through=True) == 1
+    assert place.proxy.harmed() >= 2
+
+
+@pytest.mark.parametrize("pattern", [TENSORS, OBJECTS, READ_MANIFEST], ids=["t", "o", "manifest"])
 def test_bits_that_flip_each_time_are_damage(place: Place, pattern: str) -> None:
     place.save(1, SMALL, through=False)
     place.proxy.rules = [Rule(pattern, wire.flip_download, times=FOREVER)]

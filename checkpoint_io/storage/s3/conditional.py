@@ -70,8 +70,7 @@ async def replace(
         await _put_verified(client, key, data, checksum)
     else:
         await _put(client, key, data, checksum, None)
-    # a bit may flip on the way back: what another writer put is there at a second look too
-    if (await client.read(key))[0] != data and (await client.read(key))[0] != data:
+    if not await _reads(client, key, data):
         raise conflict_error(client.place.of(key))
 
 
@@ -143,11 +142,19 @@ async def _is_still(client: S3Client, key: str, expected: str | None) -> bool:
 
 
 async def _holds(client: S3Client, key: str, data: bytes) -> bool:
-    """Return whether an object exists with exactly these bytes; a flipped bit is read again."""
+    """Return whether an object exists with exactly these bytes; False if it cannot be read."""
     try:
-        return (await client.read(key))[0] == data or (await client.read(key))[0] == data
+        return await _reads(client, key, data)
     except Exception:
         return False
+
+
+async def _reads(client: S3Client, key: str, data: bytes) -> bool:
+    """Return whether an object has exactly these bytes; others are read once more."""
+    if (await client.read(key))[0] == data:
+        return True
+    client.reconnect()  # bits may flip on the way here, on one connection alone
+    return (await client.read(key))[0] == data
 
 
 async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> Conditions:
