@@ -96,9 +96,7 @@ def test_only_the_part_with_the_flipped_bit_is_read_again(place: Place) -> None:
 
 
 @pytest.mark.parametrize("pattern", [TENSORS, OBJECTS, READ_MANIFEST], ids=["t", "o", "manifest"])
-def test_a_connection_that_flips_each_answer_is_not_asked_again(
-    place: Place, pattern: str
-) -> None:
+def test_a_connection_that_flips_each_answer_is_not_asked_again(place: Place, pattern: str) -> None:
     place.save(1, SMALL, through=False)
     bad: list[Any] = []
 
