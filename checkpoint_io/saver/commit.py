@@ -180,7 +180,10 @@ class Commit:
             warn(text, CheckpointWarning)
             return
         if self._previous is not None:
-            remove_all(self._store, [entry.name for entry in self._previous.files])
+            replaced = [entry.name for entry in self._previous.files]
+            # a copy that its save could not remove; as that save was committed, it names no run
+            copied = [name for name in self._leftovers if name == temporary_name(self._previous.id)]
+            remove_all(self._store, [*replaced, *copied])
         remove_all(self._store, self._probes)
         if self._leftovers and self._run_id is not None:
             try:

@@ -118,10 +118,10 @@ def test_manifests_that_arrive_damaged_each_time_leave_the_checkpoint_before(url
                 Careless.times = harm if value == old else Careless.times
 
             patch.setattr(Careless, "pipe_file", spare_the_old)
-            with pytest.raises(CheckpointError, match="arrives damaged each time.*back in place"):
+            with pytest.raises(CheckpointError, match=r"arrives damaged each time.*back in place"):
                 put(url, 2)
     else:
-        with pytest.raises(CheckpointError, match="arrives damaged each time.*before is kept"):
+        with pytest.raises(CheckpointError, match=r"arrives damaged each time.*before is kept"):
             put(url, 2)
     Careless.times = 0
     assert load(url).state["step"] == 1

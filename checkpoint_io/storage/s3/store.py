@@ -62,8 +62,9 @@ class S3Store:
 
     def replace(self, name: str, data: bytes, temporary: str, expected: str | None = None) -> None:
         """Put an object by one request, conditionally if `expected` is given."""
-        key = self._key(name)
-        self._client.run(conditional.replace(self._client, key, data, expected, self._checksum))
+        key, beside = self._key(name), self._key(temporary)
+        work = conditional.replace(self._client, key, data, expected, self._checksum, beside)
+        self._client.run(work)
 
     def lock(self) -> AbstractContextManager[None]:
         """Do nothing: S3 has no locks; the commit is conditional instead."""
