@@ -393,8 +393,8 @@ class Driver:
         return self._filesystem
 
     def reconnect(self) -> None:
-        """Use a new instance of the filesystem from the next request on."""
-        with self.exclusive():
+        """Use a new instance of the filesystem from the next request on, if one can be made."""
+        with self.exclusive(), suppress(Exception):
             self._filesystem = _own_instance(self.fs)
 
     def forget(self, path: str) -> None:
