@@ -287,7 +287,7 @@ async def _probe(client: S3Client, folder: str, checksum: Checksum | None) -> Co
     async def refuses_damage() -> bool:
         if checksum is None:
             return False
-        wrong = {checksum.field: checksum.text(b"other bytes")}
+        wrong: dict[str, Any] = {checksum.field: checksum.text(b"other bytes")}
         try:
             await client.once("put_object", Key=key, Body=b"probe", **wrong)
         except Exception as error:
