@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 import sys
 from datetime import timedelta
@@ -66,6 +67,7 @@ def serve_store(
             timeout=limit,
             multi_tenant=True,
             master_listen_fd=listener.detach(),
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's own rendezvous
         )
     if told:
         where = f" at port {port}" if port else ""

@@ -169,7 +169,11 @@ def where(store: dist.TCPStore) -> list[str]:
     return [one for one in listening(os.getpid()) if store is not None]
 
 
-def test_a_second_store_of_the_port_shares_the_server() -> None:
+@pytest.mark.parametrize("libuv", ["0", "1"])
+def test_a_second_store_of_the_port_shares_the_server(
+    monkeypatch: pytest.MonkeyPatch, libuv: str
+) -> None:
+    monkeypatch.setenv("USE_LIBUV", libuv)
     store = serve_store("localhost", 0, one_machine=True)
     assert store is not None
     assert where(store) == ["127.0.0.1"]
