@@ -9,11 +9,13 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from accel_callbacks.distributed.tcp_store import TCPStore, serve_store
 from accel_callbacks.errors import nearest
 
 __all__ = ["GroupOptions", "agree_on_attempt", "backend_for", "join_group", "store_outlives"]
@@ -147,7 +149,9 @@ def _store_of_next_group(
     address = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     place = (url, *address, str(rank), str(world))
     if place not in _stores:
+        server = _serve(url, env) if rank == 0 else None
         store = next(rendezvous(url, rank, world))[0]
+        del server  # torch's store shares it
         if store_outlives(url, env):
             # torchrun keeps one TCPStore for all attempts (--max-restarts). Without a prefix of
             # its own a restarted gloo worker reads the addresses of the previous attempt.
@@ -161,6 +165,24 @@ def _store_of_next_group(
     store, joined = _stores[place]
     _stores[place] = store, joined + 1
     return dist.distributed_c10d.PrefixStore(f"accel_callbacks/group{joined}", store)
+
+
+def _serve(url: str, env: Mapping[str, str]) -> TCPStore | None:
+    """Serve the store of a rendezvous at its address, unless it is a file or the launcher's.
+
+    torch's store is then a second one of this process for the same port, and uses this server.
+    """
+    if url.startswith("file://") or store_outlives(url, env):
+        return None
+    if url.startswith("tcp://"):
+        place = urlsplit(url)
+        host, port = place.hostname, place.port
+    else:
+        host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    if not host or not port:
+        return None  # torch says what is missing
+    one_machine = "LOCAL_WORLD_SIZE" in env and env["LOCAL_WORLD_SIZE"] == env.get("WORLD_SIZE")
+    return serve_store(host, port, one_machine=one_machine)
 
 
 def store_outlives(url: str, env: Mapping[str, str]) -> bool:

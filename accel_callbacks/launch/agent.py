@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import uuid
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -36,15 +37,13 @@ def run_agent(plan: AgentPlan) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import run as untyped_run
 
-    elastic_run: Callable[[Namespace], None] = untyped_run
     settings = _settings(plan)
     for name in _REPORTED_HERE:
         # They log every failure before our report, which names the rank that failed first.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
-        elastic_run(settings)
+        _run_elastic(settings)
     except ChildFailedError as error:
         failures: Any = error.failures
         if not plan.quiet:
@@ -64,6 +63,22 @@ def run_agent(plan: AgentPlan) -> int:
     except (ValueError, AssertionError) as error:
         raise SettingsError(f"torch's launcher refuses this: {_first_line(error)}") from error
     return 0
+
+
+def _run_elastic(settings: Namespace) -> None:
+    """Run torch's launcher as ``torchrun`` does, with stores that listen at one address."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args as untyped_config
+
+    from accel_callbacks.launch.rendezvous_handler import listen_at_one_address
+
+    if settings.standalone:
+        settings.rdzv_backend, settings.rdzv_endpoint = "c10d", "127.0.0.1:0"
+        settings.rdzv_id = str(uuid.uuid4())
+    config_from_args: Callable[[Namespace], tuple[Any, Any, list[str]]] = untyped_config
+    config, command, arguments = config_from_args(settings)
+    listen_at_one_address(config)
+    elastic_launch(config, command)(*arguments)
 
 
 def _import_torch() -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import Resolved
 
-__all__ = ["changed_environment", "child_environment", "exports", "rank_variables"]
+__all__ = [
+    "OWN_STORES",
+    "changed_environment",
+    "child_environment",
+    "exports",
+    "loopback_variables",
+    "rank_variables",
+]
 
 _VISIBLE_DEVICES = {
     "MULTI_XPU": "ZE_AFFINITY_MASK",
@@ -20,6 +28,9 @@ _VISIBLE_DEVICES = {
     "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
     "MULTI_HPU": "HABANA_VISIBLE_MODULES",
 }
+
+#: Keeps torch from sharing one store among all attempts; ours makes one for each.
+OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def rank_variables(
@@ -50,6 +61,22 @@ def child_environment(resolved: Resolved, host: Host, cores: int) -> dict[str, s
             settings.gpu_ids.replace(" ", "")
         )
     return {**env, **resolved.variables()}
+
+
+def loopback_variables() -> dict[str, str]:
+    """Return the variables by which gloo and NCCL listen on loopback, for runs on one machine.
+
+    Without them they listen at the address of the host name, or of the first network card; gloo
+    fails where the name resolves to no local address. Empty if no interface is named ``lo``.
+
+    Example:
+        >>> from accel_callbacks.launch.environment import loopback_variables
+        >>> set(loopback_variables().values()) <= {"lo"}
+        True
+    """
+    if not hasattr(socket, "if_nameindex") or "lo" not in dict(socket.if_nameindex()).values():
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def exports(env: Mapping[str, str]) -> list[str]:

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -24,7 +23,11 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from accel_callbacks.distributed.topology import destroy_topology
 from accel_callbacks.errors import RemoteError
-from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.environment import (
+    OWN_STORES,
+    changed_environment,
+    loopback_variables,
+)
 from accel_callbacks.launch.fork_safety import isolated_launcher
 
 __all__ = ["ErrorReports", "ForkPlan", "ForkedWorker", "LineBuffered", "PackedResult", "run_forked"]
@@ -132,16 +135,17 @@ def _check_streams(plan: ForkPlan) -> None:
 
 
 def _environment(plan: ForkPlan) -> dict[str, str]:
-    chosen = {"OMP_NUM_THREADS": str(plan.threads)}
-    if plan.machines == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
-        # gloo would resolve the host name, which on some machines resolves to no local address.
-        chosen["GLOO_SOCKET_IFNAME"] = "lo"
+    chosen = {"OMP_NUM_THREADS": str(plan.threads), **OWN_STORES}
+    if plan.machines == 1:
+        chosen |= loopback_variables()
     return {**chosen, **{k: os.environ[k] for k in chosen if k in os.environ}, **plan.environment}
 
 
 def _configuration(plan: ForkPlan, folder: str) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
+
+    from accel_callbacks.launch.rendezvous_handler import listen_at_one_address
 
     # Without it torch queries CUDA itself, which then cannot be used in the forks.
     with changed_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
@@ -162,6 +166,7 @@ def _configuration(plan: ForkPlan, folder: str) -> Any:
         )
     if hasattr(config, "numa_options"):
         config.numa_options = None
+    listen_at_one_address(config)
     return config
 
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_callbacks.launch import worker
-from accel_callbacks.launch.environment import child_environment, exports, rank_variables
+from accel_callbacks.launch.environment import (
+    OWN_STORES,
+    child_environment,
+    exports,
+    loopback_variables,
+    rank_variables,
+)
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.rendezvous import (
     Host,
@@ -160,10 +166,10 @@ def build_plan(
         port = rendezvous.port or host.free_port()
         variables = rank_variables(0, 1, 0, 1, rendezvous.address, port)
         return DirectPlan(tuple(program.command()), env | variables)
-    repeats = settings.max_restarts > 0 or rendezvous.least != rendezvous.most
-    if repeats and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in host.environment:
-        # With a shared store a restarted gloo worker reads addresses of the previous attempt.
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    chosen = {} if "static" in rendezvous.words else dict(OWN_STORES)
+    if rendezvous.most == 1:
+        chosen |= loopback_variables()
+    env |= {name: value for name, value in chosen.items() if name not in host.environment}
     torchrun = _torchrun_words(resolved, rendezvous, extras)
     return AgentPlan(torchrun, program, env, rendezvous, settings.log_dir, quiet, extras)
 
@@ -236,10 +242,15 @@ def _task_plan(
             "--ntasks-per-node=1"
         )
     port = settings.main_process_port or place.port
+    one_machine = len(place.hosts) == 1
+    address = "127.0.0.1" if one_machine else place.hosts[0]
     variables = rank_variables(
-        *(place.rank, place.tasks, place.local_rank, place.tasks_here, place.hosts[0], port)
+        *(place.rank, place.tasks, place.local_rank, place.tasks_here, address, port)
     )
     env = child_environment(resolved, host, _cores_of_a_task(place, host))
+    if one_machine:
+        chosen = loopback_variables()
+        env |= {name: value for name, value in chosen.items() if name not in host.environment}
     return DirectPlan(tuple(program.reporting_command()), env | variables)
 
 

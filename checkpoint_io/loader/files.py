@@ -52,6 +52,7 @@ def manifest_of(store: Store, *, tensors: bool = True) -> Manifest:
         except (CorruptCheckpointError, ManifestVersionError):
             # bits can flip on the way here: damage is what a second read finds too
             store.forget(MANIFEST)
+            store.reconnect()
             again = _manifest_bytes(store, where, _SAVES)
             if again == data:
                 raise

@@ -177,6 +177,7 @@ class Transfer:
         """Return a part that came with another checksum from a second read; raise if it is bad."""
         # bits can flip on the way here (network, memory): damage is what a second read finds too
         self._store.forget(name)
+        self._store.reconnect()  # what flips them may sit in the way of one connection alone
         read: list[Bytes] = []
         self._store.fetch(
             [Span(name, part.begin, part.end)],

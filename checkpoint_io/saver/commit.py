@@ -122,7 +122,10 @@ class Commit:
         assert self._data is not None
         try:
             # a bit may flip on the way back: another save's manifest is so at a second look too
-            ours = self._holds(self._data) or self._holds(self._data)
+            ours = self._holds(self._data)
+            if not ours:
+                self._store.reconnect()
+                ours = self._holds(self._data)
         except Exception as error:
             text = f"{self._store.url}: committed, but could not be read back ({error})"
             warn(text, CheckpointWarning)
@@ -177,7 +180,10 @@ class Commit:
             warn(text, CheckpointWarning)
             return
         if self._previous is not None:
-            remove_all(self._store, [entry.name for entry in self._previous.files])
+            replaced = [entry.name for entry in self._previous.files]
+            # a copy that its save could not remove; as that save was committed, it names no run
+            copied = [name for name in self._leftovers if name == temporary_name(self._previous.id)]
+            remove_all(self._store, [*replaced, *copied])
         remove_all(self._store, self._probes)
         if self._leftovers and self._run_id is not None:
             try:

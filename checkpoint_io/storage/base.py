@@ -85,6 +85,9 @@ class Store(Protocol):
     def forget(self, name: str) -> None:
         """Drop what this machine caches of a file, as far as it can; the next read asks again."""
 
+    def reconnect(self) -> None:
+        """Read over new connections from now on, for bytes that came damaged over the old ones."""
+
     def rename(self, old: str, new: str) -> None:
         """Rename a file inside the folder atomically (only where `can_rename`)."""
 

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
+from checkpoint_io.format.manifest import digest_matches
 from checkpoint_io.format.names import MANIFEST
 from checkpoint_io.storage.base import (
     OBJECT_STORES,
@@ -30,6 +31,8 @@ from checkpoint_io.threads import for_each
 
 T = TypeVar("T")
 
+_TRIES = 3  # to write a small object that arrives damaged
+_TRUE_COPY = frozenset({"gs", "gcs", "s3", "s3a"})  # whose cp_file() is one step of the store
 _TRUE_RENAME = frozenset({"sftp", "ssh"})  # drivers whose mv() is one atomic request
 _TAGS = ("generation", "ETag", "etag", "e_tag")
 _replacing = Lock()  # makes comparing and writing one step among the threads of this process
@@ -98,7 +101,11 @@ class FsspecStore:
         return nullcontext()
 
     def replace(self, name: str, data: bytes, temporary: str, expected: str | None = None) -> None:
-        """Put the object by one request, or by a rename where that is atomic.
+        """Put the object by one request, or by a rename or copy where that is atomic.
+
+        What is renamed or copied was read back before. Elsewhere the object is read back once it
+        is in place, and the one before is put back if bits have flipped on the way: a kill at that
+        moment leaves the damaged one.
 
         Exclusive creation (`expected=""`) is delegated to the driver. Replacing a given version
         compares before and after the write: that narrows the race between two jobs, but does not
@@ -109,10 +116,46 @@ class FsspecStore:
                 raise conflict_error(f"{self.url}/{name}")
             if self._driver.renames:
                 self._put_by_rename(name, data, temporary)
+            elif self._driver.copies and expected != "":
+                self._put_by_copy(name, data, temporary)
             else:
-                self._put(name, data, exclusive=expected == "")
+                self._put_checked(name, data, expected)
             if expected is not None and not self._holds(name, data):
                 raise conflict_error(f"{self.url}/{name}")
+
+    def _put_checked(self, name: str, data: bytes, expected: str | None) -> None:
+        """Put an object and read it back; put the one before back if it arrived damaged."""
+        before = None if expected == "" else self._content(name)
+        exclusive = expected == ""
+        for _ in range(_TRIES):
+            self._put(name, data, exclusive)
+            if self._holds(name, data):
+                return
+            found = self._content(name)
+            # what is a whole manifest is another save's, which has replaced ours meanwhile
+            if expected is not None and (not digest_matches(data) or digest_matches(found or b"")):
+                raise conflict_error(f"{self.url}/{name}")
+            self._put_back(name, before)
+            exclusive = expected == ""
+        raise _damaged_error(f"{self.url}/{name}", "the one before is back in place")
+
+    def _put_back(self, name: str, before: bytes | None) -> None:
+        """Undo a put that arrived damaged."""
+        if before is None:
+            self.remove(name)
+            return
+        for _ in range(_TRIES):
+            self._put(name, before, exclusive=False)
+            if self._holds(name, before):
+                return
+        raise _damaged_error(f"{self.url}/{name}", "so does the one before, which is lost")
+
+    def _content(self, name: str) -> bytes | None:
+        """Return the bytes of a small object, None if there is none."""
+        try:
+            return bytes(self._driver.request(lambda fs: fs.cat_file(self._at(name))))
+        except FileNotFoundError:
+            return None
 
     def _put(self, name: str, data: bytes, exclusive: bool) -> None:
         """Put an object by one request."""
@@ -128,20 +171,53 @@ class FsspecStore:
             self._invalidate()
 
     def _put_by_rename(self, name: str, data: bytes, temporary: str) -> None:
-        """Write under another name, then rename over the old one."""
-        with self.create(temporary, len(data)) as write:
-            write(memoryview(data))
+        """Write under another name, read that back, then rename over the old one."""
+
+        def put() -> None:
+            with self.create(temporary, len(data)) as write:
+                write(memoryview(data))
+
+        self._put_beside(temporary, data, put)
         self._driver.request_once(lambda fs: fs.mv(self._at(temporary), self._at(name)))
         self._invalidate()
 
+    def _put_by_copy(self, name: str, data: bytes, temporary: str) -> None:
+        """Put under another name, read that back, then let the store copy it over the old one."""
+        self._put_beside(temporary, data, lambda: self._put(temporary, data, exclusive=False))
+        try:
+            self._driver.request(lambda fs: fs.cp_file(self._at(temporary), self._at(name)))
+        finally:
+            with suppress(Exception):  # the next save of the run removes it
+                self.remove(temporary)
+            self._invalidate()
+
+    def _put_beside(self, temporary: str, data: bytes, put: Callable[[], None]) -> None:
+        """Write a temporary object until it arrives as it was sent."""
+        for _ in range(_TRIES):
+            put()
+            if self._holds(temporary, data):
+                return
+        with suppress(Exception):
+            self.remove(temporary)
+        raise _damaged_error(f"{self.url}/{temporary}", "the one before is kept")
+
     def _holds(self, name: str, data: bytes) -> bool:
-        """Return whether a small object has this content; a bit may flip in one of two reads."""
+        """Return whether a small object has this content; other bytes are read once more."""
         path = self._at(name)
-        return any(self._driver.request(lambda fs: fs.cat_file(path)) == data for _ in range(2))
+        if self._driver.request(lambda fs: fs.cat_file(path)) == data:
+            return True
+        self.forget(name)
+        self._driver.reconnect()  # bits may flip on the way here, on one connection alone
+        return bool(self._driver.request(lambda fs: fs.cat_file(path)) == data)
 
     def forget(self, name: str) -> None:
-        """Drop the cached listing; each read is a request of its own."""
+        """Drop the cached listing, and the copy of the file that a caching driver keeps."""
         self._invalidate()
+        self._driver.forget(self._at(name))
+
+    def reconnect(self) -> None:
+        """Replace the filesystem by a new one, which has connections and caches of its own."""
+        self._driver.reconnect()
 
     def rename(self, old: str, new: str) -> None:
         """Raise CheckpointError: renames are not atomic here."""
@@ -265,6 +341,14 @@ class _Reader:
         self.size = size
 
 
+def _damaged_error(where: str, kept: str) -> CheckpointError:
+    """Return the error for an object that arrives damaged each time."""
+    return CheckpointError(
+        f"{where} arrives damaged each time, and the store does not refuse it ({kept}): check the "
+        "network and the memory of this machine"
+    )
+
+
 def _listed(fs: Any, path: str) -> list[Any]:
     """List the entries of a folder."""
     for _ in range(20):
@@ -281,6 +365,7 @@ class Driver:
         threads: number of concurrent requests.
         keeps_objects: whether files appear only when complete, and folders are mere prefixes.
         renames: whether renames are atomic.
+        copies: whether the store copies files itself, in one step.
         removes: whether files can be deleted, which http, for one, has no way to.
     """
 
@@ -296,6 +381,7 @@ class Driver:
         self.threads = 8 if getattr(filesystem, "async_impl", False) else 1
         self.keeps_objects = bool(protocols & OBJECT_STORES)
         self.renames = bool(protocols & _TRUE_RENAME)
+        self.copies = bool(protocols & _TRUE_COPY)
         self.removes = _removes(filesystem)
 
     @property
@@ -306,6 +392,18 @@ class Driver:
             self._filesystem, self._pid = self._make(), os.getpid()
         return self._filesystem
 
+    def reconnect(self) -> None:
+        """Use a new instance of the filesystem from the next request on, if one can be made."""
+        with self.exclusive(), suppress(Exception):
+            self._filesystem = _own_instance(self.fs)
+
+    def forget(self, path: str) -> None:
+        """Drop the copy of a file that a caching filesystem (such as blockcache) keeps."""
+        fs = self.fs
+        if hasattr(fs, "pop_from_cache"):
+            with self.exclusive(), suppress(OSError, NotImplementedError):
+                fs.pop_from_cache(path)
+
     def exclusive(self) -> AbstractContextManager[Any]:
         """Return a lock that serializes the requests to a driver that is not thread-safe.
 
@@ -313,8 +411,10 @@ class Driver:
         """
         if self.threads > 1:
             return nullcontext()
-        # kept on the filesystem: one lock per connection, however many stores share it
-        lock: AbstractContextManager[Any] = vars(self.fs).setdefault("_checkpoint_io_lock", Lock())
+        # kept on the filesystem: one lock per connection, however many stores share it; vars() of a
+        # driver that caches is a view of its class
+        own: dict[str, Any] = object.__getattribute__(self.fs, "__dict__")
+        lock: AbstractContextManager[Any] = own.setdefault("_checkpoint_io_lock", Lock())
         return lock
 
     def request(self, action: Callable[[Any], T]) -> T:
@@ -374,6 +474,20 @@ def is_transient(error: Exception) -> bool:
         return True
     status = [getattr(error, name, None) for name in ("status", "status_code", "code")]
     return any(isinstance(found, int) and found in TRANSIENT_STATUS for found in status)
+
+
+def _own_instance(fs: Any) -> Any:
+    """Return a new filesystem with the options of this one, which fsspec gives to nobody else."""
+    options = {**fs.storage_options, "skip_instance_cache": True}
+    inner = getattr(fs, "fs", None)  # of a driver that hands requests on, as caches do
+    if hasattr(inner, "storage_options"):
+        inner = _own_instance(inner)
+        if "fs" in options:
+            options["fs"] = inner
+    made = type(fs)(*fs.storage_args, **options)
+    if inner is not None and "fs" not in options:
+        made.fs = inner
+    return made
 
 
 def _removes(fs: Any) -> bool:

@@ -150,6 +150,9 @@ class LocalStore:
                 self._unlink(temporary)
             raise
 
+    def reconnect(self) -> None:
+        """Do nothing: local files are read over no connection; `forget` drops their pages."""
+
     def rename(self, old: str, new: str) -> None:
         """Rename atomically and make the new name durable."""
         with explained(self._at(new)):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -117,3 +118,23 @@ def test_one_flip_while_a_save_looks_back_is_no_conflict(url: str, flips: Any) -
     save(url, state(2))
     assert len(done) == 1
     assert load(url).manifest.generation == 2
+
+
+@pytest.mark.parametrize("part", FILES)
+def test_a_damaged_copy_of_a_caching_driver_is_not_asked_again(
+    tmp_path: Path, flip_bit: Any, part: str
+) -> None:
+    """The driver keeps what came damaged over the wire, and would return it again and again."""
+    target = f"memory://cached{tmp_path}"
+    save(target, state(1))
+    copies = tmp_path / "copies"
+    options = {"target_protocol": "memory", "cache_storage": str(copies)}
+    url = f"filecache://cached{tmp_path}"
+    assert load(url, storage_options=options).state["step"] == 1
+    fs = fsspec.filesystem("filecache", **options)
+    names = [one.name for one in load(url, storage_options=options).manifest.files]
+    name = next(one for one in [*names, "manifest.json"] if part in one)
+    copy = Path(fs._check_file(f"cached{tmp_path}/{name}")[1])
+    assert copy.parent == copies
+    flip_bit(copy, copy.stat().st_size - 1)
+    assert load(url, storage_options=options).state["step"] == 1

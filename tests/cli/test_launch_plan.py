@@ -14,7 +14,7 @@ from accel_callbacks import launch as launch_package
 from accel_callbacks.cli import launch
 from accel_callbacks.cli.launch import configure, given_extras, read_program
 from accel_callbacks.cli.parser import CommandError, CommandParser
-from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.environment import changed_environment, loopback_variables
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, TpuPlan, build_plan
 from accel_callbacks.launch.rendezvous import Host
@@ -100,7 +100,22 @@ def test_asked_settings_reach_the_children() -> None:
         "ACCEL_MIXED_PRECISION": "bf16",
         "ACCEL_GRADIENT_ACCUMULATION_STEPS": "4",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **loopback_variables(),
     }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its loopback interface has another name")
+def test_only_processes_of_one_machine_listen_on_loopback() -> None:
+    asked = {"GLOO_SOCKET_IFNAME": "eth0"}
+    names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    two = ["--num_processes", "2"]
+    alone = plan(*two, "-m", "timeit", environ=asked).env
+    assert {name: alone.get(name) for name in names} == {
+        "GLOO_SOCKET_IFNAME": None,
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    several = [*two, "--num_machines", "2", "--main_process_ip", "node0"]
+    assert not names & set(plan(*several, "-m", "timeit").env)
 
 
 def test_the_users_own_store_setting_is_kept() -> None:

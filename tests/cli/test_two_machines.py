@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.listening import listening
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "elastic.py")
 NAMES = ("nodea", "nodeb")
@@ -311,3 +313,55 @@ def test_a_machine_that_is_cut_off_in_a_save_ends_the_others(machines, cut, how)
     assert time.monotonic() - began < 24, machines.read(f"log{other}")
     assert re.search(rf"rank {cut} .*has not answered for \d+ s", machines.read(f"log{other}"))
     assert not list(folder.glob("state/manifest*"))
+
+
+HELD = """
+import os, time
+import torch.distributed as dist
+from accel_callbacks import Accelerator
+
+if os.environ["GROUP"] == "ours":
+    Accelerator(cpu=True)
+else:
+    dist.init_process_group("gloo")
+dist.barrier()
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} has met", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.05)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("group", ["ours", "own"])
+@pytest.mark.parametrize("meet", [static, elastic], ids=["static", "c10d"])
+def test_two_machines_listen_at_the_address_that_was_named(machines, monkeypatch, meet, group):
+    monkeypatch.setenv("GROUP", group)
+    (machines.folder / "held.py").write_text(HELD)
+    nodes = []
+    for one in range(2):
+        command = meet("accel", one)
+        if meet is static:  # with restarts the store is that of c10d
+            command[command.index("--max_restarts") :] = [SCRIPT]
+        nodes.append(machines.start(one, [*command[:-1], "held.py"], f"log{one}"))
+    machines.wait_for("rank 0 of 2 has met", "log0", "log1")
+    machines.wait_for("rank 1 of 2 has met", "log0", "log1")
+    found = [set(listening(node.pid)) for node in nodes]
+    (machines.folder / "go").touch()
+    for one, node in enumerate(nodes):
+        ended_well(machines, node, f"log{one}")
+    assert found == [{"10.77.0.1"}, {"10.77.0.2"}]
+    assert "all interfaces" not in machines.read("log0") + machines.read("log1")
+
+
+@pytest.mark.parametrize("words", [[], ["--max_restarts", "1"]])
+def test_one_machine_of_a_network_listens_on_loopback(machines, monkeypatch, words):
+    monkeypatch.setenv("GROUP", "own")
+    (machines.folder / "held.py").write_text(HELD)
+    command = [*LAUNCHERS["accel"], "--num_processes", "2", *words, "held.py"]
+    node = machines.start(0, command, "log0")
+    machines.wait_for("rank 0 of 2 has met", "log0")
+    machines.wait_for("rank 1 of 2 has met", "log0")
+    found = listening(node.pid)
+    (machines.folder / "go").touch()
+    ended_well(machines, node, "log0")
+    assert set(found) == {"127.0.0.1"}

@@ -9,7 +9,7 @@ import pytest
 from faultkit import breakage as wire
 from faultkit.litter import keys_below, litter_s3, uploads_below
 from faultkit.places import Place, broken_place, cases
-from faultkit.proxy import Action, Exchange, Rule, forward
+from faultkit.proxy import Action, Exchange, Message, Rule, forward
 
 from checkpoint_io import (
     CheckpointError,
@@ -153,6 +153,38 @@ def test_flipped_bit_in_the_manifest_is_not_committed(place: Place) -> None:
     place.save(2, SMALL)
     assert place.proxy.harmed()
     assert place.load() == 2
+
+
+def test_manifests_that_arrive_damaged_each_time_are_undone(place: Place) -> None:
+    """moto obeys conditions and keeps what arrives: the old one is back after each try."""
+    seen: list[int | str] = []
+
+    def harm_and_look(exchange: Exchange) -> None:
+        def look_and_answer(message: Message, answer: Any = exchange.answer) -> None:
+            try:
+                seen.append(place.load())
+            except CheckpointError:
+                seen.append("damaged")
+            answer(message)
+
+        exchange.answer = look_and_answer  # type: ignore[method-assign]
+        copying = bool(exchange.request.header("x-amz-copy-source"))
+        (forward if copying else wire.flip_upload)(exchange)
+
+    place.save(1, SMALL, through=False)
+    before = keys_below(place.server, place.prefix)
+    place.proxy.rules = [Rule(MANIFEST, harm_and_look, times=FOREVER)]
+    with pytest.raises(CheckpointError, match="tried 4 times"):
+        place.save(2, SMALL)
+    # a store that checks has kept the old one all the time, and is asked for no copies
+    assert seen in ([1] * 4, ["damaged", 1] * 4)
+    assert place.load() == 1
+    assert keys_below(place.server, place.prefix) == before
+    place.proxy.rules = [Rule(MANIFEST, wire.flip_upload)]
+    place.save(3, SMALL)
+    assert place.proxy.harmed() == 1
+    assert place.load() == 3
+    assert litter_s3(place.server, place.prefix) == set()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from faultkit import breakage as wire
 from faultkit.places import Place, broken_place, cases
-from faultkit.proxy import Exchange, Rule, forward
+from faultkit.proxy import Exchange, Message, Rule, forward
 from faultkit.states import state_of, whole
 
 from checkpoint_io import (
@@ -93,6 +94,28 @@ def test_only_the_part_with_the_flipped_bit_is_read_again(place: Place) -> None:
     inside = [a for a in asked if a[0] == first and begin <= a[1] < begin + length]
     assert len(inside) == 2
     assert inside[1][2] <= PART_SIZE, "the whole span was read again"
+
+
+@pytest.mark.parametrize("pattern", [TENSORS, OBJECTS, READ_MANIFEST], ids=["t", "o", "manifest"])
+def test_a_connection_that_flips_each_answer_is_not_asked_again(place: Place, pattern: str) -> None:
+    place.save(1, SMALL, through=False)
+    bad: list[Any] = []  # the client may keep several open, and take any of them for the next
+
+    def flip_on_the_first_connections(exchange: Exchange) -> None:
+        def keep_open(message: Message, answer: Any = exchange.answer) -> None:
+            # moto closes each connection, so that there would be a new one anyway
+            message.headers = [one for one in message.headers if one[0].lower() != "connection"]
+            answer(message)
+
+        exchange.answer = keep_open  # type: ignore[method-assign]
+        asked = re.search(pattern, exchange.request.first) is not None
+        if asked:
+            bad[:] = bad or place.proxy.clients()
+        (wire.flip_download if asked and exchange.client in bad else forward)(exchange)
+
+    place.proxy.rules = [Rule("", flip_on_the_first_connections, times=FOREVER)]
+    assert place.load(through=True) == 1
+    assert bad
 
 
 @pytest.mark.parametrize("pattern", [TENSORS, OBJECTS, READ_MANIFEST], ids=["t", "o", "manifest"])

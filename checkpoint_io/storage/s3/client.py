@@ -46,7 +46,7 @@ class S3Client:
     """Requests to one bucket, from any thread, of this process or of a forked child."""
 
     def __init__(
-        self, bucket: str, endpoint: str, policy: RetryPolicy, make: Callable[[], Any]
+        self, bucket: str, endpoint: str, policy: RetryPolicy, make: Callable[[bool], Any]
     ) -> None:
         self.bucket = bucket
         self.policy = policy
@@ -60,10 +60,15 @@ class S3Client:
         """Return the s3fs filesystem of this process."""
         # the parent's event loop thread and its connections do not survive a fork
         if self._pid != os.getpid():
-            self._filesystem = self._make()
+            self._filesystem = self._make(False)
             self._pid = os.getpid()
             _outlive_executors(self.loop)
         return self._filesystem
+
+    def reconnect(self) -> None:
+        """Send later requests over new connections, with a filesystem that nobody else uses."""
+        if self._pid == os.getpid():
+            self._filesystem = self._make(True)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -3,16 +3,26 @@
 Some stores ignore conditions. A probe detects them, once per bucket; there the object is compared
 before and after the put, which narrows the race between two writers but does not close it. Such a
 store may not check what arrives either, so there an object is replaced by a multipart upload.
+
+A store that obeys conditions but does not check what arrives may keep a damaged put in place of the
+old object. The probe detects that too; there the store copies the old object aside first, and back
+as soon as a put is found damaged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from functools import lru_cache
+from collections.abc import Awaitable, Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from checkpoint_io.errors import CheckpointWarning, UnsettledWriteError
+from checkpoint_io.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointWarning,
+    UnsettledWriteError,
+)
 from checkpoint_io.format.names import probe_name
 from checkpoint_io.storage.base import conflict_error
 from checkpoint_io.storage.retry import Attempts
@@ -24,7 +34,7 @@ from checkpoint_io.storage.s3.client import (
     status_of,
 )
 from checkpoint_io.storage.s3.download import head
-from checkpoint_io.storage.s3.listing import abort_uploads_of
+from checkpoint_io.storage.s3.listing import abort_uploads_of, delete
 from checkpoint_io.storage.s3.parts import Checksum
 from checkpoint_io.storage.s3.upload import (
     CorruptUploadError,
@@ -39,10 +49,11 @@ _UNANSWERED = frozenset({0, 502, 504})
 
 
 class Conditions(NamedTuple):
-    """The conditions that a store obeys."""
+    """The conditions that a store obeys, and whether it checks what arrives."""
 
     absent: bool  # If-None-Match: *
     match: bool  # If-Match: an entity tag
+    checks: bool  # refuses a body that does not have the checksum of its header
 
 
 async def token(client: S3Client, key: str) -> str:
@@ -54,15 +65,26 @@ async def token(client: S3Client, key: str) -> str:
 
 
 async def replace(
-    client: S3Client, key: str, data: bytes, expected: str | None, checksum: Checksum | None
+    client: S3Client,
+    key: str,
+    data: bytes,
+    expected: str | None,
+    checksum: Checksum | None,
+    beside: str,
 ) -> None:
-    """Put an object; with `expected`, only in place of that version of it ("": of none)."""
+    """Put an object; with `expected`, only in place of that version of it ("": of none).
+
+    `beside` is the key of a copy that some stores need for the time of the call.
+    """
     if expected is None:
         await _put(client, key, data, checksum, None)
         return
     obeyed = await conditions(client, key, checksum)
     if obeyed.absent if expected == "" else obeyed.match:
-        await _put(client, key, data, checksum, expected)
+        if expected and not obeyed.checks:
+            await _put_or_undo(client, key, data, checksum, expected, beside)
+        else:
+            await _put(client, key, data, checksum, expected)
         return
     if await token(client, key) != expected:
         raise conflict_error(client.place.of(key))
@@ -70,8 +92,7 @@ async def replace(
         await _put_verified(client, key, data, checksum)
     else:
         await _put(client, key, data, checksum, None)
-    # a bit may flip on the way back: what another writer put is there at a second look too
-    if (await client.read(key))[0] != data and (await client.read(key))[0] != data:
+    if not await _reads(client, key, data):
         raise conflict_error(client.place.of(key))
 
 
@@ -85,10 +106,63 @@ async def _put_verified(client: S3Client, key: str, data: bytes, checksum: Check
         await abort_uploads_of(client, key)  # of saves that were killed in between
 
 
+async def _put_or_undo(
+    client: S3Client,
+    key: str,
+    data: bytes,
+    checksum: Checksum | None,
+    expected: str,
+    beside: str,
+) -> None:
+    """Replace an object in a store that keeps what arrives damaged: put the old one back then.
+
+    The copies are made by the store, so that nothing happens to them on the way. A store that
+    cannot copy leaves the damaged object to the next try.
+    """
+    copied = await _copy(client, key, beside, CopySourceIfMatch=expected)
+    undo = partial(_undo, client, key, beside) if copied else None
+    try:
+        await _put(client, key, data, checksum, expected, undo)
+    finally:
+        if copied:
+            with warn_of_leftovers(client.place.of(key)):
+                await delete(client, [beside])
+
+
+async def _copy(client: S3Client, source: str, target: str, **condition: str) -> bool:
+    """Let the store copy an object; return False if it does not."""
+    place = {"Bucket": client.bucket, "Key": source}
+    try:
+        await client.request("copy_object", "copying", target, CopySource=place, **condition)
+    except Exception:
+        return False
+    return True
+
+
+async def _undo(client: S3Client, key: str, beside: str, damaged: str) -> str:
+    """Put the copied object back in place of damaged bytes of ours; return its entity tag."""
+    if await token(client, key) != damaged:
+        raise conflict_error(client.place.of(key))
+    if not await _copy(client, beside, key):
+        raise CheckpointError(
+            f"{client.place.of(key)} arrived damaged, and the store could not put the one before "
+            f"back, which is lost: check the network and {client.place.endpoint}"
+        )
+    return await token(client, key)
+
+
 async def _put(
-    client: S3Client, key: str, data: bytes, checksum: Checksum | None, expected: str | None
+    client: S3Client,
+    key: str,
+    data: bytes,
+    checksum: Checksum | None,
+    expected: str | None,
+    undo: Callable[[str], Awaitable[str]] | None = None,
 ) -> None:
     """Put an object by one request, with a condition or without; retry transient errors.
+
+    With `undo` the object is read back; if it arrived damaged, `undo` is called with its entity tag
+    and returns the one to replace from then on.
 
     The subtle part: a request whose answer was lost may have been executed, so that the retry is
     refused because of our own earlier write. Reading the object back tells the two cases apart.
@@ -98,14 +172,22 @@ async def _put(
     unanswered = False
     while True:
         try:
-            await put(client, key, data, checksum, **condition)
+            answer = await put(client, key, data, checksum, **condition)
+            if undo is not None and not await _reads(client, key, data):
+                tag = str(answer.get("ETag", ""))
+                raise CorruptUploadError(f"{key}: the store has other bytes than were sent", tag)
             return
+        except CheckpointConflictError:
+            raise
         except Exception as error:
+            undone = False
             if expected is not None and isinstance(error, CorruptUploadError) and error.tag:
-                # the store has replaced the object by damaged bytes of ours: from now on they are
-                # the version to replace
-                expected, condition = error.tag, _condition(error.tag)
-            unanswered = unanswered or status_of(error) in _UNANSWERED
+                # the store has replaced the object by damaged bytes of ours: unless that is undone,
+                # they are the version to replace from now on
+                undone = undo is not None
+                expected = error.tag if undo is None else await undo(error.tag)
+                condition = _condition(expected)
+            unanswered = unanswered or (status_of(error) in _UNANSWERED and not undone)
             refused = expected is not None and (lost_condition(error) or is_absent(error))
             # An earlier attempt may have arrived without its answer. This holds for the first
             # refusal too, since the HTTP client below repeats requests on its own. Equal bytes
@@ -143,11 +225,19 @@ async def _is_still(client: S3Client, key: str, expected: str | None) -> bool:
 
 
 async def _holds(client: S3Client, key: str, data: bytes) -> bool:
-    """Return whether an object exists with exactly these bytes; a flipped bit is read again."""
+    """Return whether an object exists with exactly these bytes; False if it cannot be read."""
     try:
-        return (await client.read(key))[0] == data or (await client.read(key))[0] == data
+        return await _reads(client, key, data)
     except Exception:
         return False
+
+
+async def _reads(client: S3Client, key: str, data: bytes) -> bool:
+    """Return whether an object has exactly these bytes; others are read once more."""
+    if (await client.read(key))[0] == data:
+        return True
+    client.reconnect()  # bits may flip on the way here, on one connection alone
+    return (await client.read(key))[0] == data
 
 
 async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> Conditions:
@@ -156,7 +246,7 @@ async def conditions(client: S3Client, key: str, checksum: Checksum | None) -> C
     if not known:
         obeyed = await _probe(client, key.rpartition("/")[0], checksum)
         known.append(obeyed)
-        if not all(obeyed):
+        if not (obeyed.absent and obeyed.match):
             warn(
                 f"{client.place.of(None)} at {client.place.endpoint} ignores conditional writes: "
                 "two jobs that save to one path at the same moment may both report success; give "
@@ -177,27 +267,40 @@ async def _probe(client: S3Client, folder: str, checksum: Checksum | None) -> Co
     name = probe_name()
     key = f"{folder}/{name}" if folder else name
 
-    async def refuses(**condition: Any) -> bool:
-        async def ask() -> bool:
-            try:
-                await put(client, key, b"probe", checksum, **condition)
-            except Exception as error:
-                if lost_condition(error):
-                    return True
-                if status_of(error) in (400, 501):  # the store rejects conditions altogether
-                    return False
-                raise
-            return False
-
+    async def ask(question: Callable[[], Awaitable[bool]]) -> bool:
         try:
-            return await client.repeat("probing", key, ask)
+            return await client.repeat("probing", key, question)
         except Exception as error:
             raise client.explain(error, "probing", key) from error
 
+    async def refuses(**condition: Any) -> bool:
+        try:
+            await put(client, key, b"probe", checksum, **condition)
+        except Exception as error:
+            if lost_condition(error):
+                return True
+            if status_of(error) in (400, 501):  # the store rejects conditions altogether
+                return False
+            raise
+        return False
+
+    async def refuses_damage() -> bool:
+        if checksum is None:
+            return False
+        wrong: dict[str, Any] = {checksum.field: checksum.text(b"other bytes")}
+        try:
+            await client.once("put_object", Key=key, Body=b"probe", **wrong)
+        except Exception as error:
+            if status_of(error) == 400:
+                return True
+            raise
+        return False
+
     try:
-        await refuses()
-        absent = await refuses(IfNoneMatch="*")
-        match = await refuses(IfMatch='"00000000000000000000000000000000"')
-        return Conditions(absent, match)
+        await ask(refuses)
+        absent = await ask(partial(refuses, IfNoneMatch="*"))
+        match = await ask(partial(refuses, IfMatch='"00000000000000000000000000000000"'))
+        # asked only where the answer is needed
+        return Conditions(absent, match, match and await ask(refuses_damage))
     finally:
         await client.request("delete_object", "deleting", key)

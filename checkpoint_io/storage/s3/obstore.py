@@ -145,6 +145,10 @@ class ObstoreTransfer:
 
         for_each(read, range(len(spans)), _READERS)
 
+    def reconnect(self) -> None:
+        """Make a new store of obstore at the next use; it has connections of its own."""
+        self._store = None
+
     def _read(self, store: Any, key: str, span: Span, versions: Versions) -> memoryview[int]:
         """Read one span."""
         where = self._client.place.of(key)

@@ -62,8 +62,9 @@ class S3Store:
 
     def replace(self, name: str, data: bytes, temporary: str, expected: str | None = None) -> None:
         """Put an object by one request, conditionally if `expected` is given."""
-        key = self._key(name)
-        self._client.run(conditional.replace(self._client, key, data, expected, self._checksum))
+        key, beside = self._key(name), self._key(temporary)
+        work = conditional.replace(self._client, key, data, expected, self._checksum, beside)
+        self._client.run(work)
 
     def lock(self) -> AbstractContextManager[None]:
         """Do nothing: S3 has no locks; the commit is conditional instead."""
@@ -76,6 +77,11 @@ class S3Store:
 
     def forget(self, name: str) -> None:
         """Do nothing: each read is a request of its own."""
+
+    def reconnect(self) -> None:
+        """Make new clients; requests that are under way finish with the old ones."""
+        self._client.reconnect()
+        self._transfer.reconnect()
 
     def rename(self, old: str, new: str) -> None:
         """Raise CheckpointError: S3 has no atomic rename."""
@@ -157,8 +163,12 @@ def open_s3(
         or "AWS"
     )
 
-    # called again in a forked child: fsspec caches one filesystem per process
-    client = S3Client(bucket, str(endpoint), policy, lambda: url_to_fs(url, **driver_options)[0])
+    def make(own: bool) -> Any:
+        # fsspec caches one filesystem per process and set of options
+        alone = {"skip_instance_cache": True} if own else {}
+        return url_to_fs(url, **{**driver_options, **alone})[0]
+
+    client = S3Client(bucket, str(endpoint), policy, make)
     checksum = best_checksum() if sends_checksums(options) else None
     mover: Transfer = ClientTransfer(client, checksum)
     if transfer == "obstore":

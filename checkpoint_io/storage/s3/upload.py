@@ -36,6 +36,9 @@ class Transfer(Protocol):
     def fetch(self, spans: Sequence[Span], key_of: Callable[[str], str], deliver: Deliver) -> None:
         """Read spans; see `Store.fetch`."""
 
+    def reconnect(self) -> None:
+        """Read over new connections from now on."""
+
 
 class ClientTransfer:
     """The engine that uses the client of s3fs."""
@@ -60,6 +63,9 @@ class ClientTransfer:
     def fetch(self, spans: Sequence[Span], key_of: Callable[[str], str], deliver: Deliver) -> None:
         """Read spans, several at once."""
         Fetch(self._client, spans, key_of).run(deliver)
+
+    def reconnect(self) -> None:
+        """Do nothing: the connections are those of the client."""
 
 
 class _Upload:

@@ -135,6 +135,11 @@ class Proxy:
         """Return how many requests were harmed."""
         return sum(rule.done for rule in self.rules)
 
+    def clients(self) -> list[socket.socket]:
+        """Return the connections that are open."""
+        with self._lock:
+            return list(self._clients)
+
     def close(self) -> None:
         """Stop, stalled requests included."""
         self.closing.set()
