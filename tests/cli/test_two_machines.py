@@ -309,7 +309,6 @@ def test_a_machine_that_is_cut_off_in_a_save_ends_the_others(machines, cut, how)
     began = time.monotonic()
     other = 1 - cut
     assert nodes[other].wait(60) != 0, machines.read(f"log{other}")
-    print(time.monotonic() - began, machines.read(f"log{other}"))
     assert time.monotonic() - began < 24, machines.read(f"log{other}")
     assert re.search(rf"rank {cut} .*has not answered for \d+ s", machines.read(f"log{other}"))
     assert not list(folder.glob("state/manifest*"))
