@@ -143,16 +143,23 @@ class Checkpoint:
 
 
 def read_manifest(
-    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    url: str | os.PathLike[str],
+    *,
+    tensors: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Read and check the manifest of a checkpoint, without its data.
 
     Args:
         url: the folder of a checkpoint.
+        tensors: False reads the entries of the tensors, which are most of the manifest of a large
+            model, only when they are asked for; default True.
         storage_options: passed to the fsspec driver.
 
     Returns:
-        The manifest; its digest and all its entries have been checked.
+        The manifest; its digest and all its entries have been checked. Without `tensors`, the
+        entries of the tensors are checked when they are read; CorruptCheckpointError if another
+        save has replaced the checkpoint by then.
 
     Raises:
         CheckpointNotFoundError: there is no manifest at `url`.
@@ -165,7 +172,7 @@ def read_manifest(
         >>> read_manifest("memory://doc-reader/m").metadata["step"]
         200
     """
-    return manifest_of(open_store(url, storage_options))
+    return manifest_of(open_store(url, storage_options), tensors=tensors)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Source:
     def replaced(self) -> bool:
         """Return whether another save has replaced this checkpoint since it was opened."""
         try:
-            return manifest_of(self.store).id != self.manifest.id
+            return manifest_of(self.store, tensors=False).id != self.manifest.id
         except CheckpointError:
             return False
 
