@@ -29,8 +29,6 @@ Claim = Mapping[str, Any]
 must be verified for it (`needed`) and that it reads itself (`reads`). A position counts from the
 start of the first file, as if the files followed each other."""
 
-_NOBODY = np.uint64(0)
-
 
 def claim_of(
     source: Source, files: Iterable[int], reads: Iterable[tuple[int, int, int]] = ()
@@ -98,16 +96,13 @@ def deal(positions: Integers, sizes: Integers, claims: Sequence[Claim | None]) -
         claims: of all ranks; None of a rank that takes no share.
     """
     owners = np.full(len(positions), -1, dtype=np.int64)
-    takers = [rank for rank, claim in enumerate(claims) if claim is not None]
-    needed = np.zeros(len(positions), dtype=bool)
-    readers = np.zeros(len(positions), dtype=np.uint64)  # a sum of marks names a set of ranks
-    reads = {}
-    for rank in takers:
-        claim = claims[rank]
-        assert claim is not None
-        needed |= _hits(_unpacked(claim["needed"]), positions)
-        reads[rank] = _unpacked(claim["reads"])
-        readers[_hits(reads[rank], positions)] += _mark(rank)
+    given = {rank: claim for rank, claim in enumerate(claims) if claim is not None}
+    takers = list(given)
+    needs = {claim["needed"] for claim in given.values()}  # mostly the same for all ranks
+    needed = _sums(positions, [(1, _unpacked(data)) for data in needs]) > 0
+    reads = {rank: _unpacked(claim["reads"]) for rank, claim in given.items()}
+    # of each part: the sum of the marks of the ranks that read it, which names their set
+    readers = _sums(positions, [(_mark(rank), ranges) for rank, ranges in reads.items()])
     wanted = np.flatnonzero(needed)
     if not wanted.size:
         return owners
@@ -115,8 +110,7 @@ def deal(positions: Integers, sizes: Integers, claims: Sequence[Claim | None]) -
     groups = np.split(wanted[np.argsort(which, kind="stable")], np.cumsum(np.bincount(which))[:-1])
     holds = {rank: _hits(reads[rank], positions[wanted[first]]) for rank in takers}
     candidates = [
-        takers if readers_of == _NOBODY else [rank for rank in takers if holds[rank][number]]
-        for number, readers_of in enumerate(sets)
+        [rank for rank in takers if holds[rank][number]] or takers for number in range(len(sets))
     ]
     load = dict.fromkeys(takers, 0)
     # first what only one rank reads, last what no rank does, which evens out the rest
@@ -144,10 +138,22 @@ def _fill(loads: Sequence[int], amount: int) -> list[int]:
     return [max(0, level - load) for load in loads]
 
 
-def _mark(rank: int) -> Any:
-    """Return a number whose sums over different sets of ranks differ."""
+def _mark(rank: int) -> int:
+    """Return a number whose sums over different sets of ranks differ, but by a rare accident.
+
+    Then a part is verified by a rank that does not read it.
+    """
     digest = hashlib.blake2b(str(rank).encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
+    return int.from_bytes(digest, "little")
+
+
+def _sums(positions: Integers, weighted: Iterable[tuple[int, Integers]]) -> Any:
+    """Return for each position the sum (modulo 2**64) of the weights of the ranges around it."""
+    steps = np.zeros(len(positions) + 1, dtype=np.uint64)
+    for weight, ranges in weighted:
+        np.add.at(steps, np.searchsorted(positions, ranges[:, 0]), np.uint64(weight))
+        np.subtract.at(steps, np.searchsorted(positions, ranges[:, 1]), np.uint64(weight))
+    return np.cumsum(steps)[:-1]
 
 
 class _Row(NamedTuple):
