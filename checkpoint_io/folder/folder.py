@@ -173,10 +173,12 @@ class CheckpointFolder:
 
         Args:
             rank: the rank whose `local_state` to load; default: this rank in `group`.
-            group: the ranks that must all load the same checkpoint: if one of them finds it
-                damaged, all fall back together. Default: this process alone.
+            group: the ranks that must all load the same checkpoint, from a folder that they share:
+                if one of them finds it damaged, all fall back together. Default: this process
+                alone.
             into: a tree of tensors to load into, as in `load`. Then everything needed from a
-                checkpoint is verified before the first tensor is written (`verify` is "full").
+                checkpoint is verified before the first tensor is written (`verify` is "full"), each
+                byte of it by one rank of `group`.
             only: which tensors, as in `load`.
             rename: other names for them, as in `load`.
             strict: missing or unexpected names are errors.

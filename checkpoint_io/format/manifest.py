@@ -188,6 +188,10 @@ class LazyManifest(Manifest):
         self._complete()
         return self == other
 
+    def __repr__(self) -> str:
+        known = [f"{name}={vars(self)[name]!r}" for name in _FIELDS if name in vars(self)]
+        return f"Manifest({', '.join(known)}, ...)"
+
     __hash__ = None  # type: ignore[assignment]  # a Manifest holds dicts
 
     def __reduce__(self) -> tuple[Any, ...]:

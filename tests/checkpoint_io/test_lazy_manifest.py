@@ -102,6 +102,9 @@ def test_it_compares_and_copies_like_any_other(tmp_path: Path) -> None:
     assert lazy() == whole
     assert whole == lazy()
     assert lazy() == lazy()
+    shown = lazy()
+    assert repr(shown).startswith(f"Manifest(id={whole.id!r}, generation=1, ")
+    assert "tensors" not in vars(shown)
     assert copy.deepcopy(lazy()) == whole
     assert pickle.loads(pickle.dumps(lazy())) == whole
     assert fill(tmp_path, 2).latest().manifest != whole  # type: ignore[union-attr]
