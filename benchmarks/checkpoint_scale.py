@@ -2,7 +2,7 @@
 
 No tensors and no processes: the boxes of Llama-70B with its Adam state under FSDP, as the ranks
 would describe them, go through the planner; the manifest that they would write is parsed, listed
-and pruned, beside sparse files of the right sizes. Seconds are of one process, on one core.
+and pruned, beside sparse files of the right sizes. Seconds are CPU time of one process.
 """
 
 from __future__ import annotations
@@ -169,12 +169,12 @@ def put(folder: Path, data: bytes) -> None:
 
 
 def seconds(action: Callable[[], Any], rounds: int) -> float:
-    """Return the median time of some calls."""
+    """Return the median of the CPU time of some calls."""
     taken = []
     for _ in range(rounds):
-        begin = time.perf_counter()
+        begin = time.process_time()
         action()
-        taken.append(time.perf_counter() - begin)
+        taken.append(time.process_time() - begin)
     return sorted(taken)[len(taken) // 2]
 
 
