@@ -195,8 +195,14 @@ class CheckpointReader:
     ) -> Claim:
         """Check the sizes of some files, and return what must be verified of them."""
         check_files(self.source, files, headers=False)
-        reads = self.source.ranges_of((view.key, target) for view, target in pairs)
-        return claim_of(self.source, files, reads)
+        return self.claim(
+            files, self.source.ranges_of((view.key, target) for view, target in pairs)
+        )
+
+    def claim(self, files: Collection[int], reads: Sequence[tuple[int, int, int]]) -> Claim:
+        """Return a rank's claim; the JSON of this reader was verified when it was opened."""
+        unread = [n for n in files if self.manifest.files[n].name not in self._names]
+        return claim_of(self.source, unread, reads)
 
     def files_of(self, keys: Iterable[str]) -> list[int]:
         """Return the indices of the files that hold some tensors or this reader's JSON."""

@@ -32,7 +32,7 @@ from checkpoint_io.loader.selection import (
     selector,
     unmatched_patterns,
 )
-from checkpoint_io.loader.share import Claim, check_share, claim_of
+from checkpoint_io.loader.share import Claim, check_share
 from checkpoint_io.loader.source import PlannedRead, dtype_of
 from checkpoint_io.loader.verify import check_files
 from checkpoint_io.saver.collect import shared_key
@@ -312,7 +312,7 @@ class Loading:
     def claim(self) -> Claim:
         """Return what the ranks have to verify for this one, and what it reads itself."""
         files = self._files if self._request.verify == "full" else []
-        return claim_of(self._reader.source, files, self._planned.transfer.ranges())
+        return self._reader.claim(files, self._planned.transfer.ranges())
 
     def check_share(self, claims: Sequence[Claim | None], rank: int) -> None:
         """Verify this rank's share of what the ranks claim."""

@@ -37,15 +37,13 @@ def claim_of(
 
     Args:
         source: the checkpoint.
-        files: indices of the files of which every byte must be verified for this rank. Those with
-            plain values are left out: they were verified when they were read.
+        files: indices of the files of which every byte must be verified for this rank.
         reads: file, first and last byte (exclusive) of what the rank reads itself.
     """
     manifest, starts = source.manifest, _starts(source.manifest)
-    tensor_files = [n for n in files if manifest.files[n].kind == "tensors"]
     return {
         "digest": manifest.digest,
-        "needed": _packed((starts[n], starts[n] + manifest.files[n].size) for n in tensor_files),
+        "needed": _packed((starts[n], starts[n] + manifest.files[n].size) for n in files),
         "reads": _packed((starts[n] + begin, starts[n] + end) for n, begin, end in reads),
     }
 
@@ -79,7 +77,7 @@ def check_share(
     with collector_paused():
         parts = _Parts.of(source.manifest)
         owners = deal(parts.positions, parts.sizes, claims)
-        heads, wants = parts.selected(np.flatnonzero(owners == rank))
+        heads, wants = parts.selected(np.flatnonzero(owners == rank), source.manifest)
     check_headers(source, heads)
     source.transfer(wants, progress=progress, label="verifying")
 
@@ -157,7 +155,7 @@ def _sums(positions: Integers, weighted: Iterable[tuple[int, Integers]]) -> Any:
 
 
 class _Row(NamedTuple):
-    """A chunk of a tensor, or the head of a file (without a chunk)."""
+    """A chunk of a tensor, or the head of a file (without a chunk); an objects file is all head."""
 
     position: int
     size: int
@@ -167,7 +165,7 @@ class _Row(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The parts of the tensor files that have a checksum, in the order of their bytes.
+    """The parts of all files that have a checksum, in the order of their bytes.
 
     A head is one part. `row` and `number` tell which part of which row each is.
     """
@@ -183,9 +181,7 @@ class _Parts(NamedTuple):
         """Return the parts of a checkpoint."""
         starts, part = _starts(manifest), manifest.part_size
         rows = [
-            _Row(starts[n], entry.covered, n, "", None)
-            for n, entry in enumerate(manifest.files)
-            if entry.kind == "tensors"
+            _Row(starts[n], entry.covered, n, "", None) for n, entry in enumerate(manifest.files)
         ]
         for key, tensor in manifest.tensors.items():
             for chunk in tensor.chunks:
@@ -204,15 +200,19 @@ class _Parts(NamedTuple):
         sizes = np.minimum(longest[row], lengths[row] - number * part)
         return cls(rows, row, number, begins[row] + number * part, sizes)
 
-    def selected(self, indices: Integers) -> tuple[list[int], list[Want]]:
-        """Return the files whose heads are among some parts, and reads of the other parts."""
+    def selected(self, indices: Integers, manifest: Manifest) -> tuple[list[int], list[Want]]:
+        """Return the tensor files whose heads are among some parts, and reads of the others."""
         heads, wants = [], []
         mine, starts = np.unique(self.row[indices], return_index=True)
         numbers = np.split(self.number[indices], starts[1:])
         for at, parts in zip(mine.tolist(), numbers, strict=True):
             row = self.rows[at]
             if row.chunk is None:
-                heads.append(row.file)
+                entry = manifest.files[row.file]
+                if entry.kind == "tensors":
+                    heads.append(row.file)
+                else:
+                    wants.append(Want(row.file, 0, entry.covered, entry.checksums, ""))
                 continue
             _, _, _, begin, end, sums = row.chunk
             some = None if len(parts) == len(sums) else parts.tolist()

@@ -17,7 +17,9 @@ from checkpoint_io import (
     CheckpointFolder,
     CheckpointReader,
     CheckpointWarning,
+    CorruptCheckpointError,
     TorchGroup,
+    open_checkpoint,
     read_manifest,
     save,
 )
@@ -172,6 +174,30 @@ def test_damage_on_one_rank_makes_all_fall_back_before_any_writes(
         assert len(one["told"]) == 1
         assert name in one["told"][0]
         assert one["loads"] == 1  # of the older one alone
+
+
+def checks_all(path: str) -> list[str]:
+    """Ranks that opened the plain values of rank 0 alone."""
+    reader = open_checkpoint(path, rank=0)
+    try:
+        reader.check(True, group=TorchGroup())
+    except CorruptCheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_check_of_all_files_reads_the_plain_values_of_all_ranks(
+    pool: Any, tmp_path: Path
+) -> None:
+    pool.run(fill, str(tmp_path), 1)
+    place = tmp_path / "step-00000001"
+    assert pool.run(checks_all, str(place)) == [[], []]
+    damaged = next(place.glob("objects-*-r00001.json"))
+    data = bytearray(damaged.read_bytes())
+    data[20] ^= 1
+    damaged.write_bytes(bytes(data))
+    (error,) = [text for told in pool.run(checks_all, str(place)) for text in told]
+    assert damaged.name in error
 
 
 def take_while_saving(path: str) -> list[Any]:
