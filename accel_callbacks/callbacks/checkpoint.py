@@ -426,7 +426,7 @@ class Checkpoint(ResumableState):
         from checkpoint_io import CheckpointNotFoundError, read_manifest
 
         try:
-            read_manifest(path, storage_options=self.storage_options)
+            read_manifest(path, tensors=False, storage_options=self.storage_options)
         except CheckpointNotFoundError as error:
             name = self.monitor.name if self.monitor is not None else None
             policy = f"keep_best(1, {name!r})" if which == "best" else "keep_last(1)"

@@ -17,7 +17,14 @@ from accel_callbacks.checkpoint.compatibility import (
     rank_part,
     warn_of_names,
 )
-from accel_callbacks.checkpoint.open import LoadFailed, open_folder, open_newest, open_one, together
+from accel_callbacks.checkpoint.open import (
+    LoadFailed,
+    open_folder,
+    open_newest,
+    open_one,
+    process_group,
+    together,
+)
 from accel_callbacks.checkpoint.project import number_of
 from accel_callbacks.checkpoint.selection import Selection, all_keys
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
@@ -251,14 +258,29 @@ class Ready(NamedTuple):
     report: RestoreReport
 
 
-def read_content(
-    training: TrainingState, reader: CheckpointReader, options: LoadOptions
-) -> Content:
-    """Verify the checkpoint, and read all that is not read in place.
+class _Division(NamedTuple):
+    """What of a checkpoint is read first, and what is read in place later.
+
+    Attributes:
+        state: the shared state, with views.
+        first: the parts of both states that are read first.
+        lazy: models and optimizers are not among them.
+        keys: the tensors of all parts.
+        sharded: for a full check, views with tensors that are sharded as their targets are.
+    """
+
+    state: dict[str, Any]
+    first: dict[str, Any]
+    lazy: bool
+    keys: set[str]
+    sharded: list[tuple[TensorView, torch.Tensor]]
+
+
+def _divide(training: TrainingState, reader: CheckpointReader, options: LoadOptions) -> _Division:
+    """Divide a checkpoint into parts, without reading tensors.
 
     Raises:
         ResumeError: it holds no training state.
-        checkpoint_io.CheckpointError: it is damaged.
     """
     state: dict[str, Any] = dict(reader.state)
     if missing := [name for name in _NEEDED if name not in state]:
@@ -273,12 +295,55 @@ def read_content(
         in_place = {name: part[name] for name in ("models", "optimizers")}
         rest = {name: value for name, value in state.items() if name not in in_place}
         rest["registered"] = part["registered"]
-    own = reader.local_state
+    first = {"state": rest, "local": reader.local_state}
+    keys = {view.key for view in views_in([in_place, first])}
+    sharded = list(_sharded(training, in_place)) if options.verify == "full" else []
+    return _Division(state, first, lazy, keys, sharded)
+
+
+def _sharded(
+    training: TrainingState, in_place: Mapping[str, Any]
+) -> Iterator[tuple[TensorView, torch.Tensor]]:
+    """Pair views with the sharded parameters of their names: of these a rank reads its part."""
+    from checkpoint_io.sharding import is_dtensor
+
+    named: dict[str, torch.Tensor] = {}
+    for index, model in enumerate(training.models):
+        for name, value in training.strategy.local_state_dict(model).items():
+            if isinstance(value, torch.Tensor) and is_dtensor(value):
+                named[f"{index}.{name}"] = value
+    for index, weights in in_place.get("models", {}).items():
+        for name, view in (weights or {}).items():
+            yield from _fitting(view, named.get(f"{index}.{name}"))
+    for saved in in_place.get("optimizers", {}).values():
+        for name, state in saved["state"].items():
+            for view in views_in(state):
+                yield from _fitting(view, named.get(name))
+
+
+def _fitting(saved: Any, here: torch.Tensor | None) -> Iterator[tuple[TensorView, torch.Tensor]]:
+    if here is not None and InPlaceReads.is_view(saved) and saved.shape == tuple(here.shape):
+        yield saved, here
+
+
+def read_content(reader: CheckpointReader, options: LoadOptions, divided: _Division) -> Content:
+    """Verify the checkpoint, and read all that is not read in place.
+
+    With ``verify="full"`` it is collective, and each byte is verified by one rank.
+
+    Raises:
+        checkpoint_io.CheckpointError: it is damaged.
+    """
     full = options.verify == "full"
-    keys = {view.key for view in views_in([in_place, rest, own])}
-    reader.check(full, keys=keys, progress=options.progress if full else False)
-    loaded = reader.load_tree({"state": rest, "local": own})
-    return Content({**state, **loaded["state"]}, loaded["local"], lazy)
+    reader.check(
+        full,
+        keys=divided.keys,
+        progress=options.progress if full else False,
+        group=process_group(),
+        pairs=divided.sharded,
+    )
+    loaded = reader.load_tree(divided.first)
+    return Content({**divided.state, **loaded["state"]}, loaded["local"], divided.lazy)
 
 
 def _hooks_want_tensors(training: TrainingState) -> bool:
@@ -570,7 +635,10 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
     """
     if options.accept is not None:
         options.accept(reader)
-    content = together(_WHERE, partial(read_content, training, reader, options))
+    division = partial(_divide, training, reader, options)
+    # a rank that raises here must not leave the others in the collective of a full check
+    divided = together(_WHERE, division) if options.verify == "full" else None
+    content = together(_WHERE, lambda: read_content(reader, options, divided or division()))
     with training.registered.all_or_nothing():
         with shared_failure(_WHERE):
             ready = make_ready(training, reader, content, options)

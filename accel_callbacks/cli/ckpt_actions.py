@@ -256,7 +256,7 @@ def _verdicts(args: Namespace, options: Mapping[str, Any]) -> Iterator[dict[str,
     """Verify one checkpoint after the other, printing each result at once."""
     paths = [args.place]
     try:
-        checkpoint_io.read_manifest(args.place, storage_options=options)
+        checkpoint_io.read_manifest(args.place, tensors=False, storage_options=options)
     except checkpoint_io.CheckpointNotFoundError as error:
         entries = [entry for _, entries in _folders(args, options) for entry in entries]
         if not entries:

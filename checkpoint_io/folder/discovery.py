@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError
-from checkpoint_io.format.manifest import Manifest
+from checkpoint_io.format.manifest import Manifest, TensorEntry
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.loader.files import check_sizes, manifest_of
 from checkpoint_io.storage.local import local_folder
@@ -19,7 +19,7 @@ from checkpoint_io.storage.open import Store
 __all__ = ["CheckpointInfo", "FolderEntry"]
 
 _AT_ONCE = 8
-_CACHED_TENSORS = 200_000
+_CACHED_ENTRIES = 200_000  # of files, and of chunks of tensors: each takes about 1 kB
 _LOST_AND_FOUND = "lost+found"  # at the root of ext filesystems; only root may list it
 _HEAD_BYTES = 4096  # enough of a manifest for its id and generation, without the tensors
 _GENERATION = re.compile(rb'"generation":([0-9]{1,15}),')
@@ -36,7 +36,7 @@ class CheckpointInfo:
     Attributes:
         path: its URL, to be passed to `load`.
         name: its folder's name.
-        manifest: its manifest.
+        manifest: its manifest; the entries of its tensors are read when they are asked for.
 
     Example:
         >>> from checkpoint_io import CheckpointFolder
@@ -62,7 +62,8 @@ class FolderEntry:
             committed), "broken" (an unusable manifest, or files that do not match it) or "foreign"
             (no file of this package).
         reason: why it is not valid; "" if it is.
-        manifest: its manifest if that is intact, else None.
+        manifest: its manifest if that is intact, else None; the entries of its tensors are read
+            when they are asked for.
 
     Example:
         >>> from checkpoint_io import CheckpointFolder
@@ -95,7 +96,7 @@ def id_of(store: Store) -> str | None:
     """Return the id of the checkpoint in a folder, None if there is no readable one."""
     try:
         found = _ID.search(_head(store))
-        return found[1].decode("ascii") if found else manifest_of(store).id
+        return found[1].decode("ascii") if found else manifest_of(store, tensors=False).id
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return None
 
@@ -104,6 +105,12 @@ def _head(store: Store) -> bytes:
     """Read the head of a manifest, which has its id and generation."""
     with store.open(MANIFEST) as reader:
         return bytes(reader.read(0, min(reader.size, _HEAD_BYTES)))
+
+
+def entries_held(manifest: Manifest) -> int:
+    """Return how many entries of files and of chunks a manifest holds in memory."""
+    tensors: Mapping[str, TensorEntry] = vars(manifest).get("tensors", {})  # unless it is lazy
+    return len(manifest.files) + sum(len(tensor.chunks) for tensor in tensors.values())
 
 
 class Scanner:
@@ -121,7 +128,9 @@ class Scanner:
         with self._guard:
             for gone in self._cache.keys() - set(names):
                 del self._cache[gone]
-        return self._each(self._entry, names)
+        entries = self._each(self._entry, names)
+        self._trim()
+        return entries
 
     def highest_generation(self) -> int:
         """Return the highest generation in the folder, 0 where there is none."""
@@ -161,14 +170,22 @@ class Scanner:
             cached = self._cache.get(name)
         if cached is not None and token and cached[0] == token:
             return cached[1]
-        manifest = manifest_of(store)
+        manifest = manifest_of(store, tensors=False)
         with self._guard:
             self._cache.pop(name, None)
             self._cache[name] = (token, manifest)
-            # bounded by tensors: a manifest takes memory in proportion; the oldest entries go first
-            while sum(len(m.tensors) for _, m in self._cache.values()) > _CACHED_TENSORS:
-                del self._cache[next(iter(self._cache))]
         return manifest
+
+    def _trim(self) -> None:
+        """Forget the oldest manifests, as long as all together take too much memory."""
+        with self._guard:
+            sizes = {name: entries_held(manifest) for name, (_, manifest) in self._cache.items()}
+            total = sum(sizes.values())
+            for name, size in sizes.items():
+                if total <= _CACHED_ENTRIES:
+                    return
+                del self._cache[name]
+                total -= size
 
     def _generation(self, name: str) -> int:
         """Return the generation of one checkpoint, 0 if there is no readable one."""

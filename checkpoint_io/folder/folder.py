@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from checkpoint_io.errors import (
@@ -19,7 +20,7 @@ from checkpoint_io.folder.retention import Choose, Pruning, check_mode, ranked
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.group import ProcessGroupLike, SingleProcess
 from checkpoint_io.loader.lazy import CheckpointReader, open_checkpoint
-from checkpoint_io.loader.load import Checkpoint, load
+from checkpoint_io.loader.load import Checkpoint, Request, Steps, load_in_steps, load_request
 from checkpoint_io.loader.selection import Only, Rename
 from checkpoint_io.outcome import Outcome, describe_failures
 from checkpoint_io.saver.save import SaveJob, prepare_save
@@ -172,10 +173,12 @@ class CheckpointFolder:
 
         Args:
             rank: the rank whose `local_state` to load; default: this rank in `group`.
-            group: the ranks that must all load the same checkpoint: if one of them finds it
-                damaged, all fall back together. Default: this process alone.
+            group: the ranks that must all load the same checkpoint, from a folder that they share:
+                if one of them finds it damaged, all fall back together. Default: this process
+                alone.
             into: a tree of tensors to load into, as in `load`. Then everything needed from a
-                checkpoint is verified before the first tensor is written (`verify` is "full").
+                checkpoint is verified before the first tensor is written (`verify` is "full"), each
+                byte of it by one rank of `group`.
             only: which tensors, as in `load`.
             rename: other names for them, as in `load`.
             strict: missing or unexpected names are errors.
@@ -192,19 +195,17 @@ class CheckpointFolder:
         group = group or SingleProcess()
         of_rank = group.rank if rank is None else rank
 
-        def attempt(path: str) -> Checkpoint:
-            return load(
-                path,
-                rank=of_rank,
-                into=into,
-                only=only,
-                rename=rename,
-                strict=strict,
-                verify="full" if into is not None else verify,
-                cast=cast,
-                progress=progress,
-                storage_options=self._options,
-            )
+        @cache  # in the first attempt, whose error reaches all ranks
+        def request() -> Request:
+            how = "full" if into is not None else verify
+            shown = False if progress is None and of_rank else progress
+            return Request(into, only, rename, strict, how, cast, shown)
+
+        def alone(path: str) -> Checkpoint:
+            return load_request(path, of_rank, request(), self._options)
+
+        def together(path: str) -> Steps[Checkpoint]:
+            return (yield from load_in_steps(path, of_rank, group.rank, request(), self._options))
 
         fallback: Fallback[Checkpoint] = Fallback(
             self.url,
@@ -214,7 +215,9 @@ class CheckpointFolder:
             covers_all=strict,
             report=self._report,
         )
-        return fallback.run(attempt)
+        if group.world_size == 1:
+            return fallback.run(alone)
+        return fallback.run_in_steps(together)
 
     def open_latest(
         self,
@@ -350,6 +353,20 @@ def _warn(text: str) -> None:
     warn(text, CheckpointWarning)
 
 
+def _in_one_step(attempt: Callable[[str], T], path: str) -> Steps[T]:
+    """Make an attempt that has a single step."""
+    return attempt(path)
+    yield  # makes this a generator
+
+
+def _advance(steps: Steps[T], heard: list[Any] | None) -> tuple[bool, Any]:
+    """Take a step; return whether it was the last one, and its value."""
+    try:
+        return False, steps.send(heard)
+    except StopIteration as end:
+        return True, end.value
+
+
 class Fallback(Generic[T]):
     """Tries checkpoints from the newest to the oldest until one works on every rank.
 
@@ -388,10 +405,20 @@ class Fallback(Generic[T]):
             CheckpointNotFoundError: there is no checkpoint.
             CorruptCheckpointError: there are some, and none of them works.
         """
-        tried: list[str] = []
+        return self.run_in_steps(lambda path: _in_one_step(attempt, path), skip)
+
+    def run_in_steps(self, attempt: Callable[[str], Steps[T]], skip: Collection[str] = ()) -> T:
+        """Do the same with attempts of several steps, each begun if the last one worked everywhere.
+
+        Args:
+            attempt: returns a generator. It is sent what all ranks yielded, in rank order; all have
+                the same number of steps, and only the last one writes to the caller's tensors.
+            skip: paths to exclude.
+        """
+        tried: list[list[str]] = []
         while (found := self._next(tried, skip)) is not None:
             tried.append(found)
-            done, value = self._try(found, attempt)
+            done, value = self._try(found[0], attempt)
             if done:
                 return value  # type: ignore[return-value]
         if self._touched:
@@ -408,9 +435,10 @@ class Fallback(Generic[T]):
             f"no valid checkpoint in {self._url}: check the path, or start from scratch"
         )
 
-    def _next(self, tried: Collection[str], skip: Collection[str]) -> str | None:
-        """Return the newest checkpoint not yet tried; rank 0 scans, so that all try the same."""
-        # scanned again for every attempt, since a prune may remove checkpoints meanwhile
+    def _next(self, tried: Collection[list[str]], skip: Collection[str]) -> list[str] | None:
+        """Return path and id of the newest checkpoint not yet tried; the same on all ranks."""
+        # Rank 0 scans again for every attempt, since a prune may remove checkpoints meanwhile, and
+        # a save may replace one: with its new id it is another one.
         group = self._group
         looked = Outcome.of(lambda: self._candidates() if group.rank == 0 else ([], []))
         report = looked.to_plain()
@@ -419,30 +447,36 @@ class Fallback(Generic[T]):
             if looked.error is not None and not isinstance(looked.error, Exception):
                 raise looked.error
             raise CheckpointError(f"could not list {self._url}: {answer[1]}") from looked.error
-        paths, self._broken = answer[0]
-        left = [path for path in paths if path not in tried and path not in skip]
+        found, self._broken = answer[0]
+        left = [list(one) for one in found if list(one) not in tried and one[0] not in skip]
         return left[-1] if left else None
 
-    def _candidates(self) -> tuple[list[str], list[str]]:
-        """Return the paths of valid checkpoints, oldest first, and of the broken ones."""
+    def _candidates(self) -> tuple[list[list[str]], list[str]]:
+        """Return path and id of the valid checkpoints, oldest first, and the broken paths."""
         entries = self._survey()
         for entry in entries:
             if entry.status in ("broken", "unfinished") and entry.path not in self._warned:
                 self._warned.add(entry.path)
                 self._report(f"skipped {entry.name}: {entry.reason}")
         valid = sorted((e.info for e in entries if e.status == "valid"), key=age_order)
-        return [info.path for info in valid], [e.path for e in entries if e.status == "broken"]
+        broken = [e.path for e in entries if e.status == "broken"]
+        return [[info.path, info.manifest.id] for info in valid], broken
 
-    def _try(self, path: str, attempt: Callable[[str], T]) -> tuple[bool, T | None]:
+    def _try(self, path: str, attempt: Callable[[str], Steps[T]]) -> tuple[bool, T | None]:
         """Make an attempt on all ranks; return (False, None) on all if one finds it damaged."""
-        mine = Outcome.of(lambda: attempt(path))
-        damaged = isinstance(mine.error, (CorruptCheckpointError, CheckpointNotFoundError))
-        torn = mine.error is None or isinstance(mine.error, TornLoadError)
-        report = {**mine.to_plain(), "value": None, "damaged": damaged, "torn": torn}
-        outcomes: Sequence[Mapping[str, Any]] = self._group.all_gather_object(report)
+        steps, heard = attempt(path), None
+        while True:
+            mine = Outcome.of(partial(_advance, steps, heard))
+            done, value = mine.value or (True, None)
+            outcomes = self._report_step(mine, done, None if done else value)
+            if any(outcome["error"] for outcome in outcomes):
+                break
+            if done:
+                return True, value
+            heard = [outcome["value"] for outcome in outcomes]
+        steps.close()
         bad = describe_failures(outcomes)
-        if not bad:
-            return True, mine.value
+        damaged = outcomes[self._group.rank]["damaged"]
         self._touched |= self._in_place and any(o["torn"] for o in outcomes)
         if any(o["error"] and not o["damaged"] for o in outcomes):
             # not damage but, for example, a network failure: falling back would lose progress
@@ -451,6 +485,14 @@ class Fallback(Generic[T]):
             raise TornLoadError(f"loading {path} failed midway: {bad}")
         self._report(f"passed over {path}: {bad}")
         return False, None
+
+    def _report_step(self, mine: Outcome, done: bool, value: Any) -> Sequence[Mapping[str, Any]]:
+        """Gather how a step went, and whether it has written to the caller's tensors."""
+        damaged = isinstance(mine.error, (CorruptCheckpointError, CheckpointNotFoundError))
+        torn = isinstance(mine.error, TornLoadError) or (done and mine.error is None)
+        report = {**mine.to_plain(), "value": value, "damaged": damaged, "torn": torn}
+        outcomes: Sequence[Mapping[str, Any]] = self._group.all_gather_object(report)
+        return outcomes
 
     def _raise_other(
         self, path: str, why: str, error: BaseException | None, damaged: bool

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from checkpoint_io.format import json as jsonio
@@ -144,8 +144,8 @@ class Manifest:
     aliases: Mapping[str, str]
     shared_objects: str
     rank_objects: Mapping[int, str]
-    part_size: int = PART_SIZE
-    digest: str = ""
+    part_size: int
+    digest: str
 
     @property
     def nbytes(self) -> int:
@@ -161,6 +161,53 @@ class Manifest:
             if chunk.file == index
         ]
         return sorted(found, key=lambda item: (item[1].begin, item[1].end))
+
+
+class LazyManifest(Manifest):
+    """A manifest of which a part is known, and which is parsed when another part is asked for.
+
+    From then on it is a plain `Manifest`. Of many ranks a manifest takes seconds to parse and a
+    gigabyte of memory; most callers want its id, or its metadata and files.
+
+    Args:
+        known: the fields that are known.
+        parse: returns the whole manifest; its errors come from the access to a field.
+    """
+
+    def __init__(self, known: Mapping[str, Any], parse: Callable[[], Manifest]) -> None:
+        vars(self).update(known, _parse=parse)
+
+    def __getattr__(self, name: str) -> Any:
+        # called for what is not among the attributes yet
+        if name not in _FIELDS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._complete()
+        return vars(self)[name]
+
+    def __eq__(self, other: object) -> bool:
+        self._complete()
+        return self == other
+
+    def __repr__(self) -> str:
+        known = [f"{name}={vars(self)[name]!r}" for name in _FIELDS if name in vars(self)]
+        return f"Manifest({', '.join(known)}, ...)"
+
+    __hash__ = None  # type: ignore[assignment]  # a Manifest holds dicts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._complete()
+        return Manifest, tuple(getattr(self, name) for name in _FIELDS)
+
+    def _complete(self) -> None:
+        """Parse, and become a plain `Manifest`, for comparisons and copies."""
+        parse = vars(self).get("_parse")
+        if parse is not None:  # else another thread was faster
+            vars(self).update(vars(parse()))
+            object.__setattr__(self, "__class__", Manifest)
+            vars(self).pop("_parse", None)
+
+
+_FIELDS = tuple(field.name for field in fields(Manifest))
 
 
 def seal(document: Mapping[str, Any]) -> bytes:

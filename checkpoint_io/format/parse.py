@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from checkpoint_io.errors import CorruptCheckpointError, ManifestVersionError
@@ -16,6 +17,7 @@ from checkpoint_io.format.manifest import (
     VERSION,
     Chunk,
     FileEntry,
+    LazyManifest,
     Manifest,
     TensorEntry,
     digest_matches,
@@ -27,6 +29,7 @@ from checkpoint_io.format.tree import decode_tree
 from checkpoint_io.sharding.boxes import overlapping
 
 _LIMIT = 2**63 - 1
+_TENSORS = b',"tensors":{'
 _MAX_CHUNKS = 65536
 _MAX_PART = 256 * 1024 * 1024
 _HEX16 = re.compile(r"[0-9a-f]{16}", re.ASCII)
@@ -35,24 +38,52 @@ _RANK = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 
 
-def parse_manifest(data: bytes, where: str, *, tensors: bool = True) -> Manifest:
-    """Parse the bytes of a manifest; `where` names it in errors.
-
-    Without `tensors`, the tensors are neither checked nor returned.
-    """
-    return parse_document(jsonio.loads(data, where), data, where, tensors=tensors)
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Parse the bytes of a manifest; `where` names it in errors."""
+    return parse_document(jsonio.loads(data, where), data, where)
 
 
-def parse_document(document: Any, data: bytes, where: str, *, tensors: bool = True) -> Manifest:
+def parse_document(document: Any, data: bytes, where: str) -> Manifest:
     """Parse a manifest whose JSON is decoded already; `data` are its bytes."""
     try:
-        return _parse(document, data, where, tensors)
+        head = _parse_head(document, data, where)
+        tensors = _parse_tensors(document.get("tensors"), head["files"], head["part_size"])
+        aliases = _aliases(document.get("aliases"), tensors)
     except _Invalid as problem:
         raise CorruptCheckpointError(f"{where}: {problem}") from None
+    return Manifest(**head, tensors=tensors, aliases=aliases)
 
 
-def _parse(document: Any, data: bytes, where: str, with_tensors: bool) -> Manifest:
-    """Parse the version, then check the digest, then parse all other fields."""
+def parse_without_tensors(data: bytes, where: str, whole: Callable[[], Manifest]) -> Manifest:
+    """Parse a manifest, but for its tensors and aliases; these are taken from `whole()` if needed.
+
+    The digest is checked over all bytes, so damage is noticed anywhere.
+    """
+    document = _decode_without_tensors(data, where)
+    try:
+        head = _parse_head(document, data, where)
+        _typed(document.get("tensors"), dict, "tensors")
+    except _Invalid as problem:
+        raise CorruptCheckpointError(f"{where}: {problem}") from None
+    return LazyManifest(head, whole)
+
+
+def _decode_without_tensors(data: bytes, where: str) -> Any:
+    """Decode the JSON of a manifest, without that of its tensors where they come last."""
+    # Tensors are nearly all of a large manifest. Their entries hold no objects, so that the first
+    # brace that closes after they begin ends them, unless it is in a key. Any other order of fields
+    # (and such a key) is allowed, and only slower.
+    at = data.rfind(_TENSORS)
+    if at > 0 and data.find(b"}", at) == len(data) - 2 and data.endswith(b"}"):
+        with suppress(CorruptCheckpointError):  # it was not a field of the manifest itself
+            document = jsonio.loads(data[:at] + b"}", where)
+            if isinstance(document, dict) and "tensors" not in document:
+                return {**document, "tensors": {}}
+    return jsonio.loads(data, where)
+
+
+def _parse_head(document: Any, data: bytes, where: str) -> dict[str, Any]:
+    """Parse the version, then check the digest, then parse all other fields but the tensors."""
     _typed(document, dict, "the manifest")
     if document.get("format") != FORMAT:
         raise _Invalid(f"not a checkpoint manifest (format is {_show(document.get('format'))})")
@@ -68,30 +99,24 @@ def _parse(document: Any, data: bytes, where: str, with_tensors: bool) -> Manife
     part_size = _part_size(document.get("checksum"))
     world_size = _integer(document.get("world_size"), "world_size", low=1)
     files = _files(document.get("files"), part_size, world_size)
-    tensors, aliases = {}, {}
-    if with_tensors:
-        tensors = _parse_tensors(document.get("tensors"), files, part_size)
-        aliases = _aliases(document.get("aliases"), tensors)
     shared, ranks = _objects(document.get("objects"), files, world_size)
     identity = _typed(document.get("id"), str, "id")
     if not _ID.fullmatch(identity):
         raise _Invalid(f"id {identity!r:.80} is not hexadecimal")
     metadata = decode_tree(_typed(document.get("metadata"), dict, "metadata"), None, where)
-    return Manifest(
-        id=identity,
-        generation=_integer(document.get("generation"), "generation"),
-        created=_typed(document.get("created"), str, "created"),
-        writer=_strings(document.get("writer"), "writer"),
-        world_size=world_size,
-        metadata=_typed(metadata, dict, "metadata"),
-        files=files,
-        tensors=tensors,
-        aliases=aliases,
-        shared_objects=shared,
-        rank_objects=ranks,
-        part_size=part_size,
-        digest=digest_of(data),
-    )
+    return {
+        "id": identity,
+        "generation": _integer(document.get("generation"), "generation"),
+        "created": _typed(document.get("created"), str, "created"),
+        "writer": _strings(document.get("writer"), "writer"),
+        "world_size": world_size,
+        "metadata": _typed(metadata, dict, "metadata"),
+        "files": files,
+        "shared_objects": shared,
+        "rank_objects": ranks,
+        "part_size": part_size,
+        "digest": digest_of(data),
+    }
 
 
 def _part_size(value: Any) -> int:

@@ -12,9 +12,9 @@ from checkpoint_io.errors import (
     TornLoadError,
 )
 from checkpoint_io.format import json as jsonio
-from checkpoint_io.format.manifest import Manifest
+from checkpoint_io.format.manifest import Manifest, digest_of
 from checkpoint_io.format.names import MANIFEST, save_id_of
-from checkpoint_io.format.parse import parse_manifest
+from checkpoint_io.format.parse import parse_manifest, parse_without_tensors
 from checkpoint_io.storage.open import Store
 from checkpoint_io.threads import collector_paused
 
@@ -34,21 +34,27 @@ def retry_if_replaced(store: Store, action: Callable[[Manifest], T]) -> T:
         except CorruptCheckpointError:
             # A save removes the files of the checkpoint that it replaces. Missing or changed files
             # are damage only if the manifest is still the same.
-            newer = manifest_of(store)
-            if newer.id == manifest.id:
+            if manifest_of(store, tensors=False).id == manifest.id:
                 raise
-            manifest = newer
+            manifest = manifest_of(store)
     return action(manifest)
 
 
 def manifest_of(store: Store, *, tensors: bool = True) -> Manifest:
-    """Read the manifest of a checkpoint folder, with or without its tensors."""
+    """Read the manifest of a checkpoint folder; without `tensors`, they are read when needed."""
     where = f"{store.url}/{MANIFEST}"
+
+    def parse(data: bytes) -> Manifest:
+        with collector_paused():
+            if tensors:
+                return parse_manifest(data, where)
+            # the bytes are not kept: a scan may hold the manifests of a hundred checkpoints
+            return parse_without_tensors(data, where, lambda: _same(store, digest_of(data)))
+
     try:
         data = _manifest_bytes(store, where, _SAVES)
         try:
-            with collector_paused():
-                return parse_manifest(data, where, tensors=tensors)
+            return parse(data)
         except (CorruptCheckpointError, ManifestVersionError):
             # bits can flip on the way here: damage is what a second read finds too
             store.forget(MANIFEST)
@@ -58,8 +64,18 @@ def manifest_of(store: Store, *, tensors: bool = True) -> Manifest:
                 raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(_absence(store)) from None
-    with collector_paused():
-        return parse_manifest(again, where, tensors=tensors)
+    return parse(again)
+
+
+def _same(store: Store, digest: str) -> Manifest:
+    """Read a manifest once more, with its tensors; raise if it is another one by now."""
+    manifest = manifest_of(store)
+    if manifest.digest != digest:
+        raise CorruptCheckpointError(
+            f"{store.url}/{MANIFEST}: a save has replaced this checkpoint since it was listed; "
+            "list it again"
+        )
+    return manifest
 
 
 def _manifest_bytes(store: Store, where: str, tries: int) -> bytes:

@@ -16,11 +16,14 @@ from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.manifest import Manifest
 from checkpoint_io.format.safetensors import empty
 from checkpoint_io.format.tree import decode_tree
+from checkpoint_io.group import ProcessGroupLike
 from checkpoint_io.loader.files import retry_if_replaced
 from checkpoint_io.loader.selection import nearest
+from checkpoint_io.loader.share import Claim, check_share, claim_of
 from checkpoint_io.loader.source import Source, dtype_of, nbytes_of, wants_for
 from checkpoint_io.loader.transfer import Bytes, Flat, Want
 from checkpoint_io.loader.verify import check_files
+from checkpoint_io.outcome import Outcome
 from checkpoint_io.saver.collect import is_shared, local_prefix
 from checkpoint_io.sharding.boxes import Axes, Axis
 from checkpoint_io.storage.open import Store, open_store
@@ -156,6 +159,8 @@ class CheckpointReader:
         *,
         keys: Iterable[str] | None = None,
         progress: bool | None = False,
+        group: ProcessGroupLike | None = None,
+        pairs: Sequence[tuple[TensorView, torch.Tensor]] = (),
     ) -> None:
         """Check files against the manifest: sizes, and headers of files with tensors.
 
@@ -163,6 +168,11 @@ class CheckpointReader:
             full: read and verify every byte of them as well.
             keys: only the files that hold these tensors; default None: all files of all ranks.
             progress: a bar with bytes per second; None shows one for a long check on a terminal.
+            group: the ranks that verify together, each byte on one of them; with `full` the call
+                is collective then. An error is raised only on the rank that finds the damage: let
+                the ranks agree before any goes on. Default None: this rank verifies all.
+            pairs: with `group`: what this rank is about to read, as in `read`. It verifies that,
+                unless other ranks read it too, and a share of what no rank reads.
 
         Raises:
             CorruptCheckpointError: a file is missing or differs; names the file and its tensors.
@@ -170,7 +180,29 @@ class CheckpointReader:
         files: Collection[int] = range(len(self.manifest.files))
         if keys is not None:
             files = self.files_of(keys)
-        check_files(self.source, files, full=full, progress=progress)
+        if not full or group is None or group.world_size == 1:
+            check_files(self.source, files, full=full, progress=progress)
+            return
+        own = Outcome.of(lambda: self._claim(files, pairs))
+        # a rank that fails has nothing to verify, and must not keep the others waiting
+        claims = group.all_gather_object(own.value)
+        if own.error is not None:
+            raise own.error
+        check_share(self.source, claims, group.rank, progress=progress)
+
+    def _claim(
+        self, files: Collection[int], pairs: Sequence[tuple[TensorView, torch.Tensor]]
+    ) -> Claim:
+        """Check the sizes of some files, and return what must be verified of them."""
+        check_files(self.source, files, headers=False)
+        return self.claim(
+            files, self.source.ranges_of((view.key, target) for view, target in pairs)
+        )
+
+    def claim(self, files: Collection[int], reads: Sequence[tuple[int, int, int]]) -> Claim:
+        """Return a rank's claim; the JSON of this reader was verified when it was opened."""
+        unread = [n for n in files if self.manifest.files[n].name not in self._names]
+        return claim_of(self.source, unread, reads)
 
     def files_of(self, keys: Iterable[str]) -> list[int]:
         """Return the indices of the files that hold some tensors or this reader's JSON."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ from checkpoint_io.loader.selection import (
     selector,
     unmatched_patterns,
 )
-from checkpoint_io.loader.source import dtype_of
+from checkpoint_io.loader.share import Claim, check_share
+from checkpoint_io.loader.source import PlannedRead, dtype_of
 from checkpoint_io.loader.verify import check_files
 from checkpoint_io.saver.collect import shared_key
 from checkpoint_io.sharding.dtensor import is_dtensor
@@ -39,6 +41,10 @@ from checkpoint_io.storage.open import open_store
 from checkpoint_io.threads import collector_paused
 
 __all__ = ["Checkpoint", "CheckpointReader", "load", "open_checkpoint", "read_manifest"]
+
+T = TypeVar("T")
+# A generator that is sent what all ranks yielded, in rank order, and returns the result.
+Steps = Generator[Any, Any, T]
 
 VERIFY = ("parts", "full", "sizes")
 
@@ -107,10 +113,7 @@ def load(
     # by default rank 0 alone shows a bar
     shown = False if progress is None and rank else progress
     request = Request(into, only, rename, strict, verify, cast, shown)
-    store = open_store(url, storage_options)
-    return retry_if_replaced(
-        store, lambda manifest: read_checkpoint(CheckpointReader(store, manifest, rank), request)
-    )
+    return load_request(url, rank, request, storage_options)
 
 
 @dataclass(frozen=True)
@@ -143,16 +146,23 @@ class Checkpoint:
 
 
 def read_manifest(
-    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    url: str | os.PathLike[str],
+    *,
+    tensors: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Read and check the manifest of a checkpoint, without its data.
 
     Args:
         url: the folder of a checkpoint.
+        tensors: False reads the entries of the tensors, which are most of the manifest of a large
+            model, only when they are asked for; default True.
         storage_options: passed to the fsspec driver.
 
     Returns:
-        The manifest; its digest and all its entries have been checked.
+        The manifest; its digest and all its entries have been checked. Without `tensors`, the
+        entries of the tensors are checked when they are read; CorruptCheckpointError if another
+        save has replaced the checkpoint by then.
 
     Raises:
         CheckpointNotFoundError: there is no manifest at `url`.
@@ -165,7 +175,7 @@ def read_manifest(
         >>> read_manifest("memory://doc-reader/m").metadata["step"]
         200
     """
-    return manifest_of(open_store(url, storage_options))
+    return manifest_of(open_store(url, storage_options), tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -191,6 +201,11 @@ class Request:
             raise ValueError("rename= maps saved names to those in into=, which is missing")
         object.__setattr__(self, "only", reusable(self.only))  # a generator can be consumed once
 
+    @property
+    def whole(self) -> bool:
+        """True if all is read into new tensors, the most frequent case, which needs no views."""
+        return self.into is None and self.only is None
+
 
 @dataclass
 class _Plan:
@@ -202,73 +217,158 @@ class _Plan:
     unexpected: list[str] = field(default_factory=list)
 
 
+def load_request(
+    url: str | os.PathLike[str],
+    rank: int,
+    request: Request,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Load on this rank alone; see `load`."""
+    store = open_store(url, storage_options)
+    return retry_if_replaced(
+        store, lambda manifest: read_checkpoint(CheckpointReader(store, manifest, rank), request)
+    )
+
+
 def read_checkpoint(reader: CheckpointReader, request: Request) -> Checkpoint:
     """Read what was requested; check everything that can be checked before the first write."""
-    if request.into is None and request.only is None:
-        return _read_all(reader, request)
-    with collector_paused():
-        plan = _plan_new(reader, request) if request.into is None else _plan_into(reader, request)
-    source = reader.source
-    targets = {key: _as_tensor(key, value) for key, value in plan.given.items()}
-    source.check_targets(targets.items(), request.cast)
-    check_files(
-        source,
-        reader.files_of([*targets, *plan.fresh]),
-        headers=request.verify != "sizes",
-        full=request.verify == "full",
-        progress=request.progress,
-    )
-    # A saved tensor that is tied to one of these is not read again but is this one, unless the
-    # caller's is sharded or of another dtype.
-    by_stored = {
-        source.stored(key): target
-        for key, target in targets.items()
-        if not is_dtensor(target) and target.dtype == dtype_of(source.entry(key), key)
-    }
-    with collector_paused():
-        new = {source.stored(key): None for key in plan.fresh}
-        fresh = source.new_tensors(key for key in new if key not in by_stored)
-    source.read_into(
-        list(targets.items()),
-        fresh=fresh.items(),
-        check=request.verify != "sizes",
-        progress=request.progress,
-    )
-    tensors = {**by_stored, **fresh}
-
-    def value(view: TensorView) -> Any:
-        if view.key in plan.given:
-            return plan.given[view.key]
-        return as_leaf(view, tensors[view.stored_key]) if view.key in plan.fresh else view
-
-    with collector_paused():
-        state = replace_views(reader.state, value)
-        local_state = replace_views(reader.local_state, value)
-    return Checkpoint(
-        reader.path,
-        state,
-        local_state,
-        reader.manifest,
-        tuple(plan.missing),
-        tuple(plan.unexpected),
-    )
+    loading = Loading(reader, request)
+    loading.check()
+    return loading.read()
 
 
-def _read_all(reader: CheckpointReader, request: Request) -> Checkpoint:
-    """Read everything into new tensors, the most frequent case, without creating views."""
-    source, keys = reader.source, reader.keys()
-    headers, full = request.verify != "sizes", request.verify == "full"
-    check_files(
-        source, reader.files_of(keys), headers=headers, full=full, progress=request.progress
-    )
-    with collector_paused():
-        tensors = source.new_tensors(keys)
-    source.read_into([], fresh=tensors.items(), check=headers, progress=request.progress)
-    with collector_paused():
-        stored = reader.manifest.aliases.get
-        known = {key: tensors[stored(key, key)] for key in keys}
-    state, local_state = reader.decoded(known)
-    return Checkpoint(reader.path, state, local_state, reader.manifest)
+def load_in_steps(
+    url: str,
+    rank: int,
+    group_rank: int,
+    request: Request,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Steps[Checkpoint]:
+    """Load on several ranks, which verify "full" together: each byte on one of them.
+
+    A generator: every rank passes each value that it yields to the others, and sends it what all of
+    them yielded, in rank order. Nothing is written to a target before the last step, which begins
+    only after the steps before have succeeded on all ranks.
+
+    Args:
+        url: the folder of a checkpoint.
+        rank: the rank whose `local_state` to return.
+        group_rank: this rank among those that load.
+        request: what to load; may differ between the ranks.
+        storage_options: passed to the fsspec driver.
+
+    Raises:
+        CheckpointError: as `load` does, and if a save replaces the checkpoint meanwhile.
+    """
+    store = open_store(url, storage_options)
+
+    def plan(manifest: Manifest) -> Loading:
+        loading = Loading(CheckpointReader(store, manifest, rank), request)
+        loading.check(full=False)
+        return loading
+
+    loading = retry_if_replaced(store, plan)
+    claims = yield loading.claim()
+    loading.check_share(claims, group_rank)
+    if any(claim["needed"] for claim in claims):
+        yield None
+    return loading.read()
+
+
+class Loading:
+    """A load whose targets fit; nothing of its tensors has been read.
+
+    Args:
+        reader: the opened checkpoint.
+        request: what to load.
+    """
+
+    def __init__(self, reader: CheckpointReader, request: Request) -> None:
+        self._reader, self._request = reader, request
+        self._plan: _Plan | None = None
+        self._targets: dict[str, torch.Tensor] = {}
+        self._keys = reader.keys() if request.whole else []  # to read into new tensors
+        if not request.whole:
+            new = request.into is None
+            with collector_paused():
+                plan = _plan_new(reader, request) if new else _plan_into(reader, request)
+            self._plan, self._keys = plan, list(plan.fresh)
+            self._targets = {key: _as_tensor(key, value) for key, value in plan.given.items()}
+            reader.source.check_targets(self._targets.items(), request.cast)
+        self._files = reader.files_of([*self._targets, *self._keys])
+
+    def check(self, full: bool = True) -> None:
+        """Check the files as requested; without `full` this leaves verify="full" to the ranks."""
+        request = self._request
+        wants_full = request.verify == "full"
+        check_files(
+            self._reader.source,
+            self._files,
+            headers=request.verify == "parts" or (wants_full and full),
+            full=wants_full and full,
+            progress=request.progress,
+        )
+
+    def claim(self) -> Claim:
+        """Return what the ranks have to verify for this one, and what it reads itself."""
+        files = self._files if self._request.verify == "full" else []
+        return self._reader.claim(files, self._planned.transfer.ranges())
+
+    def check_share(self, claims: Sequence[Claim | None], rank: int) -> None:
+        """Verify this rank's share of what the ranks claim."""
+        check_share(self._reader.source, claims, rank, progress=self._request.progress)
+
+    def read(self) -> Checkpoint:
+        """Read into the targets and into new tensors."""
+        reader, plan, tensors = self._reader, self._plan, {**self._by_stored, **self._fresh}
+        self._planned.run(self._request.progress)
+        if plan is None:
+            with collector_paused():
+                stored = reader.manifest.aliases.get
+                known = {key: tensors[stored(key, key)] for key in self._keys}
+            state, local_state = reader.decoded(known)
+            return Checkpoint(reader.path, state, local_state, reader.manifest)
+
+        def value(view: TensorView) -> Any:
+            if view.key in plan.given:
+                return plan.given[view.key]
+            return as_leaf(view, tensors[view.stored_key]) if view.key in plan.fresh else view
+
+        with collector_paused():
+            state = replace_views(reader.state, value)
+            local = replace_views(reader.local_state, value)
+        missing, unexpected = tuple(plan.missing), tuple(plan.unexpected)
+        return Checkpoint(reader.path, state, local, reader.manifest, missing, unexpected)
+
+    @cached_property
+    def _by_stored(self) -> dict[str, torch.Tensor]:
+        """The targets by stored key.
+
+        A saved tensor that is tied to one of these is not read again but is this one, unless the
+        caller's is sharded or of another dtype.
+        """
+        source = self._reader.source
+        return {
+            source.stored(key): target
+            for key, target in self._targets.items()
+            if not is_dtensor(target) and target.dtype == dtype_of(source.entry(key), key)
+        }
+
+    @cached_property
+    def _fresh(self) -> dict[str, torch.Tensor]:
+        """The new tensors by stored key; made after the sizes of the files were checked."""
+        aliases = self._reader.manifest.aliases
+        with collector_paused():
+            new = dict.fromkeys(aliases.get(key, key) for key in self._keys)
+            return self._reader.source.new_tensors(key for key in new if key not in self._by_stored)
+
+    @cached_property
+    def _planned(self) -> PlannedRead:
+        return self._reader.source.plan_read(
+            list(self._targets.items()),
+            fresh=self._fresh.items(),
+            check=self._request.verify != "sizes",
+        )
 
 
 def _plan_new(reader: CheckpointReader, request: Request) -> _Plan:

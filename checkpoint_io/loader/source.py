@@ -57,7 +57,7 @@ class Source:
     def replaced(self) -> bool:
         """Return whether another save has replaced this checkpoint since it was opened."""
         try:
-            return manifest_of(self.store).id != self.manifest.id
+            return manifest_of(self.store, tensors=False).id != self.manifest.id
         except CheckpointError:
             return False
 
@@ -73,15 +73,26 @@ class Source:
 
         Check the targets with `check_targets` first; create the fresh ones with `new_tensors`.
         """
+        self.plan_read(pairs, fresh=fresh, check=check).run(progress)
+
+    def plan_read(
+        self,
+        pairs: Sequence[tuple[str, torch.Tensor]],
+        *,
+        fresh: Iterable[tuple[str, torch.Tensor]] = (),
+        check: bool = True,
+    ) -> PlannedRead:
+        """Return a `read_into` that is yet to be run; nothing has been read."""
         with collector_paused():
             targets, memories = self._without_repeats(pairs)
             wants = [*self._wants(targets), *self._new_wants(fresh)]
             transfer = Transfer(self.store, self.manifest, wants, check)
-        self._run(transfer, bool(pairs), progress, "loading")
-        for memory in memories:
-            if not memory.is_inference():
-                # numpy wrote the bytes: autograd must notice that saved tensors have changed
-                torch.autograd.graph.increment_version(memory)
+        return PlannedRead(self, transfer, bool(pairs), memories)
+
+    def ranges_of(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[int, int, int]]:
+        """Return what a read into some targets would fetch: file, first and last byte."""
+        with collector_paused():
+            return Transfer(self.store, self.manifest, self._wants(pairs)).ranges()
 
     def new_tensors(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return uninitialized CPU tensors of the saved dtypes and shapes, by stored key."""
@@ -161,9 +172,9 @@ class Source:
         """Read into memory that is not in use yet, or only verify."""
         with collector_paused():
             transfer = Transfer(self.store, self.manifest, wants)
-        self._run(transfer, False, progress, label)
+        self.run(transfer, False, progress, label)
 
-    def _run(self, transfer: Transfer, live: bool, progress: bool | None, label: str) -> None:
+    def run(self, transfer: Transfer, live: bool, progress: bool | None, label: str) -> None:
         """Run a transfer; with `live`, its targets are the caller's: a failure leaves a mixture."""
         try:
             with TransferProgress(label, transfer.nbytes, progress) as bar:
@@ -179,6 +190,28 @@ class Source:
                     f"{error}; a newer save has replaced this checkpoint meanwhile: open it again"
                 ) from error
             raise
+
+
+class PlannedRead:
+    """A read into tensors that is planned and not begun, from `Source.plan_read`.
+
+    Attributes:
+        transfer: the parts to be read.
+    """
+
+    def __init__(
+        self, source: Source, transfer: Transfer, live: bool, memories: Sequence[torch.Tensor]
+    ) -> None:
+        self.transfer = transfer
+        self._source, self._live, self._memories = source, live, memories
+
+    def run(self, progress: bool | None = False) -> None:
+        """Read, each part verified before it is copied."""
+        self._source.run(self.transfer, self._live, progress, "loading")
+        for memory in self._memories:
+            if not memory.is_inference():
+                # numpy wrote the bytes: autograd must notice that saved tensors have changed
+                torch.autograd.graph.increment_version(memory)
 
 
 def dtype_of(entry: TensorEntry, key: str) -> torch.dtype:

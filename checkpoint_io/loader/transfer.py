@@ -130,6 +130,19 @@ class Transfer:
         self._spans.append(Span(name, contents[0].begin, contents[-1].end))
         self._contents.append(contents)
 
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """Return the wanted parts as file, first and last byte (exclusive); neighbours joined."""
+        numbers = {entry.name: number for number, entry in enumerate(self._manifest.files)}
+        found: list[tuple[int, int, int]] = []
+        for span, contents in zip(self._spans, self._contents, strict=True):
+            file = numbers[span.name]
+            for part in contents:
+                if found and found[-1][0] == file and found[-1][2] == part.begin:
+                    found[-1] = (file, found[-1][1], part.end)
+                else:
+                    found.append((file, part.begin, part.end))
+        return found
+
     def run(self, progress: TransferProgress | None = None) -> None:
         """Read everything; raise the first error, after which some sinks may hold bytes."""
         if not self._spans:

@@ -74,16 +74,18 @@ def check_files(
     check_sizes(source.store, source.manifest, files)
     if not headers and not full:
         return
-    _check_headers(source, [n for n in files if source.manifest.files[n].kind == "tensors"])
+    check_headers(source, [n for n in files if source.manifest.files[n].kind == "tensors"])
     if full:
         source.transfer(_all_of(source.manifest, files), progress=progress, label="verifying")
 
 
-def _held(manifest: Manifest) -> dict[int, _Rows]:
-    """Return the tensors that the manifest puts into each file."""
+def _held(manifest: Manifest, files: Collection[int]) -> dict[int, _Rows]:
+    """Return the tensors that the manifest puts into each of some files."""
     held: dict[int, _Rows] = defaultdict(list)
     for key, (dtype, whole, chunks) in manifest.tensors.items():
         for file, offsets, shape, begin, end, _ in chunks:
+            if file not in files:
+                continue
             name = key if shape == whole else _box_name(key, offsets)
             held[file].append((begin, end, name, dtype, shape))
     for rows in held.values():
@@ -103,7 +105,7 @@ def _all_of(manifest: Manifest, files: Collection[int]) -> Iterator[Want]:
                 yield Want(chunk.file, chunk.begin, chunk.end, chunk.checksums, key)
 
 
-def _check_headers(source: Source, files: Collection[int]) -> None:
+def check_headers(source: Source, files: Collection[int]) -> None:
     """Check that the headers of tensor files agree with the manifest."""
     heads: dict[int, Bytes] = {}
     wants = []
@@ -118,7 +120,7 @@ def _check_headers(source: Source, files: Collection[int]) -> None:
         wants.append(Want(index, 0, entry.covered, entry.checksums, "", sink))
     source.transfer(wants)
     with collector_paused():
-        held = _held(source.manifest)
+        held = _held(source.manifest, heads.keys())
         for index, data in heads.items():
             entry, head = source.manifest.files[index], data.tobytes()
             if not _as_written(entry, head, held[index]):

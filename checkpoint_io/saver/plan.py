@@ -79,7 +79,8 @@ class Proposal:
         if self._cached and all(p["known"] == everyone for p in proposals):
             return self._cached[1]
         held = group.all_gather_object(self._plain)
-        assignment: Assignment = plan_writes(held)
+        with collector_paused():
+            assignment: Assignment = plan_writes(held)
         share = Share(assignment.ranks[self._rank], assignment.tied)
         _CACHE.put(self.digest, everyone, share)
         return share

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from checkpoint_io.format.manifest import Manifest
+from checkpoint_io.format.manifest import LazyManifest, Manifest, digest_of
 from checkpoint_io.format.names import MANIFEST, new_save_id, objects_name, tensors_name
 from checkpoint_io.format.parse import parse_manifest
 from checkpoint_io.group import ProcessGroupLike, SingleProcess
@@ -378,7 +378,10 @@ class Run:
             if done.value is not None:
                 manifest: Manifest = done.value
                 return manifest
-            return parse_manifest(verdict["manifest"], f"{self._url}/{MANIFEST}")
+            # Of many ranks it takes seconds to parse, and nearly no caller needs more than the id.
+            data, where = verdict["manifest"], f"{self._url}/{MANIFEST}"
+            known = {"id": self._save_id, "digest": digest_of(data)}
+            return LazyManifest(known, lambda: parse_manifest(data, where))
         if verdict["state"] == "absent":
             self._undo()
             raise_failure(self._headline, [verdict["outcome"]], done)

@@ -153,9 +153,10 @@ def overlapping(boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     order = np.argsort(starts[:, axis], kind="stable")
     starts, ends = starts[order], ends[order]
     reach = np.searchsorted(starts[:, axis], ends[:, axis], side="left")
-    for number, stop in enumerate(reach.tolist()):
+    near = np.flatnonzero(reach > np.arange(1, len(reach) + 1))  # none, for a cut along one dim
+    for number, stop in zip(near.tolist(), reach[near].tolist(), strict=True):
         others = slice(number + 1, stop)
         overlaps = (starts[others] < ends[number]) & (starts[number] < ends[others])
-        if stop > number + 1 and overlaps.all(axis=1).any():
+        if overlaps.all(axis=1).any():
             return True
     return False

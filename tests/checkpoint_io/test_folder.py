@@ -227,9 +227,9 @@ def manifests_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read: list[str] = []
     real = discovery.manifest_of
 
-    def counting(store: Any) -> Any:
+    def counting(store: Any, *, tensors: bool) -> Any:
         read.append(store.url.rsplit("/", 1)[-1])
-        return real(store)
+        return real(store, tensors=tensors)
 
     monkeypatch.setattr(discovery, "manifest_of", counting)
     return read
@@ -253,15 +253,27 @@ def test_a_manifest_is_read_once(tmp_path: Path, manifests_read: list[str], plac
     assert CheckpointFolder(folder.url).next_generation() == 6
 
 
-def test_what_is_remembered_of_manifests_is_bounded(
+def test_what_is_remembered_of_manifests_is_bounded_by_files_and_chunks(
     tmp_path: Path, manifests_read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpoint_io.folder.discovery._CACHED_TENSORS", 2)
+    monkeypatch.setattr("checkpoint_io.folder.discovery._CACHED_ENTRIES", 4)
     folder = CheckpointFolder(tmp_path)
-    fill(folder, 1, 2, 3)
+    fill(folder, 1, 2)  # each has two files, and one tensor of one chunk
     folder.list()
     folder.list()
-    assert len(manifests_read) > 3  # each has one tensor, and two may be remembered
+    assert len(manifests_read) == 2
+    fill(folder, 3)
+    folder.list()
+    folder.list()
+    assert manifests_read[2:] == ["step-00000003", "step-00000001"]
+    del manifests_read[:]
+    newest = folder.list()
+    del manifests_read[:]
+    for info in newest:
+        assert len(info.manifest.tensors) == 1  # from now on each takes one more
+    folder.list()
+    folder.list()
+    assert len(manifests_read) > 2
     assert names(folder) == ["step-00000001", "step-00000002", "step-00000003"]
 
 

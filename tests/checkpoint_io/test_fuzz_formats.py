@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from checkpoint_io import CorruptCheckpointError, Manifest, ManifestVersionError, save
 from checkpoint_io.format.manifest import seal
-from checkpoint_io.format.parse import parse_manifest
+from checkpoint_io.format.parse import parse_manifest, parse_without_tensors
 from checkpoint_io.format.safetensors import parse_header
 
 RUNS = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -122,9 +122,13 @@ def check(manifest: Manifest) -> None:
 def test_manifest_with_other_values(data: st.DataObject) -> None:
     """Sealed again after the change, so that the digest does not tell."""
     document = mutate(data, json.loads(example()[0]))
-    manifest = bounded(lambda: parse_manifest(seal(document), "here"))
+    sealed = seal(document)
+    manifest = bounded(lambda: parse_manifest(sealed, "here"))
+    lazy = bounded(lambda: parse_without_tensors(sealed, "here", lambda: manifest))
     if manifest is not None:
         check(manifest)
+        assert lazy.files == manifest.files
+        assert lazy == manifest
 
 
 @RUNS
@@ -137,13 +141,15 @@ def test_manifest_with_other_bytes(data: st.DataObject) -> None:
     else:
         raw[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
     manifest = bounded(lambda: parse_manifest(bytes(raw), "here"))
-    assert manifest is None or bytes(raw) == example()[0]
+    lazy = bounded(lambda: parse_without_tensors(bytes(raw), "here", lambda: manifest))
+    assert (manifest is lazy is None) or bytes(raw) == example()[0]
 
 
 @RUNS
 @given(st.one_of(st.binary(max_size=200), VALUES.map(lambda value: json.dumps(value).encode())))
 def test_anything_as_a_manifest(raw: bytes) -> None:
     assert bounded(lambda: parse_manifest(raw, "here")) is None
+    assert bounded(lambda: parse_without_tensors(raw, "here", example)) is None
 
 
 @RUNS

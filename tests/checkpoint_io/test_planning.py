@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import time
 from collections import Counter
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from checkpoint_io import CheckpointError
-from checkpoint_io.saver.plan import PlanCache, Share
+from checkpoint_io import CheckpointError, SingleProcess
+from checkpoint_io.saver.plan import PlanCache, Proposal, Share
 from checkpoint_io.sharding.planner import ReadBox, plan_reads, plan_writes
 
 
@@ -76,6 +78,7 @@ def test_empty_boxes_and_empty_tensors() -> None:
     [
         ([((0,), (2,)), ((2,), (1,))], "hold 3 of 4 elements"),
         ([((0,), (3,)), ((2,), (1,))], "overlap"),
+        ([((0,), (2,)), ((3,), (2,))], "reaches outside"),
         ([((0,), (3,)), ((2,), (2,))], "hold 5 of 4 elements"),
         ([((0,), (0,)), ((2,), (0,))], "hold 0 of 4 elements"),
     ],
@@ -83,6 +86,56 @@ def test_empty_boxes_and_empty_tensors() -> None:
 def test_shards_that_are_not_the_whole_are_refused(boxes: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         plan_writes([held({"w": sharded((4,), box)}) for box in boxes])
+
+
+def cut_by_rows(ranks: int) -> list[dict[str, Any]]:
+    """Tensors that are longest along a dimension that is not the one they are cut along."""
+    return [
+        held({f"w{n}": sharded((ranks, 4096), ((rank, 0), (1, 4096))) for n in range(3)})
+        for rank in range(ranks)
+    ]
+
+
+def test_overlaps_are_not_looked_for_in_quadratic_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's check compares every pair of shards of such a tensor."""
+    from torch.distributed.checkpoint import default_planner
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("torch's validation takes quadratic time")
+
+    monkeypatch.setattr(default_planner, "_validate_global_plan", refuse)
+    ranks, _ = plan_writes(cut_by_rows(50))
+    assert [sorted(of_rank) for of_rank in ranks] == [
+        [(f"w{n}", (rank, 0)) for n in range(3)] for rank in range(50)
+    ]
+
+
+def test_the_collector_of_garbage_rests_while_ranks_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+
+    def watched(records: Any) -> Any:
+        ran.append(gc.isenabled())
+        return plan_writes(records)
+
+    monkeypatch.setattr("checkpoint_io.saver.plan.plan_writes", watched)
+
+    class Group(SingleProcess):
+        def all_gather_object(self, obj: Any) -> list[Any]:
+            return records
+
+    class Held:
+        def to_plain(self) -> Any:
+            return records[0]
+
+    assert gc.isenabled()
+    records = cut_by_rows(2)
+    both = [{"digest": f"{time.monotonic_ns()}", "known": None}] * 2
+    Proposal(cast(Any, Held()), 0, 2).settle(Group(), both)
+    assert (ran, gc.isenabled()) == ([False], True)
+    records = [records[0]]  # half of each tensor is on no rank
+    with pytest.raises(CheckpointError, match="hold"):
+        Proposal(cast(Any, Held()), 0, 1).settle(Group(), both)
+    assert (ran, gc.isenabled()) == ([False, False], True)
 
 
 def test_shards_that_rank_0_does_not_know_are_refused() -> None:

@@ -252,7 +252,7 @@ def remove_saved(path: str, run_id: str) -> None:
         store.remove_folder()
         return
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, tensors=False)
     except CheckpointError as error:
         warn(f"{path} was not removed: {error}")
         return
