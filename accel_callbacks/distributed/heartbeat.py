@@ -11,6 +11,7 @@ lost, and the run is aborted on all others. A rank that is only slow keeps its h
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import multiprocessing.util
 import os
@@ -213,6 +214,13 @@ class Heartbeat:
                 return found
             time.sleep(0.02)
 
+    def find_ended(self) -> LostRank | None:
+        """Return a rank of this machine whose process has ended, None if none is known to."""
+        for one, peer in self._peers.items():
+            if peer.status:
+                return LostRank(one, peer.status, peer.place)
+        return None
+
     @staticmethod
     def timed_out(error: BaseException) -> bool:
         """Return whether a collective has waited for its timeout."""
@@ -230,7 +238,7 @@ class Heartbeat:
     def _watch(self) -> None:
         """Beat, read and judge, until the rank leaves or another one is lost."""
         before = time.monotonic()
-        while not self._stopped.is_set():
+        while not (self._stopped.is_set() or _outlives_group(self)):
             began = time.monotonic()
             if began - before > max(self._timeout / 2, 5 * self._interval):
                 self._forgive(began)  # this process itself was stopped, and heard nobody
@@ -419,6 +427,11 @@ def current_heartbeat() -> Heartbeat | None:
     return _current[0]
 
 
+def _outlives_group(watch: Heartbeat) -> bool:
+    """Return whether the script has destroyed the group that a heartbeat is of."""
+    return _current is not None and _current[0] is watch and current_heartbeat() is None
+
+
 def start_heartbeat(abort: Callable[[], None], serves_store: bool) -> None:
     """Start the heartbeat of the default group, unless it has one.
 
@@ -506,7 +519,17 @@ def place_of(thread: threading.Thread) -> str:
 
 
 def _frame_of(thread: threading.Thread) -> FrameType | None:
-    return sys._current_frames().get(thread.ident or 0)
+    if sys.version_info >= (3, 12, 2):
+        return sys._current_frames().get(thread.ident or 0)
+    # Before, it holds a lock of the interpreter while it allocates. A collection of garbage at that
+    # moment may run code that lets another thread go on, which waits for the lock with the GIL.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _name_of(frame: FrameType) -> str:
