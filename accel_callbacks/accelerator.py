@@ -1282,6 +1282,8 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> Accelerator(cpu=True).end_training()
         """
         error = sys.exc_info()[1]  # in a `finally`, the error that ends the script
+        if self.use_distributed and not collectives.has_peers():
+            destroy_topology()  # the script has destroyed the group before: each rank ends alone
         self.loop.end_fit(error)
         self.loop.saves.free_memory()
         run = self.loop.run

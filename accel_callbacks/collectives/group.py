@@ -17,8 +17,10 @@ from accel_callbacks.collectives.store import BoundedStore
 __all__ = [
     "current_turn",
     "exchange",
+    "expect_group",
     "explained",
     "explains_with",
+    "has_peers",
     "on_backend",
     "rank",
     "refuse_in_turn",
@@ -36,12 +38,41 @@ _stores: WeakKeyDictionary[Any, BoundedStore] = WeakKeyDictionary()
 _count = itertools.count()
 # Finds the cause of a failed collective: this room does not know the one that watches the ranks.
 _explain: Callable[[BaseException, str], BaseException] | None = None
+# Ranks of the group that this process has joined, 1 without one. Global, as the default group is.
+_expected = 1
 T = TypeVar("T")
 
 
+def expect_group(ranks: int) -> None:
+    """Set the number of ranks without which collectives are refused; 1 to need no group.
+
+    A script may destroy the group that an Accelerator uses. Each rank would go on as if it were
+    alone, gather its own values only and write over the files of the others.
+    """
+    global _expected
+    _expected = ranks
+
+
 def world_size() -> int:
-    """Return the number of ranks in the default group, 1 without one."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Return the number of ranks in the default group, 1 without one.
+
+    Raises:
+        RuntimeError: the script has destroyed the group that an Accelerator of this process joined.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if _expected > 1:
+        raise RuntimeError(
+            f"the process group of {_expected} ranks was destroyed "
+            "(torch.distributed.destroy_process_group), and the Accelerator that joined it cannot "
+            "go on: make a new Accelerator, and prepare again, on all processes."
+        )
+    return 1
+
+
+def has_peers() -> bool:
+    """Return whether there is a default group, of several ranks; never raise."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:

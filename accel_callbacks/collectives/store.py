@@ -30,7 +30,6 @@ class BoundedStore:
         store: the store to call.
 
     Attributes:
-        torch_store: the store of torch, for groups that are made over it.
         is_gone: True once the host has closed the connection.
 
     Example:
@@ -45,7 +44,6 @@ class BoundedStore:
     """
 
     def __init__(self, store: dist.distributed_c10d.Store) -> None:
-        self.torch_store = store
         self.timeout: timedelta = store.timeout  # type: ignore[attr-defined]
         self.patience = min(max(self.timeout.total_seconds() / 8, 1.0), _LONGEST_WAIT)
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()

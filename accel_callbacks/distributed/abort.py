@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_callbacks.collectives import BoundedStore, rank, store, world_size
+from accel_callbacks.collectives import BoundedStore, has_peers, rank, store, world_size
 from accel_callbacks.distributed.heartbeat import (
     REPORT,
     current_heartbeat,
@@ -82,7 +82,7 @@ def abort_run(error: BaseException, where: str) -> BaseException:
         >>> abort_run(ValueError("no data"), "the run")
         ValueError('no data')
     """
-    if world_size() == 1:
+    if not has_peers():
         return error
     global _has_readers
     # A rank that was killed has published nothing, and this rank can only publish the disconnect
@@ -121,7 +121,7 @@ def explain(error: BaseException, where: str) -> BaseException:
         ValueError('no data')
     """
     known = isinstance(error, (RemoteError, DistributedOperationException))
-    if world_size() == 1 or known or not is_disconnect(error) or hasattr(error, _EXPLAINED):
+    if not has_peers() or known or not is_disconnect(error) or hasattr(error, _EXPLAINED):
         return error
     watch = current_heartbeat()
     if watch is None:
@@ -200,7 +200,7 @@ def abort_group() -> None:
         >>> abort_group()
     """
     global _aborted, _exit_hook_set
-    if world_size() == 1 or group_is_aborted():
+    if not has_peers() or group_is_aborted():
         return
     _aborted = weakref.ref(dist.group.WORLD)
     if not _exit_hook_set:
@@ -376,9 +376,13 @@ def _wait_for_all(timeout: timedelta) -> dist.distributed_c10d.Store:
     try:
         notes = store()
         here = notes.add(_AGAIN, 1)
+        watch = current_heartbeat()
         while here < world_size():
+            ended = watch.find_ended() if watch is not None else None
             if notes.add(_GONE, 0):  # adding 0 reads a counter that may not exist yet
                 raise RuntimeError(f"a process has ended with the error that ended a run: {advice}")
+            if ended is not None:
+                raise RuntimeError(f"{ended}, and does not rejoin: {advice}")
             if time.monotonic() > deadline:
                 missing = f"only {here} of {world_size()} processes have rejoined"
                 raise RuntimeError(f"{missing}: {advice}")
@@ -389,4 +393,4 @@ def _wait_for_all(timeout: timedelta) -> dist.distributed_c10d.Store:
             f"rank 0, which serves the rendezvous store, has ended after an error: {advice}"
         ) from error
     # A prefix within the old group's store, so that the new group reads no address of the old one.
-    return dist.distributed_c10d.PrefixStore(_AGAIN, notes.torch_store)
+    return dist.distributed_c10d.PrefixStore(_AGAIN, dist.distributed_c10d._get_default_store())

@@ -65,6 +65,8 @@ def share_failure(error: BaseException | None, where: str) -> None:
     ranks do not come, because they are in a collective that waits for this rank, the run is
     aborted: their collective fails, and they raise the reported error instead.
     """
+    if error is not None and not collectives.has_peers():
+        return
     if collectives.world_size() == 1:
         return
     if error is not None:

@@ -203,6 +203,13 @@ class Heartbeat:
                 return found
             time.sleep(0.02)
 
+    def find_ended(self) -> LostRank | None:
+        """Return a rank of this machine whose process has ended, None if none is known to."""
+        for one, peer in self._peers.items():
+            if peer.status:
+                return LostRank(one, peer.status, peer.place)
+        return None
+
     @staticmethod
     def timed_out(error: BaseException) -> bool:
         """Return whether a collective has waited for its timeout."""
@@ -220,7 +227,7 @@ class Heartbeat:
     def _watch(self) -> None:
         """Beat, read and judge, until the rank leaves or another one is lost."""
         before = time.monotonic()
-        while not self._stopped.is_set():
+        while not (self._stopped.is_set() or _outlives_group(self)):
             began = time.monotonic()
             if began - before > max(self._timeout / 2, 5 * self._interval):
                 self._forgive(began)  # this process itself was stopped, and heard nobody
@@ -417,6 +424,11 @@ def current_heartbeat() -> Heartbeat | None:
     if _current is None or not dist.is_initialized() or _current[1]() is not dist.group.WORLD:
         return None
     return _current[0]
+
+
+def _outlives_group(watch: Heartbeat) -> bool:
+    """Return whether the script has destroyed the group that a heartbeat is of."""
+    return _current is not None and _current[0] is watch and current_heartbeat() is None
 
 
 def start_heartbeat(abort: Callable[[], None], serves_store: bool) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
+import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -15,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.tcp_store import TCPStore, serve_store
 from accel_callbacks.errors import nearest
 
 __all__ = ["GroupOptions", "agree_on_attempt", "backend_for", "join_group", "store_outlives"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.2  # seconds between polls of the store
+_UP = "accel_callbacks/up"  # key that rank 0 sets in the store that it serves
 _SCHEMES = ("env", "tcp", "file")
 # Stores by rendezvous address, and the number of groups made over each. Global, because the
 # default group is global to the process too.
@@ -103,16 +108,40 @@ def join_group(
     # destroy_process_group().
     importlib.import_module("torch.distributed.nn.functional")
     timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
-    store = _store_of_next_group(url, rank, world, timeout, env)
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=options.timeout,
-    )
+    with _imported_meanwhile("checkpoint_io"):
+        store = _store_of_next_group(url, rank, world, timeout, env)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=options.timeout,
+        )
     return backend
+
+
+@contextmanager
+def _imported_meanwhile(name: str) -> Iterator[None]:
+    """Import one of our packages on a thread, while the block waits for the other ranks.
+
+    A run needs it, and all ranks would wait for the slowest import there.
+    """
+
+    def run() -> None:
+        with suppress(ImportError):  # raised again where the package is needed
+            require_neighbour(name)
+            importlib.import_module(name)
+
+    if name in sys.modules:
+        yield
+        return
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def _default_backend(device: torch.device) -> str:
@@ -149,22 +178,48 @@ def _store_of_next_group(
     address = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     place = (url, *address, str(rank), str(world))
     if place not in _stores:
-        server = _serve(url, env) if rank == 0 else None
-        store = next(rendezvous(url, rank, world))[0]
-        del server  # torch's store shares it
         if store_outlives(url, env):
+            store = next(rendezvous(url, rank, world))[0]
             # torchrun keeps one TCPStore for all attempts (--max-restarts). Without a prefix of
             # its own a restarted gloo worker reads the addresses of the previous attempt.
             attempt = agree_on_attempt(
                 dist.distributed_c10d.PrefixStore("accel_callbacks", store), rank, world, timeout
             )
             store = dist.distributed_c10d.PrefixStore(f"accel_callbacks/{attempt}", store)
+        else:
+            store = _store_of_rank_0(url, rank, world, timeout, env)
         _stores[place] = store, 0
     # The store is reused for later groups: were a second server started at the same port, a
-    # client could connect before it is up. The prefix counts the groups, equally on all ranks.
+    # client could connect to the first one. The prefix counts the groups, equally on all ranks.
     store, joined = _stores[place]
     _stores[place] = store, joined + 1
     return dist.distributed_c10d.PrefixStore(f"accel_callbacks/group{joined}", store)
+
+
+def _store_of_rank_0(
+    url: str, rank: int, world: int, timeout: timedelta, env: Mapping[str, str]
+) -> dist.distributed_c10d.Store:
+    """Return the store that rank 0 serves from now on.
+
+    After the script has destroyed a group of its own, rank 0 may still serve the store of that
+    group at the same address. A rank that has connected to it loses the connection and tries again.
+    """
+    if rank == 0:
+        server = _serve(url, env)
+        own: dist.distributed_c10d.Store = next(rendezvous(url, rank, world))[0]
+        del server  # torch's store shares it
+        own.set(_UP, "")
+        return own
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        store: dist.distributed_c10d.Store = next(rendezvous(url, rank, world))[0]
+        try:
+            store.wait([_UP], timeout)
+            return store
+        except dist.DistNetworkError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_LONGEST_PAUSE)
 
 
 def _serve(url: str, env: Mapping[str, str]) -> TCPStore | None:

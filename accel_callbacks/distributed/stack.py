@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
@@ -53,7 +54,17 @@ def frame_of(thread: threading.Thread) -> FrameType | None:
         >>> frame_of(threading.current_thread()).f_code.co_name
         'frame_of'
     """
-    return sys._current_frames().get(thread.ident or 0)
+    if sys.version_info >= (3, 12, 2):
+        return sys._current_frames().get(thread.ident or 0)
+    # Before, it holds a lock of the interpreter while it allocates. A collection of garbage at that
+    # moment may run code that lets another thread go on, which waits for the lock with the GIL.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _name_of(frame: FrameType) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,10 @@ from accel_callbacks.distributed.abort import (
     group_is_aborted,
     rejoin_group,
     wait_for_exempt_groups,
+)
+from accel_callbacks.distributed.daemon_threads import (
+    end_daemon_threads,
+    register_daemon_thread,
 )
 from accel_callbacks.distributed.heartbeat import start_heartbeat, stop_heartbeat
 from accel_callbacks.distributed.process_group import (
@@ -52,6 +58,7 @@ _TASK_INDEX = (
 
 # Global, as the default process group of torch is.
 _current: Topology | None = None
+_group: ReferenceType[Any] | None = None  # the default group that it describes
 _owns_group = False
 _exit_hook_set = False
 _joined_with: GroupOptions | None = None  # None if the script or another library made the group
@@ -128,7 +135,9 @@ def resolve_topology(
 ) -> Topology:
     """Return the topology of this process, joining the process group on the first call.
 
-    The topology is global to the process: later calls return the same object.
+    The topology is global to the process: later calls return the same object, as long as the script
+    does not destroy or replace the process group. Then the next call describes the script's new
+    group, or joins one, together with all ranks.
 
     Args:
         cpu: compute on the CPU even if there is an accelerator.
@@ -151,8 +160,11 @@ def resolve_topology(
         >>> resolve_topology(cpu=True).world_size
         1
     """
-    global _current
+    global _current, _group
     options = GroupOptions(backend, init_method, timeout)
+    if _current is not None and not _has_joined_group():
+        cpu = cpu or _current.device.type == "cpu"  # the device belongs to the process
+        _forget_group()
     if anew and group_is_aborted():
         _rejoin(options)
     if _current is None:
@@ -173,9 +185,31 @@ def resolve_topology(
         # is part of the store's prefix. All ranks resolve their topology, but not all of them may
         # need the store later, so it is called here to keep the numbers equal on all ranks.
         collectives.store()
+        collectives.expect_group(_current.world_size)
         collectives.explains_with(explain)
         start_heartbeat(abort_all_groups, not store_outlives("env://", os.environ))
+    register_daemon_thread()
+    group = _default_group()
+    _group = None if group is None else ref(group)
     return _current
+
+
+def _default_group() -> Any:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _has_joined_group() -> bool:
+    """Return whether the default group, or its absence, is what the topology describes."""
+    now = _default_group()
+    return now is None if _group is None else now is not None and _group() is now
+
+
+def _forget_group() -> None:
+    """Reset the topology, because the script has destroyed the group or made another one."""
+    global _current, _owns_group, _joined_with
+    _current, _owns_group, _joined_with = None, False, None
+    stop_heartbeat()
+    collectives.expect_group(1)
 
 
 def _check_group(here: Topology, asked: GroupOptions) -> None:
@@ -218,9 +252,14 @@ def _join(
     backend = join_group(device, rank, world, options, env)
     _owns_group, _joined_with = True, options
     if not _exit_hook_set:
-        atexit.register(destroy_topology)
+        atexit.register(_leave_at_exit)
         _exit_hook_set = True
     return backend
+
+
+def _leave_at_exit() -> None:
+    end_daemon_threads()  # they use the group
+    destroy_topology()
 
 
 def _rejoin(asked: GroupOptions) -> None:
@@ -266,7 +305,8 @@ def destroy_topology() -> None:
     global _current, _owns_group, _joined_with
     _current = _joined_with = None
     stop_heartbeat()
-    if _owns_group and dist.is_initialized():
+    collectives.expect_group(1)
+    if _owns_group and dist.is_initialized() and _has_joined_group():
         # In this order: a background save still uses its own group, and the reducers of models
         # (in reference cycles, so only gc frees them) must go before the group they belong to.
         wait_for_exempt_groups()

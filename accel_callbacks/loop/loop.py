@@ -20,6 +20,7 @@ from accel_callbacks.callbacks.dispatch.functions import (
 from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.async_save import BackgroundSaves
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.distributed.daemon_threads import register_daemon_thread
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.own_batches import OwnBatches
@@ -431,6 +432,7 @@ load_state() takes the newest valid one.
         self.begin_fit()
         if not self._train_started:
             self._train_started = self._warming_up = True
+            register_daemon_thread()
             self._count_batches()
             self.fire("on_train_start")
 

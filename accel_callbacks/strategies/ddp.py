@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType as Hook
@@ -124,6 +127,7 @@ class DDP(Strategy):
         super().__init__(topology, handlers)
         default = DistributedDataParallelKwargs()
         self.options = self.handlers.get(DistributedDataParallelKwargs, default)
+        self._group: ReferenceType[Any] | None = None  # that of the models
 
     def check(self, model: torch.nn.Module) -> None:
         """Refuse models that are already distributed over devices or processes."""
@@ -136,6 +140,7 @@ class DDP(Strategy):
         frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         if len(frozen) == sum(1 for _ in model.parameters()):
             return model
+        self._refuse_other_ranks()
         index = self.topology.device.index
         wrapped = PreparedDDP(
             model, device_ids=None if index is None else [index], **self.options.to_kwargs()
@@ -143,10 +148,35 @@ class DDP(Strategy):
         # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last
         # reference is the reducer's can deadlock when it is freed.
         wrapped.process_group = wrapped.__dict__.pop("process_group")
+        self._group = ref(dist.group.WORLD)
         register_hook(wrapped, self.options)
         if frozen:
             wrapped.register_forward_pre_hook(_StillFrozen(frozen))
         return wrapped
+
+    def _refuse_other_ranks(self) -> None:
+        """Raise if the script has replaced the process group by one of other ranks, or by none."""
+        now = collectives.rank(), collectives.world_size()
+        if now != (self.topology.rank, self.topology.world_size):
+            raise RuntimeError(
+                f"this Accelerator was made on rank {self.topology.rank} of "
+                f"{self.topology.world_size}, and the process is rank {now[0]} of {now[1]} now: "
+                "make a new Accelerator on all processes."
+            )
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients.
+
+        Raises:
+            RuntimeError: the models average in a process group that the script has destroyed.
+        """
+        if self._group is not None and (self._group() or self) is not dist.group.WORLD:
+            collectives.world_size()  # raises if there is no group
+            raise RuntimeError(
+                "backward: the process group of the prepared models was destroyed, and another one "
+                "made: make a new Accelerator, and prepare again, on all processes."
+            )
+        super().backward(loss, **kwargs)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the replica inside the wrapper."""

@@ -268,3 +268,29 @@ def test_a_save_ends_without_a_process_that_is_cut_off_and_with_one_that_is_late
     assert (code, other) == ((1, -signal.SIGKILL) if how == "cut off" else (1, 1)), text
     assert ("the save that was under way failed" in text) is (how == "cut off"), text
     assert ("the save that was under way has ended well" in text) is (how == "late"), text
+
+
+KILLED = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+from accel_callbacks import Accelerator, LostRankError
+
+accel = Accelerator(cpu=True, timeout=timedelta(seconds=300))
+model = accel.prepare(torch.nn.Linear(1, 1))
+accel.wait_for_everyone()
+try:
+    with accel.run("demo", resume=False):
+        accel.backward(model(torch.ones(1, 1)).sum())
+        if accel.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        accel.wait_for_everyone()
+except LostRankError:
+    Accelerator(cpu=True)
+"""
+
+
+def test_a_restart_in_the_process_does_not_wait_for_a_process_that_was_killed():
+    (code, text), (killed, _) = run_script(code=KILLED)
+    assert (code, killed) == (1, -signal.SIGKILL), text
+    assert re.search(r"RuntimeError: rank 1 .*does not rejoin: start the script again", text), text

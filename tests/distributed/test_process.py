@@ -28,7 +28,7 @@ from accel_callbacks import (
 )
 from accel_callbacks.distributed import failures
 from accel_callbacks.distributed.rng import RNGType
-from accel_callbacks.distributed.topology import resolve_topology
+from accel_callbacks.distributed.topology import destroy_topology, resolve_topology
 from tests.support import warm
 
 pytestmark = pytest.mark.distributed
@@ -475,3 +475,24 @@ def test_a_timeout_at_a_meeting_names_who_did_not_come(tmp_path):
     )
     printed = two_processes(code)[1]
     assert "ranks [0] did not come to main_process_first within the timeout" in printed
+
+
+def join_without_checkpoint_io() -> tuple[bool, bool]:
+    """Whether joining a group has imported the package that saves, in order."""
+    destroy_topology()
+    ours = {name: one for name, one in sys.modules.items() if name.startswith("checkpoint_io")}
+    for name in ours:
+        del sys.modules[name]
+    try:
+        before = "checkpoint_io" in sys.modules
+        Accelerator(cpu=True, timeout=timedelta(seconds=30))
+        module = sys.modules.get("checkpoint_io")
+        return before, callable(getattr(module, "save", None))
+    finally:
+        for name in [one for one in sys.modules if one.startswith("checkpoint_io")]:
+            del sys.modules[name]
+        sys.modules.update(ours)
+
+
+def test_what_a_run_needs_is_imported_while_the_ranks_wait_for_each_other(pool):
+    assert pool.run(join_without_checkpoint_io) == [(False, True)] * 2

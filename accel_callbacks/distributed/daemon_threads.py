@@ -1,0 +1,59 @@
+"""Daemon threads that train: ended in order before the interpreter ends.
+
+The interpreter ends a daemon thread wherever it is, by unwinding its stack. In a call of torch,
+such as a backward or a collective, that aborts the whole process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import time
+from weakref import WeakSet
+
+from accel_callbacks.distributed.abort import abort_all_groups
+
+__all__ = ["end_daemon_threads", "register_daemon_thread"]
+
+_PATIENCE = 5.0  # seconds for a thread to end, which it does at its next line of Python
+_threads: WeakSet[threading.Thread] = WeakSet()
+_exit_hook_set = False
+
+
+def register_daemon_thread() -> None:
+    """End the current thread in order when the process exits, if it is a daemon.
+
+    Example:
+        >>> from accel_callbacks.distributed.daemon_threads import register_daemon_thread
+        >>> register_daemon_thread()  # the main thread needs no help
+    """
+    global _exit_hook_set
+    thread = threading.current_thread()
+    if not thread.daemon or thread in _threads:
+        return
+    _threads.add(thread)
+    if not _exit_hook_set:
+        atexit.register(end_daemon_threads)
+        _exit_hook_set = True
+
+
+def end_daemon_threads() -> None:
+    """Raise SystemExit in the daemon threads that train, and wait a few seconds for their end.
+
+    Collectives in which they wait for other ranks are aborted.
+
+    Example:
+        >>> from accel_callbacks.distributed.daemon_threads import end_daemon_threads
+        >>> end_daemon_threads()
+    """
+    alive = [one for one in list(_threads) if one.is_alive()]
+    for thread in alive:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+        )
+    if alive:
+        abort_all_groups()
+    deadline = time.monotonic() + _PATIENCE
+    for thread in alive:
+        thread.join(max(0.0, deadline - time.monotonic()))
