@@ -16,7 +16,7 @@ from checkpoint_io.warning import warn
 
 _ALIGNMENT = 64  # bytes; a cache line, and at least the alignment of any dtype
 
-Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Layout = list[tuple[torch.Size, torch.dtype]]
 
 
 class HostBuffers:
@@ -44,16 +44,18 @@ class HostBuffers:
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return host copies of the tensors, valid until the next call."""
-        layout = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        devices = {tensor.device for tensor in tensors}
+        cuda = [device for device in devices if device.type == "cuda"]
+        pinned = bool(cuda)
         if (layout, pinned) != (self._layout, self._pinned):
             self.free()  # first: host memory may not hold two copies of the state
             self._allocate(layout, pinned)
-        with torch.no_grad():
-            for copy, tensor in zip(self._copies, tensors, strict=True):
-                copy.copy_(tensor.detach(), non_blocking=pinned and tensor.device.type == "cuda")
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, list(tensors), non_blocking=pinned)
         # The caller may change the tensors as soon as this returns.
-        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        for device in cuda:
             torch.cuda.current_stream(device).synchronize()
         return list(self._copies)
 

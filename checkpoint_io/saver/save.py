@@ -180,7 +180,7 @@ class SaveJob:
         url: the folder that it is saved to.
         save_id: the id in its manifest and in its file names.
         nbytes: number of bytes that this rank will write.
-        tensors: views of the tensors that this rank writes, on their device, in write order.
+        tensors: views of the tensors that this rank writes, on their device.
 
     Example:
         >>> import torch
@@ -205,7 +205,6 @@ class SaveJob:
     ) -> None:
         self.url = url
         self.save_id = save_id
-        self.nbytes = plan.nbytes
         self._store = store
         self._plan = plan
         self._group = group
@@ -213,9 +212,14 @@ class SaveJob:
         self._ran = False
 
     @property
+    def nbytes(self) -> int:
+        """Number of bytes that this rank will write."""
+        return self._plan.nbytes
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
-        """Views of the tensors that this rank writes, in write order."""
-        return [box.tensor for boxes in self._plan.files for box in boxes]
+        """Views of the tensors that this rank writes."""
+        return list(self._plan.tensors)
 
     def rebind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace `tensors` with copies, in the same order.
@@ -223,7 +227,7 @@ class SaveJob:
         Raises:
             ValueError: if their number, a shape or a dtype differs.
         """
-        current = self.tensors
+        current = self._plan.tensors
         same = len(current) == len(tensors) and all(
             a.shape == b.shape and a.dtype == b.dtype for a, b in zip(current, tensors, strict=True)
         )
@@ -231,10 +235,7 @@ class SaveJob:
             raise ValueError(
                 "rebind takes one tensor for each of job.tensors, of its shape and dtype"
             )
-        source = iter(tensors)
-        self._plan.files = [
-            [box._replace(tensor=next(source)) for box in boxes] for boxes in self._plan.files
-        ]
+        self._plan.tensors = list(tensors)
 
     def run(
         self, group: ProcessGroupLike | None = None, *, progress: bool | None = None
@@ -260,6 +261,7 @@ class SaveJob:
         self._ran = True
         group = group or self._group
         shown = progress if group.rank == 0 else False
+        self._plan.encode()
         with TransferProgress("saving", self.nbytes, shown) as bar:
             run = Run(self.url, self.save_id, self._store, self._plan, group, bar.add)
             return run.save(self._next_generation)
@@ -344,7 +346,7 @@ class Run:
 
     def _write(self, begun: RankReport) -> RankReport:
         """Write the tensor files and the own state of this rank."""
-        rank, files = self._group.rank, self._plan.files
+        rank, files = self._group.rank, self._plan.files()
         named = [(tensors_name(self._save_id, rank, n), f) for n, f in enumerate(files, 1)]
         report = self._writer.write_tensors(named, self._plan.labels(self._save_id))
         report.files += begun.files
@@ -408,7 +410,7 @@ def _wait_for_devices(plan: RankPlan) -> None:
     They are copied on other threads and streams, which do not wait for the kernels that compute
     them.
     """
-    devices = {box.tensor.device for boxes in plan.files for box in boxes}
+    devices = {tensor.device for tensor in plan.tensors}
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

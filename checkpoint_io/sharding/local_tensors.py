@@ -84,11 +84,6 @@ class LocalTensors:
             and (replicated if isinstance(replicated, bool) else replicated(key))
         }
 
-    @property
-    def sharded(self) -> bool:
-        """True if there is any DTensor."""
-        return bool(self._boxes)
-
     def to_plain(self) -> dict[str, Any]:
         """Return entries for the other ranks: DTensors, and tensors that any rank may write."""
         entries: dict[str, Any] = {}
