@@ -237,6 +237,10 @@ class SaveJob:
             )
         self._plan.tensors = list(tensors)
 
+    def copy_tensors(self, copy: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """Replace `tensors` with the copies that a function returns, in the same order."""
+        self._plan.tensors = copy(self._plan.tensors)
+
     def run(
         self, group: ProcessGroupLike | None = None, *, progress: bool | None = None
     ) -> Manifest:

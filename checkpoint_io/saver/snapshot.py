@@ -16,7 +16,7 @@ _HOLE = object()  # stands for a tensor in the tree
 _FIXED = frozenset((type(None), bool, str, float, bytes, torch.dtype))  # they cannot change
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
-_NAMES = frozenset(NAMES)
+_STRIDED = torch.strided
 _KEYS = frozenset((str,))
 
 
@@ -43,7 +43,7 @@ class Snapshot:
 
     def __init__(self, tree: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         self._tree = tree
-        self.tensors, self._order = _untied(tensors)
+        self.tensors, self._order = _one_of_tied(tensors)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Snapshot | None:
@@ -53,10 +53,11 @@ class Snapshot:
             tree = _copy(dict(state), tensors, MAX_DEPTH)
         except _UnusualError:
             return None
-        dtypes = {tensor.dtype for tensor in tensors}
-        layouts = {tensor.layout for tensor in tensors}
-        strided = layouts <= {torch.strided} and not any(tensor.is_meta for tensor in tensors)
-        return cls(tree, tensors) if dtypes <= _NAMES and strided else None
+        usual = all(
+            tensor.dtype in NAMES and tensor.layout is _STRIDED and not tensor.is_meta
+            for tensor in tensors
+        )
+        return cls(tree, tensors) if usual else None
 
     def encode(
         self, root: str, collector: TensorCollector, tensors: Sequence[torch.Tensor]
@@ -103,7 +104,7 @@ def _copy(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
     raise _UnusualError
 
 
-def _untied(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Sequence[int]]:
+def _one_of_tied(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Sequence[int]]:
     """Return one of each tied tensors, and for each tensor which one that is."""
     if len({tensor.data_ptr() for tensor in tensors}) == len(tensors):
         return tensors, range(len(tensors))
