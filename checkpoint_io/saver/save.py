@@ -292,6 +292,7 @@ class Run:
         self._save_id = save_id
         self._plan = plan
         self._group = group
+        self._store = store
         self._writer = RankWriter(store, save_id, group.rank, on_written)
         self._commit = Commit(store, save_id, plan.run_id, plan.metadata)
         self._headline = failure_headline(url)
@@ -302,15 +303,25 @@ class Run:
             # Each step ends in an all-gather, which is also a barrier. The first one: no rank
             # writes a tensor before rank 0 holds the lock and the file that names the run is
             # durable. The second: rank 0 commits only when the files of all ranks are durable.
-            begun, _ = self._step(self._begin)
-            _, reports = self._step(lambda: self._write(begun), last=True)
+            # Files become durable together in each step, and a single rank, which has nobody to
+            # wait for, takes both in one.
+            if self._group.world_size == 1:
+                _, reports = self._step(lambda: self._write(self._begin()), last=True)
+            else:
+                begun, _ = self._step(self._begin)
+                _, reports = self._step(lambda: self._write(begun), last=True)
             return self._publish(next_generation, reports)
 
     def _step(
         self, step: Callable[[], RankReport], *, last: bool = False
     ) -> tuple[RankReport, list[Any]]:
         """Take a step on all ranks; if it fails on any, remove the files and raise on all."""
-        own = Outcome.of(step)
+
+        def durably() -> RankReport:
+            with self._store.together():
+                return step()
+
+        own = Outcome.of(durably)
         # Rank 0 commits after the last step. If the gather fails on another rank then, rank 0 may
         # have received that rank's report nevertheless, and its manifest may name these files.
         # They stay, and the error must not claim that nothing was committed.
