@@ -1,15 +1,17 @@
-"""What `checkpoint.py --small` measures: a state of 0.6 MB, where the files cost less than the code.
+"""What `checkpoint.py --small` measures: a state of 0.6 MB, where code costs more than bytes.
 
-Each contender has a process of its own that lives for all rounds, and saves when it is asked to, one
-contender after the other in an order that is shuffled for each round. Between two saves it takes some
-training steps. `seconds` are those of the call. The fsyncs of a call are counted and timed one by one;
-after the call, the files that it left to the kernel are fsynced, and that is timed apart. So a
-contender without fsyncs can be compared with one that has them.
+Each contender has a process of its own that lives for all rounds, and saves when it is asked to,
+one contender after the other in an order that is shuffled for each round. Between two saves it
+takes some training steps. `call` is the time that the call holds the training thread, `cpu` the
+time of the processor in it, which other programs disturb less. The fsyncs of a save are counted and
+timed one by one; after the save, the files that it left to the kernel are fsynced, and that is
+timed apart. So a contender without fsyncs can be compared with one that has them.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import statistics
@@ -169,8 +171,6 @@ def measure(training: Training, save: Save, folder: str, fsyncs: Fsyncs) -> Row:
 
 def serve(name: str) -> None:
     """Save once for each folder that standard input names; print a row for each."""
-    import json
-
     training, save = SAVERS[name]()
     fsyncs = Fsyncs()
     for line in sys.stdin:
@@ -183,8 +183,6 @@ def serve(name: str) -> None:
 
 def collect(root: str, rounds: int, names: list[str]) -> dict[str, list[Row]]:
     """Rows of each contender, one a round, after two that are not counted."""
-    import json
-
     command = [sys.executable, __file__]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     workers = {
@@ -237,15 +235,15 @@ def report(rows: dict[str, list[Row]]) -> None:
         durable = [a["seconds"] / (b["seconds"] + b["late seconds"]) for a, b in pairs]
         same = [a["seconds"] / (b["seconds"] + a["fsync seconds"]) for a, b in pairs]
         print(
-            f"  save_state takes {statistics.median(durable):.2f} of accelerate plus the fsyncs that "
-            f"it leaves out, {statistics.median(same):.2f} of accelerate plus our fsyncs"
+            f"  save_state takes {statistics.median(durable):.2f} of accelerate plus the fsyncs "
+            f"that it leaves out, {statistics.median(same):.2f} of accelerate plus our fsyncs"
         )
 
 
-def run(root: str, rounds: int, names: list[str] | None = None) -> None:
+def run(root: str, rounds: int, names: list[str]) -> None:
     """Measure and print."""
     print(f"small state ({LAYERS} layers, AdamW), milliseconds: median [middle half]")
-    report(collect(root, rounds, names or list(SAVERS)))
+    report(collect(root, rounds, names))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from checkpoint_io.warning import warn
 
 _ALIGNMENT = 64  # bytes; a cache line, and at least the alignment of any dtype
 
-Layout = list[tuple[torch.Size, torch.dtype]]
+Layout = tuple[list[torch.Size], list[torch.dtype]]
 
 
 class HostBuffers:
@@ -44,10 +44,8 @@ class HostBuffers:
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return host copies of the tensors, valid until the next call."""
-        layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        devices = {tensor.device for tensor in tensors}
-        cuda = [device for device in devices if device.type == "cuda"]
-        pinned = bool(cuda)
+        layout = [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
+        pinned = any(tensor.is_cuda for tensor in tensors)
         if (layout, pinned) != (self._layout, self._pinned):
             self.free()  # first: host memory may not hold two copies of the state
             self._allocate(layout, pinned)
@@ -55,7 +53,7 @@ class HostBuffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, list(tensors), non_blocking=pinned)
         # The caller may change the tensors as soon as this returns.
-        for device in cuda:
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda} if pinned else ():
             torch.cuda.current_stream(device).synchronize()
         return list(self._copies)
 
@@ -70,7 +68,7 @@ class HostBuffers:
     def _allocate(self, layout: Layout, pinned: bool) -> None:
         """Allocate one block for all copies, one after the other."""
         begins, end = [], 0
-        for shape, dtype in layout:
+        for shape, dtype in zip(*layout, strict=True):
             begins.append(end)
             length = math.prod(shape) * dtype.itemsize
             end += -(-length // _ALIGNMENT) * _ALIGNMENT
@@ -81,7 +79,7 @@ class HostBuffers:
             self._unpin.atexit = False
         self._copies = [
             block[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for begin, (shape, dtype) in zip(begins, layout, strict=True)
+            for begin, shape, dtype in zip(begins, *layout, strict=True)
         ]
         self._layout, self._pinned, self.nbytes = layout, pinned, end
 

@@ -126,7 +126,7 @@ class TreeEncoder:
         if not value:
             return []
         self._check_depth(path)
-        # A state may hold a list of 100,000 numbers: those are checked together, without a call each.
+        # A state may hold a list of 100,000 numbers: those are checked together.
         kinds = set(map(type, value))
         if kinds <= _AS_THEY_ARE:
             return list(value)

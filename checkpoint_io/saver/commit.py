@@ -210,7 +210,7 @@ def _assemble(
         for key, dtype, shape, chunk in report["chunks"]:
             row = tensors.get(key)
             if row is None:
-                row = tensors[key] = [dtype, shape]
+                row = tensors[key] = [dtype, list(shape)]  # as in the JSON that is parsed
             row.append((chunk[0] + base, *chunk[1:]) if base else chunk)
     created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     present = {file["name"] for file in files}

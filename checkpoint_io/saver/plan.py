@@ -293,11 +293,11 @@ def _snapshots(
     state: Mapping[str, Any], local_state: Mapping[str, Any] | None
 ) -> dict[str, Snapshot] | None:
     """Take snapshots of the states; return None if one of them must be encoded at once."""
-    states = {"state": state} if local_state is None else {"state": state, "local_state": local_state}
     taken: dict[str, Snapshot] = {}
-    for root, one in states.items():
-        snapshot = Snapshot.of(one)
-        if snapshot is None:
+    for root, one in (("state", state), ("local_state", local_state)):
+        snapshot = None if one is None else Snapshot.of(one)
+        if snapshot is not None:
+            taken[root] = snapshot
+        elif one is not None:
             return None
-        taken[root] = snapshot
     return taken

@@ -1,4 +1,4 @@
-"""A snapshot of a state: its plain values at the time of a call, to be encoded later on any thread."""
+"""A snapshot of a state: its plain values at the time of a call, to be encoded on any thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _HOLE = object()  # stands for a tensor in the tree
 _FIXED = frozenset((type(None), bool, str, float, bytes, torch.dtype))  # they cannot change
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
-_STRIDED = torch.strided
 _KEYS = frozenset((str,))
 
 
@@ -31,6 +30,7 @@ class Snapshot:
 
     Example:
         >>> import torch
+        >>> from checkpoint_io.saver.collect import TensorCollector
         >>> from checkpoint_io.saver.snapshot import Snapshot
         >>> state = {"w": torch.ones(2), "seen": [1]}
         >>> snapshot = Snapshot.of(state)
@@ -41,9 +41,12 @@ class Snapshot:
         True
     """
 
-    def __init__(self, tree: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self, tree: dict[str, Any], tensors: list[torch.Tensor], order: Sequence[int]
+    ) -> None:
         self._tree = tree
-        self.tensors, self._order = _one_of_tied(tensors)
+        self._order = order
+        self.tensors = tensors
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Snapshot | None:
@@ -53,15 +56,21 @@ class Snapshot:
             tree = _copy(dict(state), tensors, MAX_DEPTH)
         except _UnusualError:
             return None
-        usual = all(
-            tensor.dtype in NAMES and tensor.layout is _STRIDED and not tensor.is_meta
-            for tensor in tensors
-        )
-        return cls(tree, tensors) if usual else None
+        for tensor in tensors:
+            if tensor.dtype not in NAMES:
+                return None
+        try:
+            addresses = {tensor.data_ptr() for tensor in tensors}
+        except RuntimeError:  # of a sparse tensor
+            return None
+        # A tensor without memory is an empty one, or on the device "meta".
+        if 0 in addresses and any(tensor.is_meta for tensor in tensors):
+            return None
+        if len(addresses) == len(tensors):
+            return cls(tree, tensors, range(len(tensors)))
+        return cls(tree, *_one_of_tied(tensors))
 
-    def encode(
-        self, root: str, collector: TensorCollector, tensors: Sequence[torch.Tensor]
-    ) -> Any:
+    def encode(self, root: str, collector: TensorCollector, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the JSON form; each tensor goes to the collector, and ties are as they were.
 
         Args:
@@ -106,8 +115,6 @@ def _copy(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
 
 def _one_of_tied(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Sequence[int]]:
     """Return one of each tied tensors, and for each tensor which one that is."""
-    if len({tensor.data_ptr() for tensor in tensors}) == len(tensors):
-        return tensors, range(len(tensors))
     firsts: dict[Any, int] = {}
     kept, order = [], []
     for number, tensor in enumerate(tensors):

@@ -28,7 +28,8 @@ class WriteBox(NamedTuple):
     @classmethod
     def all_of(cls, key: str, tensor: torch.Tensor) -> WriteBox:
         """Return the box that is all of a plain tensor."""
-        return cls(key, (0,) * tensor.dim(), tensor, tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        return cls(key, (0,) * len(shape), tensor, shape)
 
     @property
     def nbytes(self) -> int:
