@@ -100,7 +100,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what :func:`capture_rng` returned, or a version that held lists, arrays and tensors."""
+    """Restore what :func:`capture_rng` returned, now or in versions that kept arrays and lists."""
     version, words, gauss = state["python"]
     random.setstate((version, _words(words), gauss))
     torch.set_rng_state(_tensor(state["torch"]))
@@ -127,7 +127,7 @@ def _tensor(state: bytes | torch.Tensor) -> torch.Tensor:
 
 
 def _words(state: bytes | Iterable[int]) -> tuple[int, ...]:
-    """Return the numbers of Python's generator, as a tuple, which ``random.setstate`` insists on."""
+    """Return the numbers of Python's generator as a tuple, as ``random.setstate`` insists on."""
     if not isinstance(state, bytes):
         return tuple(state)
     words = array("I")

@@ -130,7 +130,7 @@ class RankPlan:
     def set_snapshots(self, snapshots: dict[str, Snapshot]) -> None:
         """Write the states that were taken of a single rank: all of every tensor."""
         self._snapshots = snapshots
-        self.tensors = [tensor for one in snapshots.values() for tensor in one.tensors]
+        self.tensors = [tensor for one in snapshots.values() for tensor in one.take_tensors()]
 
     def set_trees(self, **trees: Any) -> None:
         """Take what is encoded already: `state` and `local_state`, if this rank writes it."""
@@ -170,7 +170,7 @@ class RankPlan:
         collectors = {"state": TensorCollector(), "local_state": TensorCollector(0)}
         tensors = iter(self.tensors)
         for root, snapshot in snapshots.items():
-            own = list(itertools.islice(tensors, len(snapshot.tensors)))
+            own = list(itertools.islice(tensors, snapshot.count))
             self._trees[root] = snapshot.encode(root, collectors[root], own)
         shared, local = collectors.values()
         self.set_tensors(untied(shared), untied(local))

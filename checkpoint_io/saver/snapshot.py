@@ -20,13 +20,13 @@ _KEYS = frozenset((str,))
 
 
 class Snapshot:
-    """The plain values of a state, copied, and its tensors, which are not.
+    """The plain values of a state, copied, and its tensors, which are not, until they are taken.
 
     To take one is several times as fast as to encode the state. It is not a check: a state with
     values of other types is encoded at once, which handles or refuses them.
 
     Attributes:
-        tensors: the tensors in the order of the state, one of each that are tied.
+        count: number of tensors, one of each that are tied.
 
     Example:
         >>> import torch
@@ -35,7 +35,7 @@ class Snapshot:
         >>> state = {"w": torch.ones(2), "seen": [1]}
         >>> snapshot = Snapshot.of(state)
         >>> state["seen"].append(2)
-        >>> snapshot.encode("state", TensorCollector(), snapshot.tensors)
+        >>> snapshot.encode("state", TensorCollector(), snapshot.take_tensors())
         {'w': {'$tensor': 'w'}, 'seen': [1]}
         >>> Snapshot.of({"unusual": 1j}) is None
         True
@@ -46,7 +46,8 @@ class Snapshot:
     ) -> None:
         self._tree = tree
         self._order = order
-        self.tensors = tensors
+        self._tensors = tensors
+        self.count = len(tensors)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Snapshot | None:
@@ -70,13 +71,18 @@ class Snapshot:
             return cls(tree, tensors, range(len(tensors)))
         return cls(tree, *_one_of_tied(tensors))
 
+    def take_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors in the order of the state; the snapshot does not keep them."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
     def encode(self, root: str, collector: TensorCollector, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the JSON form; each tensor goes to the collector, and ties are as they were.
 
         Args:
             root: name of the state in errors.
             collector: takes the tensors.
-            tensors: `tensors`, or copies of them.
+            tensors: those that were taken, or copies of them.
         """
         return _Encoder(root, collector, (tensors[i] for i in self._order)).encode(self._tree)
 
@@ -116,7 +122,8 @@ def _copy(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
 def _one_of_tied(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Sequence[int]]:
     """Return one of each tied tensors, and for each tensor which one that is."""
     firsts: dict[Any, int] = {}
-    kept, order = [], []
+    kept: list[torch.Tensor] = []
+    order = []
     for number, tensor in enumerate(tensors):
         mark = identity(tensor)
         index = firsts.setdefault(number if mark is None else mark, len(kept))
