@@ -45,13 +45,17 @@ class HostBuffers:
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return host copies of the tensors, valid until the next call."""
         layout = [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
-        pinned = any(tensor.is_cuda for tensor in tensors)
+        host = all(tensor.is_cpu for tensor in tensors)
+        pinned = not host and any(tensor.is_cuda for tensor in tensors)
         if (layout, pinned) != (self._layout, self._pinned):
             self.free()  # first: host memory may not hold two copies of the state
             self._allocate(layout, pinned)
-        if tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self._copies, list(tensors), non_blocking=pinned)
+        with torch.no_grad():
+            if host and tensors:  # one call for all: most are small
+                torch._foreach_copy_(self._copies, list(tensors))
+            else:
+                for copy, tensor in zip(self._copies, tensors, strict=True):
+                    copy.copy_(tensor, non_blocking=pinned and tensor.is_cuda)
         # The caller may change the tensors as soon as this returns.
         for device in {tensor.device for tensor in tensors if tensor.is_cuda} if pinned else ():
             torch.cuda.current_stream(device).synchronize()

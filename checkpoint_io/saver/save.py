@@ -238,7 +238,10 @@ class SaveJob:
         self._plan.tensors = list(tensors)
 
     def copy_tensors(self, copy: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
-        """Replace `tensors` with the copies that a function returns, in the same order."""
+        """Replace `tensors` with what a function makes of them, one copy for each in this order.
+
+        As `rebind`, without its check.
+        """
         self._plan.tensors = copy(self._plan.tensors)
 
     def run(
