@@ -109,6 +109,7 @@ def test_the_calling_thread_leaves_the_encoding_to_the_one_that_saves(saver, gat
         (RankPlan, "files"),
     ):
         watched(owner, name)
+    gate.shut()
     handle = saver.save(
         f"{gate.root}/c", training(), metadata={"run_id": "r"}, storage_options=gate.options
     )
@@ -218,6 +219,7 @@ def test_what_is_changed_after_the_call_is_saved_as_it_was(saver, gate):
     ):
         now = {**state, **extra}
         own: dict[str, Any] = {"seen": [1]}
+        gate.shut()
         save = {"local_state": own, "storage_options": gate.options}
         handle = saver.save(f"{gate.root}/{name}", now, **save)
         now["list"].append(3)
@@ -287,6 +289,7 @@ def test_tied_tensors_are_copied_once_and_stay_tied(saver, gate):
     state = {"embedding": weight, "head": weight, "other": weight[:4]}
     job = prepare_save("memory://tied", state, next_generation=lambda old: 1)
     assert len(job.tensors) == 2
+    gate.shut()
     handle = saver.save(f"{gate.root}/c", state, storage_options=gate.options)
     weight.zero_()
     gate.open()
@@ -300,6 +303,7 @@ def test_tied_tensors_are_copied_once_and_stay_tied(saver, gate):
 def test_a_save_under_way_does_not_keep_the_tensors_of_the_call(saver, gate):
     weight = torch.ones(8)
     alive = weakref.ref(weight)
+    gate.shut()
     handle = saver.save(f"{gate.root}/c", {"w": weight}, storage_options=gate.options)
     del weight
     assert alive() is None

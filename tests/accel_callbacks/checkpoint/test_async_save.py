@@ -561,6 +561,7 @@ def test_the_training_thread_does_not_encode_the_state(gate, monkeypatch):
         return encode(self, value, path)
 
     monkeypatch.setattr(TreeEncoder, "encode", noting)
+    gate.shut()
     job.save(gate)
     gate.open()
     job.accel.wait_for_save()
