@@ -61,7 +61,7 @@ class Store(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Let files that are created in the block become durable when it ends, not one by one.
 
-        A block that raises leaves them as they are, for the caller to remove.
+        A block that raises leaves none of those that are not durable.
         """
 
     def token(self, name: str) -> str:

@@ -109,6 +109,9 @@ class LocalStore:
             if batch.used:
                 with explained(self._path):
                     sync_folder(self._path)
+        except BaseException:
+            batch.remove()
+            raise
         finally:
             self._batch = None
             batch.close()
@@ -257,6 +260,12 @@ class _Batch:
         for descriptor, path in self._files:
             with explained(path):
                 _sync(descriptor, path)
+
+    def remove(self) -> None:
+        """Remove the files, last written first: the first one names the run."""
+        for _, path in reversed(self._files):
+            with suppress(OSError):
+                os.unlink(path)
 
     def close(self) -> None:
         """Close the files."""
