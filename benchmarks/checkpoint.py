@@ -3,6 +3,7 @@
     pip install "accel-callbacks[bench]"        (in an environment of its own)
     python benchmarks/checkpoint.py --gigabytes 3 --rounds 5
     python benchmarks/checkpoint.py --only save,load
+    python benchmarks/checkpoint.py --small --rounds 30
 
 Each figure is of a fresh process. The contenders of a round are shuffled, and a ratio is taken
 within its round, so that what else the machine does falls on all. A save counts until it is
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import checkpoint_background
+import checkpoint_small
 import torch
 from checkpoint_contenders import LOADERS, MANY, SAVERS, Work
 
@@ -138,6 +140,7 @@ NAMES: dict[str, list[str]] = {
     "background": list(checkpoint_background.SAVERS),
     "many": list(MANY),
     "view": ["ours"],
+    "small": list(checkpoint_small.SAVERS),
 }
 
 
@@ -262,12 +265,17 @@ def part_view(root: str, rounds: int, size: float) -> None:
         )
 
 
+def part_small(root: str, rounds: int, size: float) -> None:
+    checkpoint_small.run(root, rounds, NAMES["small"])
+
+
 SECTIONS: dict[str, Callable[[str, int, float], None]] = {
     "save": part_save,
     "load": part_load,
     "background": part_background,
     "many": part_many,
     "view": part_view,
+    "small": part_small,
 }
 
 
@@ -284,6 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="a state of 0.6 MB, and nothing else")
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--contenders", default=None, help="some of them; default: all")
     parser.add_argument("--folder", default=None, help="on the disk to measure; default: here")
@@ -298,6 +307,8 @@ def main() -> None:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     if args.contenders is not None:
         keep_only(args.contenders.split(","), parser)
+    if args.small:
+        chosen = ["small"]
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {args.rounds} rounds")
     for part in chosen:
         root = tempfile.mkdtemp(prefix="checkpoint-bench-", dir=args.folder or os.getcwd())

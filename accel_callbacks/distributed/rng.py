@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -68,6 +69,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators of Python, NumPy, torch and the device.
 
+    Each is held as bytes: a checkpoint then needs no tensor file for this rank, and does not go
+    through 625 numbers one by one.
+
     Example:
         >>> import random, torch
         >>> from accel_callbacks.distributed.rng import capture_rng, restore_rng
@@ -77,35 +81,63 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
         >>> random.random() == first
         True
     """
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": (version, array("I", words).tobytes(), gauss),
+        "torch": _bytes(torch.get_rng_state()),
+    }
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        state["numpy"] = numpy.random.get_state()
+        found = numpy.random.get_state()
+        # Anything but a tuple is of a bit generator that somebody has put in place of NumPy's.
+        state["numpy"] = (
+            (found[0], found[1].tobytes(), *found[2:]) if isinstance(found, tuple) else found
+        )
     if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(*_device_args(device))
+        module = torch.get_device_module(device)
+        state[device.type] = _bytes(module.get_rng_state(*_device_args(device)))
     return state
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what :func:`capture_rng` returned."""
-    random.setstate(_tuples(state["python"]))
-    torch.set_rng_state(state["torch"])
+    """Restore what :func:`capture_rng` returned, now or in versions that kept arrays and lists."""
+    version, words, gauss = state["python"]
+    random.setstate((version, _words(words), gauss))
+    torch.set_rng_state(_tensor(state["torch"]))
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        numpy.random.set_state(state["numpy"])
+        found = state["numpy"]
+        if isinstance(found, tuple) and isinstance(found[1], bytes):
+            found = (found[0], numpy.frombuffer(found[1], dtype=numpy.uint32), *found[2:])
+        numpy.random.set_state(found)
     if device.type in state:
         module = torch.get_device_module(device)
-        module.set_rng_state(state[device.type], *_device_args(device))
+        module.set_rng_state(_tensor(state[device.type]), *_device_args(device))
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    data: bytes = state.cpu().numpy().tobytes()
+    return data
+
+
+def _tensor(state: bytes | torch.Tensor) -> torch.Tensor:
+    if isinstance(state, torch.Tensor):
+        return state
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _words(state: bytes | Iterable[int]) -> tuple[int, ...]:
+    """Return the numbers of Python's generator as a tuple, as ``random.setstate`` insists on."""
+    if not isinstance(state, bytes):
+        return tuple(state)
+    words = array("I")
+    words.frombytes(state)
+    return tuple(words)
 
 
 def _device_args(device: torch.device) -> tuple[torch.device, ...]:
     # torch.mps has one device, and its functions take no argument for it.
     return () if device.type == "mps" else (device,)
-
-
-def _tuples(value: Any) -> Any:
-    """Turn lists into tuples, which ``random.setstate`` insists on and JSON does not keep."""
-    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 class RNGType(str, Enum):

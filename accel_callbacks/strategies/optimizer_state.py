@@ -23,7 +23,8 @@ def parameter_names(models: Sequence[torch.nn.Module]) -> dict[int, str]:
     """
     names: dict[int, str] = {}
     for index, model in enumerate(models):
-        for name, parameter in model.named_parameters():
+        # The first name of a tied parameter counts, so torch need not look for duplicates.
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), f"{index}.{name}")
     return names
 

@@ -7,8 +7,12 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from checkpoint_io.async_save.staging import HostBuffers
@@ -33,7 +37,7 @@ _watched: list[PendingSave] = []
 
 
 class SaveHandle:
-    """A save that runs on its own thread, from `BackgroundSaver`.
+    """A save that runs on the thread of a `BackgroundSaver`.
 
     An error is raised, or returned, by the first call that asks for it: `wait`, `exception`, or one
     of the saver. An error that was never asked for is printed when the process exits, with exit
@@ -61,13 +65,10 @@ class SaveHandle:
         self.process = os.getpid()
         self._steps: tuple[SaveJob, ProcessGroupLike, Callable[[], None] | None] | None
         self._steps = job, group, afterwards
-        self._started = threading.Event()
-        self._cancelled = False
         self._finished = threading.Event()
         self._manifest: Manifest | None = None
         self._error: BaseException | None = None
         self.read = False
-        self._thread = threading.Thread(target=self._work, name=f"save to {job.url}", daemon=False)
 
     def done(self) -> bool:
         """Return whether the save has ended on this rank, successfully or not.
@@ -109,8 +110,6 @@ class SaveHandle:
         self._check_not_forked()
         while not self.ended(_POLL_INTERVAL):
             pass
-        if self._thread is not threading.current_thread():
-            self._thread.join()  # returns soon: the flag is set in its last lines
 
     def ended(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds for the end of the save; return whether it has ended."""
@@ -123,24 +122,17 @@ class SaveHandle:
 
     # --- for BackgroundSaver -------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the thread, which waits for `go`."""
-        self._thread.start()
-        _wait_at_exit_for(self)
+    def cancel(self) -> None:
+        """End a save that was not started."""
+        self._steps, self.read = None, True
+        self._finished.set()
+        _stop_waiting_for(self)
 
-    def go(self, *, cancel: bool = False) -> None:
-        """Start the write on the thread, or cancel it."""
-        self._cancelled = cancel
-        self._started.set()
-        if cancel:
-            self.read = True
-            _stop_waiting_for(self)
-
-    def _work(self) -> None:
-        self._started.wait()
+    def run(self) -> None:
+        """Save, on the saving thread."""
         steps, self._steps = self._steps, None  # the handle must not keep the copies alive
         try:
-            if steps is not None and not self._cancelled:
+            if steps is not None:
                 job, group, afterwards = steps
                 self._manifest = job.run(group, progress=False)
                 if afterwards is not None:
@@ -149,9 +141,9 @@ class SaveHandle:
             self._error = error
         finally:
             del steps
-            self._finished.set()
             if self._error is None:
                 _stop_waiting_for(self)
+            self._finished.set()
 
     def _check_not_forked(self) -> None:
         if os.getpid() != self.process:
@@ -159,6 +151,36 @@ class SaveHandle:
                 f"the save to {self.url} runs in process {self.process}, from which this one was "
                 "forked: wait for it there"
             )
+
+
+class _SavingThread:
+    """A thread that runs one save after another, and is idle in between.
+
+    It is a daemon, so that an idle one does not keep the process alive; `_wait_at_exit` waits for
+    saves.
+    """
+
+    def __init__(self) -> None:
+        self._saves: SimpleQueue[SaveHandle | None] = SimpleQueue()
+        work = partial(_run_saves, self._saves)  # no reference to self
+        self._thread = threading.Thread(target=work, name="checkpoint_io save", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._saves.put, None).atexit = False
+
+    def run(self, handle: SaveHandle) -> None:
+        """Begin a save."""
+        self._saves.put(handle)
+
+    def end(self) -> None:
+        """End the thread after its last save, without waiting for that."""
+        self._saves.put(None)
+
+
+def _run_saves(saves: SimpleQueue[SaveHandle | None]) -> None:
+    """Run saves until the sentinel (the body of the thread)."""
+    while (handle := saves.get()) is not None:
+        handle.run()
+        del handle  # it must not live until the next save
 
 
 class BackgroundSaver:
@@ -210,6 +232,7 @@ class BackgroundSaver:
         self._thread_group: Any = None
         self._buffers = HostBuffers()
         self._handle: SaveHandle | None = None
+        self._thread: _SavingThread | None = None
         self._process = os.getpid()
 
     @property
@@ -335,9 +358,16 @@ class BackgroundSaver:
         For a script that ends with an error, when other ranks may be gone.
         """
         handle, self._handle = self._pending_here(), None
-        if handle is not None:  # the save still uses both
+        if handle is not None:  # the save still uses them
             self._thread_group, self._buffers = None, HostBuffers()
+            self._end_thread()
         return handle
+
+    def _end_thread(self) -> None:
+        """End the thread after the save that it may be running."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
 
     def free_memory(self) -> None:
         """Free the host memory, unless a save uses it; the next save allocates it again."""
@@ -355,6 +385,7 @@ class BackgroundSaver:
         finally:
             if self._handle is None:
                 self._buffers.free()
+                self._end_thread()
                 group, self._thread_group = self._thread_group, None
                 if group is not None and hasattr(group, "close"):
                     group.close()
@@ -368,26 +399,29 @@ class BackgroundSaver:
             self._thread_group = self._group.beside() if several else self._group  # type: ignore[attr-defined]
         handle = SaveHandle(job, self._thread_group, afterwards)
 
-        def copy() -> None:
-            job.rebind(self._buffers.fill(job.tensors))
-            handle.start()
+        def copy() -> _SavingThread:
+            job.copy_tensors(self._buffers.fill)
+            self._thread = self._thread or _SavingThread()
+            return self._thread
 
         def cancel(gathered: bool) -> None:
-            handle.go(cancel=True)
+            handle.cancel()
             if gathered:  # the copy may have failed for lack of memory: do not keep any
                 self._buffers.free()
 
         # No rank writes before all have their copies: this runs on the calling thread, so a failure
         # raises at once on every rank, and the threads have nothing to undo.
+        copied = Outcome.of(copy)
         agree(
             self._group,
-            Outcome.of(copy),
+            replace(copied, value=None),
             f"saving to {job.url} did not begin, because its state could not be copied to host "
             "memory",
             cleanup=cancel,
         )
         self._handle = handle
-        handle.go()
+        _wait_at_exit_for(handle)
+        copied.value.run(handle)
         return handle
 
     def _collect(self, handle: SaveHandle) -> None:
@@ -416,7 +450,7 @@ class BackgroundSaver:
     def _pending_here(self) -> SaveHandle | None:
         """Return the pending save; a forked child has none."""
         if self._process != os.getpid():
-            self._process, self._handle = os.getpid(), None
+            self._process, self._handle, self._thread = os.getpid(), None, None
             self._thread_group, self._buffers = None, HostBuffers()
         return self._handle
 

@@ -16,7 +16,7 @@ from checkpoint_io.warning import warn
 
 _ALIGNMENT = 64  # bytes; a cache line, and at least the alignment of any dtype
 
-Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Layout = tuple[list[torch.Size], list[torch.dtype]]
 
 
 class HostBuffers:
@@ -44,16 +44,20 @@ class HostBuffers:
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return host copies of the tensors, valid until the next call."""
-        layout = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        layout = [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
+        host = all(tensor.is_cpu for tensor in tensors)
+        pinned = not host and any(tensor.is_cuda for tensor in tensors)
         if (layout, pinned) != (self._layout, self._pinned):
             self.free()  # first: host memory may not hold two copies of the state
             self._allocate(layout, pinned)
         with torch.no_grad():
-            for copy, tensor in zip(self._copies, tensors, strict=True):
-                copy.copy_(tensor.detach(), non_blocking=pinned and tensor.device.type == "cuda")
+            if host and tensors:  # one call for all: most are small
+                torch._foreach_copy_(self._copies, list(tensors))
+            else:
+                for copy, tensor in zip(self._copies, tensors, strict=True):
+                    copy.copy_(tensor, non_blocking=pinned and tensor.is_cuda)
         # The caller may change the tensors as soon as this returns.
-        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda} if pinned else ():
             torch.cuda.current_stream(device).synchronize()
         return list(self._copies)
 
@@ -68,7 +72,7 @@ class HostBuffers:
     def _allocate(self, layout: Layout, pinned: bool) -> None:
         """Allocate one block for all copies, one after the other."""
         begins, end = [], 0
-        for shape, dtype in layout:
+        for shape, dtype in zip(*layout, strict=True):
             begins.append(end)
             length = math.prod(shape) * dtype.itemsize
             end += -(-length // _ALIGNMENT) * _ALIGNMENT
@@ -79,7 +83,7 @@ class HostBuffers:
             self._unpin.atexit = False
         self._copies = [
             block[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for begin, (shape, dtype) in zip(begins, layout, strict=True)
+            for begin, shape, dtype in zip(begins, *layout, strict=True)
         ]
         self._layout, self._pinned, self.nbytes = layout, pinned, end
 

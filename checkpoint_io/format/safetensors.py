@@ -53,7 +53,7 @@ ALIGNMENT = 4096  # a header ends at a multiple of it, so that tensor data start
 MAX_DIMS = 64  # of a tensor in a file or manifest that is read
 MAX_HEADER = 100_000_000  # limit of the safetensors library
 PIECE = 16 << 20  # bytes that are copied to the host at a time
-_quote = json.JSONEncoder(ensure_ascii=True).encode
+_quote = json.encoder.encode_basestring_ascii
 
 
 class Slot(NamedTuple):

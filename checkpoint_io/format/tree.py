@@ -20,6 +20,9 @@ from checkpoint_io.sharding.dtensor import check_placements, is_dtensor
 # Deep enough for any state dict; shallow enough for JSON parsers, and to detect cycles.
 MAX_DEPTH = 100
 
+MAX_BITS = 10_000  # Python's JSON parser refuses an int of many more digits
+_AS_THEY_ARE = frozenset((type(None), bool, str))  # JSON has them, and they do not change
+_STRIDED, _TENSOR = torch.strided, torch.Tensor
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Path = tuple[Any, ...]
@@ -46,7 +49,8 @@ def show(root: str, path: Path) -> str:
 class TreeEncoder:
     """Encodes one state tree as strict JSON; each tensor goes to `store`, which returns its key.
 
-    DTensors are accepted only with `sharded`.
+    The result shares no list or dict with the state, so it does not change with it. DTensors are
+    accepted only with `sharded`.
     """
 
     def __init__(self, root: str, store: StoreTensor, *, sharded: bool = False) -> None:
@@ -56,11 +60,6 @@ class TreeEncoder:
 
     def encode(self, value: Any, path: Path = ()) -> Any:
         """Return the JSON form of a value at a path."""
-        if len(path) > MAX_DEPTH:
-            raise UnsupportedStateError(
-                f"{show(self._root, path[:4])}... is nested deeper than {MAX_DEPTH} levels "
-                "(or contains itself): flatten it"
-            )
         encoder = _ENCODERS.get(type(value))
         return encoder(self, value, path) if encoder else self._encode_other(value, path)
 
@@ -92,9 +91,18 @@ class TreeEncoder:
             f"which a checkpoint cannot hold: {advice}"
         )
 
+    def _unsupported_tensor(self, value: torch.Tensor, path: Path) -> UnsupportedStateError:
+        """Return an error for a tensor that is not strided, or of another dtype."""
+        if value.layout is not _STRIDED or value.is_quantized or value.is_meta:
+            return self._unsupported(value, path)
+        return UnsupportedStateError(
+            f"{show(self._root, path)} has dtype {value.dtype}, which safetensors cannot "
+            "hold: convert it (complex128: torch.view_as_real)"
+        )
+
     def _int(self, value: int, path: Path) -> Any:
         """Return an int; raise if it is too long for Python's JSON parser."""
-        if value.bit_length() > 10_000:
+        if value.bit_length() > MAX_BITS:
             raise UnsupportedStateError(
                 f"{show(self._root, path)} is an integer of {value.bit_length()} bits: "
                 "store it as bytes"
@@ -105,9 +113,29 @@ class TreeEncoder:
         """Encode a float; those that JSON lacks get a tag."""
         return value if math.isfinite(value) else {"$float": str(value)}
 
+    def _check_depth(self, path: Path) -> None:
+        """Raise if what is in the container at a path is nested too deeply."""
+        if len(path) >= MAX_DEPTH:
+            raise UnsupportedStateError(
+                f"{show(self._root, path[:4])}... is nested deeper than {MAX_DEPTH} levels "
+                "(or contains itself): flatten it"
+            )
+
     def _items(self, value: Any, path: Path) -> list[Any]:
         """Encode the elements of a sequence."""
-        return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+        if not value:
+            return []
+        self._check_depth(path)
+        # A state may hold a list of 100,000 numbers: those are checked together.
+        kinds = set(map(type, value))
+        if kinds <= _AS_THEY_ARE:
+            return list(value)
+        if kinds == {int} and max(map(int.bit_length, value)) <= MAX_BITS:
+            return list(value)
+        return [
+            item if type(item) in _AS_THEY_ARE else self.encode(item, (*path, index))
+            for index, item in enumerate(value)
+        ]
 
     def _tuple(self, value: Any, path: Path) -> Any:
         """Encode a tuple under its tag."""
@@ -120,8 +148,14 @@ class TreeEncoder:
 
     def _dict(self, value: Mapping[Any, Any], path: Path) -> Any:
         """Encode a mapping as an object, or as pairs if some key is not a plain string."""
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        if not value:
+            return {}
+        self._check_depth(path)
+        if all(type(key) is str and key[:1] != "$" for key in value):
+            return {
+                key: item if type(item) in _AS_THEY_ARE else self.encode(item, (*path, key))
+                for key, item in value.items()
+            }
         return {
             "$dict": [
                 [self._key(key, path), self.encode(item, (*path, key))]
@@ -147,15 +181,11 @@ class TreeEncoder:
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Any:
         """Store a tensor; encode its key."""
-        tensor = value.detach()
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise self._unsupported(value, path)
-        if tensor.dtype not in NAMES:
-            raise UnsupportedStateError(
-                f"{show(self._root, path)} has dtype {tensor.dtype}, which safetensors cannot "
-                "hold: convert it (complex128: torch.view_as_real)"
-            )
-        return {"$tensor": self._store(path, tensor)}
+        if value.dtype not in NAMES or value.layout is not _STRIDED or value.is_meta:
+            raise self._unsupported_tensor(value, path)
+        # A state has many tensors, most of them detached already.
+        plain = type(value) is _TENSOR and not value.requires_grad
+        return {"$tensor": self._store(path, value if plain else value.detach())}
 
     def _dtensor(self, value: Any, path: Path) -> Any:
         """Store a DTensor; raise if its placements are not supported."""
@@ -180,7 +210,7 @@ class TreeEncoder:
 # Functions by type, not bound methods on the instance: those would form a reference cycle, and
 # keep the tensors of a state alive until the next garbage collection.
 _ENCODERS: dict[type, Callable[[TreeEncoder, Any, Path], Any]] = {
-    **dict.fromkeys((type(None), bool, str), TreeEncoder._same),
+    **dict.fromkeys(_AS_THEY_ARE, TreeEncoder._same),
     int: TreeEncoder._int,
     float: TreeEncoder._float,
     list: TreeEncoder._items,

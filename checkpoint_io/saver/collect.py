@@ -74,35 +74,66 @@ class TensorCollector:
     Attributes:
         tensors: every tensor by its key; kept alive, so that no address is reused meanwhile.
         tied: keys of tied tensors, to the first key of the same memory.
+        sharded: True if there is any DTensor.
+
+    Args:
+        rank: the rank whose own state it is; None for the shared state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
+        self.sharded = False
+        self._rank = rank
+        self._containers: dict[Path, str] = {}
         self._by_address: dict[int, str] = {}
         self._by_view: dict[tuple[Any, ...], str] = {}
 
-    def add(self, wanted: str, tensor: torch.Tensor) -> str:
-        """Register a tensor; return its key, which is `wanted` or a variant that is still free."""
-        key, number = wanted, 1
+    def _wanted(self, path: Path) -> str:
+        """Return the key of the tensor at a path, as if no other had it."""
+        # Most tensors have neighbours in their container, whose path is escaped once.
+        container, last = path[:-1], path[-1]
+        text = last if type(last) is str and "/" not in last and "~" not in last else escape(last)
+        if (begin := self._containers.get(container)) is not None:
+            return begin + text
+        key = shared_key(path) if self._rank is None else local_key(self._rank, path)
+        if container:  # at the root, `shared_key` escapes one name in another way
+            self._containers[container] = key.removesuffix(text)
+        return key
+
+    def add(self, path: Path, tensor: torch.Tensor) -> str:
+        """Register a tensor; return its key, or a variant of it that is still free."""
+        wanted = key = self._wanted(path)
+        number = 1
         # {1: a, "1": b} would give one key twice, and "__metadata__" is reserved by safetensors.
         while key in self.tensors or key == "__metadata__":
             number += 1
             key = f"{wanted}~~{number}"
         self.tensors[key] = tensor
         # Views are compared only among tensors of one address, which are few.
-        address = _address(tensor)
-        if address is not None and self._by_address.setdefault(address, key) != key:
+        if type(tensor) is torch.Tensor:
+            address: int | None = tensor.data_ptr()
+        else:
+            address = _address(tensor)
+            self.sharded = self.sharded or is_dtensor(tensor)
+        if address and self._by_address.setdefault(address, key) != key:
             self._tie(address, key, tensor)
         return key
 
     def _tie(self, address: int, key: str, tensor: torch.Tensor) -> None:
         """Tie a tensor to the first one with the same view of the same memory."""
         other = self._by_address[address]
-        self._by_view.setdefault((address, *_view(self.tensors[other])), other)
-        first = self._by_view.setdefault((address, *_view(tensor)), key)
-        if first != key:
+        if (mark := identity(self.tensors[other])) is not None:
+            self._by_view.setdefault(mark, other)
+        mark = identity(tensor)
+        if mark is not None and (first := self._by_view.setdefault(mark, key)) != key:
             self.tied[key] = first
+
+
+def untied(collected: TensorCollector) -> dict[str, torch.Tensor]:
+    """Return the tensors to store: one of each that are tied."""
+    tied = collected.tied
+    return {key: tensor for key, tensor in collected.tensors.items() if key not in tied}
 
 
 class HasBytes(Protocol):

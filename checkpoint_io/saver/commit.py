@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata as importlib_metadata
 from typing import Any
 
@@ -36,7 +37,6 @@ from checkpoint_io.format.names import (
     temporary_name,
 )
 from checkpoint_io.format.parse import parse_document
-from checkpoint_io.format.tree import encode_plain
 from checkpoint_io.loader.files import manifest_of
 from checkpoint_io.outcome import Outcome
 from checkpoint_io.storage.open import Store
@@ -216,7 +216,7 @@ def _assemble(
         for key, dtype, shape, chunk in report["chunks"]:
             row = tensors.get(key)
             if row is None:
-                row = tensors[key] = [dtype, shape]
+                row = tensors[key] = [dtype, list(shape)]  # as in the JSON that is parsed
             row.append((chunk[0] + base, *chunk[1:]) if base else chunk)
     created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     present = {file["name"] for file in files}
@@ -229,7 +229,7 @@ def _assemble(
         "created": created.replace("+00:00", "Z"),
         "writer": {"checkpoint_io": _own_version(), "torch": str(torch.__version__)},
         "world_size": len(reports),
-        "metadata": encode_plain(metadata, "metadata"),
+        "metadata": metadata,
         "checksum": {"algorithm": ALGORITHM, "part_size": PART_SIZE},
         "files": files,
         "aliases": aliases,
@@ -241,8 +241,9 @@ def _assemble(
     }
 
 
+@cache
 def _own_version() -> str:
-    """Return the version of the installed distribution."""
+    """Return the version of the installed distribution; found once, as it takes a millisecond."""
     try:
         return importlib_metadata.version("accel-callbacks")
     except importlib_metadata.PackageNotFoundError:

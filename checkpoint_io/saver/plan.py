@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.names import parse_size
-from checkpoint_io.format.tree import Path, TreeEncoder, decode_tree, encode_plain
+from checkpoint_io.format.tree import TreeEncoder, encode_plain
 from checkpoint_io.group import ProcessGroupLike
-from checkpoint_io.saver.collect import TensorCollector, local_key, pack, shared_key
+from checkpoint_io.saver.collect import TensorCollector, pack, untied
+from checkpoint_io.saver.snapshot import Snapshot
 from checkpoint_io.sharding.local_tensors import LocalTensors, Replicated, WriteBox
 from checkpoint_io.sharding.planner import Assignment, plan_writes
 from checkpoint_io.threads import collector_paused
 
 _CACHE_SIZE = 8
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class Share(NamedTuple):
@@ -61,6 +63,7 @@ class Proposal:
     """The tensors that one rank holds, and the cached share for them."""
 
     def __init__(self, tensors: LocalTensors, rank: int, world_size: int) -> None:
+        self._tensors = tensors
         self._plain = tensors.to_plain()
         self._rank = rank
         text = json.dumps([rank, world_size, self._plain], separators=(",", ":"))
@@ -85,34 +88,121 @@ class Proposal:
         _CACHE.put(self.digest, everyone, share)
         return share
 
+    def boxes(self, share: Share) -> list[WriteBox]:
+        """Return the boxes that this rank writes, in the order of the state."""
+        boxes = self._tensors.rank0_boxes(share.tied)
+        if share.boxes:
+            boxes += [self._tensors.box(key, offsets) for key, offsets in share.boxes]
+            boxes = self._tensors.in_order(boxes)
+        return boxes
 
-@dataclass
+
 class RankPlan:
     """The files that one rank writes.
 
+    What can wait is left to the thread that writes: the JSON of the trees, and their division into
+    files.
+
     Attributes:
-        files: the boxes of each tensor file, in the order of their bytes.
-        tied: keys of tied tensors to the keys under which they are stored, as this rank reports it.
-        shared_tree: JSON of the shared state, on rank 0.
-        local_tree: JSON of this rank's own state, if it has one.
-        metadata: a copy of the caller's metadata.
+        tensors: the tensors that this rank writes, those of its own state last.
         run_id: the `run_id` of rank 0's metadata, if it is a string.
+        tied: keys of tied tensors to the keys under which they are stored, as this rank reports it.
+        metadata: the caller's metadata in its JSON form, after `encode`.
+        shared_tree: JSON of the shared state, on rank 0, after `encode`.
+        local_tree: JSON of this rank's own state, if it has one, after `encode`.
         problem: an error after the ranks had agreed; raised in the next step that ends in a gather.
     """
 
-    files: list[list[WriteBox]] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
-    shared_tree: bytes | None = None
-    local_tree: bytes | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    run_id: str | None = None
-    problem: BaseException | None = None
+    def __init__(self, limit: int) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.run_id: str | None = None
+        self.tied: dict[str, str] = {}
+        self.metadata: dict[str, Any] = {}
+        self.shared_tree: bytes | None = None
+        self.local_tree: bytes | None = None
+        self.problem: BaseException | None = None
+        self._limit = limit
+        self._keys: list[str] = []
+        self._own = 0  # how many of the last tensors belong to the own state
+        self._boxes: list[WriteBox] = []
+        self._snapshots: dict[str, Snapshot] = {}
+        self._trees: dict[str, Any] = {}
+
+    def set_snapshots(self, snapshots: dict[str, Snapshot]) -> None:
+        """Write the states that were taken of a single rank: all of every tensor."""
+        self._snapshots = snapshots
+        self.tensors = [tensor for one in snapshots.values() for tensor in one.take_tensors()]
+
+    def set_trees(self, **trees: Any) -> None:
+        """Take what is encoded already: `state` and `local_state`, if this rank writes it."""
+        self._trees = trees
+
+    def set_tensors(
+        self, shared: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write these tensors, all of each."""
+        self.tensors, self._own = [*shared.values(), *own.values()], len(own)
+        self._keys, self._boxes = [*shared, *own], []
+
+    def set_boxes(self, shared: Sequence[WriteBox], own: Mapping[str, torch.Tensor]) -> None:
+        """Write these boxes, and all of the tensors of the own state."""
+        self.set_tensors({}, own)
+        self.tensors[:0] = [box.tensor for box in shared]
+        # Without their tensors, which may be replaced, and must not be kept alive then.
+        self._boxes = [box._replace(tensor=_NOTHING) for box in shared]
+
+    def encode(self) -> None:
+        """Make the JSON of the trees, once; an error becomes the `problem` of the plan."""
+        try:
+            with collector_paused():
+                self._encode_snapshots()
+                trees, self._trees = self._trees, {}
+                texts = {root: jsonio.dumps(tree, root) for root, tree in trees.items()}
+                self.shared_tree = texts.get("state", self.shared_tree)
+                self.local_tree = texts.get("local_state", self.local_tree)
+        except BaseException as error:
+            self.problem = self.problem or error
+
+    def _encode_snapshots(self) -> None:
+        """Encode the snapshots, if that was left to this thread."""
+        snapshots, self._snapshots = self._snapshots, {}
+        if not snapshots:
+            return
+        collectors = {"state": TensorCollector(), "local_state": TensorCollector(0)}
+        tensors = iter(self.tensors)
+        for root, snapshot in snapshots.items():
+            own = list(itertools.islice(tensors, snapshot.count))
+            self._trees[root] = snapshot.encode(root, collectors[root], own)
+        shared, local = collectors.values()
+        self.set_tensors(untied(shared), untied(local))
+        self.tied = {**shared.tied, **local.tied}
+
+    def files(self) -> list[list[WriteBox]]:
+        """Return the boxes of each tensor file, in the order of their bytes."""
+        with collector_paused():
+            count = len(self._boxes)
+            placed = zip(self._boxes, self.tensors, strict=False)
+            boxes = [box._replace(tensor=tensor) for box, tensor in placed]
+            whole = zip(self._keys, self.tensors[count:], strict=True)
+            boxes += [WriteBox.all_of(key, tensor) for key, tensor in whole]
+            middle = len(boxes) - self._own
+            # Separate files, so that a reader of the shared state need not read a rank's own.
+            return [*self._pack(boxes[:middle]), *self._pack(boxes[middle:])]
+
+    def _pack(self, boxes: list[WriteBox]) -> list[list[WriteBox]]:
+        """Split boxes over files; in each, wider types come first, as in `safetensors.layout`."""
+        files = pack([(box.key, box) for box in boxes], self._limit)
+        return [
+            sorted((box for _, box in file), key=lambda box: -box.tensor.element_size())
+            for file in files
+        ]
 
     @property
     def nbytes(self) -> int:
         """The number of bytes of tensors and trees."""
+        self.encode()
         trees = len(self.shared_tree or b"") + len(self.local_tree or b"")
-        return trees + sum(box.nbytes for boxes in self.files for box in boxes)
+        return trees + sum(tensor.nbytes for tensor in self.tensors)
 
     def objects(self, tree: bytes, save_id: str, rank: int | None) -> bytes:
         """Return the bytes of an objects file."""
@@ -139,82 +229,76 @@ class Draft:
         max_shard_size: int | str,
         replicated: Replicated,
     ) -> None:
-        rank = self._rank = group.rank
-        self._limit = parse_size(max_shard_size)
-        plain = encode_plain(dict(metadata), "metadata")
-        self._plan = RankPlan(metadata=decode_tree(plain, None, "metadata"))
-        shared, local = TensorCollector(), TensorCollector()
-        tree = _encode(state, "state", shared, shared_key)
-        self._plan.shared_tree = jsonio.dumps(tree, "state") if rank == 0 else None
-        if local_state is not None:
-            own = _encode(local_state, "local_state", local, lambda path: local_key(rank, path))
-            self._plan.local_tree = jsonio.dumps(own, "local_state")
-        self._local = local
-        self._tied = shared.tied
+        self._rank = group.rank
+        self._plan = RankPlan(parse_size(max_shard_size))
+        self._plan.metadata = encode_plain(dict(metadata), "metadata")
+        self._run_id = metadata.get("run_id")
+        self._proposal: Proposal | None = None
+        self._own: dict[str, torch.Tensor] = {}
         several = group.world_size > 1
-        self._tensors = LocalTensors(shared.tensors, shared.tied, rank, several and replicated)
-        self._proposal = (
-            Proposal(self._tensors, rank, group.world_size)
-            if several or self._tensors.sharded
-            else None
-        )
+        # With several ranks the keys are needed now, to agree on who writes what.
+        snapshots = None if several else _snapshots(state, local_state)
+        if snapshots is not None:
+            self._plan.set_snapshots(snapshots)
+        else:
+            self._encode(state, local_state, group, several and replicated)
+
+    def _encode(
+        self,
+        state: Mapping[str, Any],
+        local_state: Mapping[str, Any] | None,
+        group: ProcessGroupLike,
+        replicated: Replicated,
+    ) -> None:
+        """Encode both states now."""
+        rank, plan = group.rank, self._plan
+        shared, local = TensorCollector(), TensorCollector(rank)
+        tree = TreeEncoder("state", shared.add, sharded=True).encode(dict(state))
+        trees = {"state": tree} if rank == 0 else {}
+        if local_state is not None:
+            trees["local_state"] = TreeEncoder("local_state", local.add).encode(dict(local_state))
+        plan.set_trees(**trees)
+        self._own, plan.tied = untied(local), {**shared.tied, **local.tied}
+        if group.world_size > 1 or shared.sharded:
+            tensors = LocalTensors(shared.tensors, shared.tied, rank, replicated)
+            self._proposal = Proposal(tensors, rank, group.world_size)
+            plan.tied = local.tied
+        else:
+            plan.set_tensors(untied(shared), self._own)
 
     def to_plain(self) -> dict[str, Any]:
         """Return what the other ranks must know to agree."""
-        run_id = self._plan.metadata.get("run_id")
+        run_id = self._run_id if isinstance(self._run_id, str) else None
         proposal = {} if self._proposal is None else self._proposal.to_plain()
-        return {"run_id": run_id if isinstance(run_id, str) else None, **proposal}
+        return {"run_id": run_id, **proposal}
 
     def settle(self, group: ProcessGroupLike, drafts: Sequence[dict[str, Any]]) -> RankPlan:
         """Agree with the other ranks on an assignment; return this rank's plan. Collective."""
         plan = self._plan
         plan.run_id = drafts[0]["run_id"]
-        tied, chosen = self._tied, []
-        if self._proposal is not None:
-            share = self._proposal.settle(group, drafts)
-            tied, chosen = share.tied, share.boxes
+        if self._proposal is None:
+            return plan
+        share = self._proposal.settle(group, drafts)
         try:
             with collector_paused():
-                plan.files = self._files(tied, chosen)
-            plan.tied = {**(tied if self._rank == 0 else {}), **self._local.tied}
+                plan.set_boxes(self._proposal.boxes(share), self._own)
+            plan.tied = {**(share.tied if self._rank == 0 else {}), **plan.tied}
         except BaseException as error:
             # Raising here, after the last collective, would leave the other ranks to wait in the
             # next one.
             plan.problem = error
         return plan
 
-    def _files(
-        self, tied: Mapping[str, str], chosen: Sequence[tuple[str, tuple[int, ...]]]
-    ) -> list[list[WriteBox]]:
-        """Pack the boxes that this rank writes into files."""
-        boxes = self._tensors.rank0_boxes(tied)
-        if chosen:
-            boxes += [self._tensors.box(key, offsets) for key, offsets in chosen]
-            boxes = self._tensors.in_order(boxes)
-        # Separate files, so that a reader of the shared state need not read a rank's own.
-        return [*self._pack(boxes), *self._pack(self._own())]
 
-    def _own(self) -> list[WriteBox]:
-        """Return the tensors of this rank's own state."""
-        return [
-            WriteBox.all_of(key, tensor)
-            for key, tensor in self._local.tensors.items()
-            if key not in self._local.tied
-        ]
-
-    def _pack(self, boxes: list[WriteBox]) -> list[list[WriteBox]]:
-        """Split boxes over files; in each, wider types come first, as in `safetensors.layout`."""
-        files = pack([(box.key, box) for box in boxes], self._limit)
-        return [
-            sorted((box for _, box in file), key=lambda box: -box.tensor.element_size())
-            for file in files
-        ]
-
-
-def _encode(state: Mapping[str, Any], root: str, collector: TensorCollector, key_of: Any) -> Any:
-    """Encode a state; collect its tensors."""
-
-    def store(path: Path, tensor: torch.Tensor) -> str:
-        return collector.add(key_of(path), tensor)
-
-    return TreeEncoder(root, store, sharded=root == "state").encode(dict(state))
+def _snapshots(
+    state: Mapping[str, Any], local_state: Mapping[str, Any] | None
+) -> dict[str, Snapshot] | None:
+    """Take snapshots of the states; return None if one of them must be encoded at once."""
+    taken: dict[str, Snapshot] = {}
+    for root, one in (("state", state), ("local_state", local_state)):
+        snapshot = None if one is None else Snapshot.of(one)
+        if snapshot is not None:
+            taken[root] = snapshot
+        elif one is not None:
+            return None
+    return taken

@@ -180,7 +180,7 @@ class SaveJob:
         url: the folder that it is saved to.
         save_id: the id in its manifest and in its file names.
         nbytes: number of bytes that this rank will write.
-        tensors: views of the tensors that this rank writes, on their device, in write order.
+        tensors: views of the tensors that this rank writes, on their device.
 
     Example:
         >>> import torch
@@ -205,7 +205,6 @@ class SaveJob:
     ) -> None:
         self.url = url
         self.save_id = save_id
-        self.nbytes = plan.nbytes
         self._store = store
         self._plan = plan
         self._group = group
@@ -213,9 +212,14 @@ class SaveJob:
         self._ran = False
 
     @property
+    def nbytes(self) -> int:
+        """Number of bytes that this rank will write."""
+        return self._plan.nbytes
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
-        """Views of the tensors that this rank writes, in write order."""
-        return [box.tensor for boxes in self._plan.files for box in boxes]
+        """Views of the tensors that this rank writes."""
+        return list(self._plan.tensors)
 
     def rebind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace `tensors` with copies, in the same order.
@@ -223,7 +227,7 @@ class SaveJob:
         Raises:
             ValueError: if their number, a shape or a dtype differs.
         """
-        current = self.tensors
+        current = self._plan.tensors
         same = len(current) == len(tensors) and all(
             a.shape == b.shape and a.dtype == b.dtype for a, b in zip(current, tensors, strict=True)
         )
@@ -231,10 +235,14 @@ class SaveJob:
             raise ValueError(
                 "rebind takes one tensor for each of job.tensors, of its shape and dtype"
             )
-        source = iter(tensors)
-        self._plan.files = [
-            [box._replace(tensor=next(source)) for box in boxes] for boxes in self._plan.files
-        ]
+        self._plan.tensors = list(tensors)
+
+    def copy_tensors(self, copy: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """Replace `tensors` with what a function makes of them, one copy for each in this order.
+
+        As `rebind`, without its check.
+        """
+        self._plan.tensors = copy(self._plan.tensors)
 
     def run(
         self, group: ProcessGroupLike | None = None, *, progress: bool | None = None
@@ -260,6 +268,7 @@ class SaveJob:
         self._ran = True
         group = group or self._group
         shown = progress if group.rank == 0 else False
+        self._plan.encode()
         with TransferProgress("saving", self.nbytes, shown) as bar:
             run = Run(self.url, self.save_id, self._store, self._plan, group, bar.add)
             return run.save(self._next_generation)
@@ -286,6 +295,7 @@ class Run:
         self._save_id = save_id
         self._plan = plan
         self._group = group
+        self._store = store
         self._writer = RankWriter(store, save_id, group.rank, on_written)
         self._commit = Commit(store, save_id, plan.run_id, plan.metadata)
         self._headline = failure_headline(url)
@@ -296,15 +306,25 @@ class Run:
             # Each step ends in an all-gather, which is also a barrier. The first one: no rank
             # writes a tensor before rank 0 holds the lock and the file that names the run is
             # durable. The second: rank 0 commits only when the files of all ranks are durable.
-            begun, _ = self._step(self._begin)
-            _, reports = self._step(lambda: self._write(begun), last=True)
+            # Files become durable together in each step, and a single rank, which has nobody to
+            # wait for, takes both in one.
+            if self._group.world_size == 1:
+                _, reports = self._step(lambda: self._write(self._begin()), last=True)
+            else:
+                begun, _ = self._step(self._begin)
+                _, reports = self._step(lambda: self._write(begun), last=True)
             return self._publish(next_generation, reports)
 
     def _step(
         self, step: Callable[[], RankReport], *, last: bool = False
     ) -> tuple[RankReport, list[Any]]:
         """Take a step on all ranks; if it fails on any, remove the files and raise on all."""
-        own = Outcome.of(step)
+
+        def durably() -> RankReport:
+            with self._store.together():
+                return step()
+
+        own = Outcome.of(durably)
         # Rank 0 commits after the last step. If the gather fails on another rank then, rank 0 may
         # have received that rank's report nevertheless, and its manifest may name these files.
         # They stay, and the error must not claim that nothing was committed.
@@ -344,7 +364,7 @@ class Run:
 
     def _write(self, begun: RankReport) -> RankReport:
         """Write the tensor files and the own state of this rank."""
-        rank, files = self._group.rank, self._plan.files
+        rank, files = self._group.rank, self._plan.files()
         named = [(tensors_name(self._save_id, rank, n), f) for n, f in enumerate(files, 1)]
         report = self._writer.write_tensors(named, self._plan.labels(self._save_id))
         report.files += begun.files
@@ -411,7 +431,7 @@ def _wait_for_devices(plan: RankPlan) -> None:
     They are copied on other threads and streams, which do not wait for the kernels that compute
     them.
     """
-    devices = {box.tensor.device for boxes in plan.files for box in boxes}
+    devices = {tensor.device for tensor in plan.tensors}
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

@@ -28,7 +28,8 @@ class WriteBox(NamedTuple):
     @classmethod
     def all_of(cls, key: str, tensor: torch.Tensor) -> WriteBox:
         """Return the box that is all of a plain tensor."""
-        return cls(key, (0,) * tensor.dim(), tensor, tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        return cls(key, (0,) * len(shape), tensor, shape)
 
     @property
     def nbytes(self) -> int:
@@ -83,11 +84,6 @@ class LocalTensors:
             and tensor.nbytes >= SPREAD_FROM
             and (replicated if isinstance(replicated, bool) else replicated(key))
         }
-
-    @property
-    def sharded(self) -> bool:
-        """True if there is any DTensor."""
-        return bool(self._boxes)
 
     def to_plain(self) -> dict[str, Any]:
         """Return entries for the other ranks: DTensors, and tensors that any rank may write."""

@@ -58,6 +58,12 @@ class Store(Protocol):
         Bytes passed to `write` are copied before it returns. `size` is the final length, if known.
         """
 
+    def together(self) -> AbstractContextManager[None]:
+        """Let files that are created in the block become durable when it ends, not one by one.
+
+        A block that raises leaves none of those that are not durable.
+        """
+
     def token(self, name: str) -> str:
         """Return an identifier of this version of a file; "" if there is no such file."""
 

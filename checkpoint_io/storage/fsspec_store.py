@@ -88,6 +88,10 @@ class FsspecStore:
             with suppress(NotImplementedError):
                 self._driver.request_once(lambda fs: fs.makedirs(self._path, exist_ok=True))
 
+    def together(self) -> AbstractContextManager[None]:
+        """Do nothing: each object is durable once it is there."""
+        return nullcontext()
+
     def token(self, name: str) -> str:
         """Return the generation or entity tag, else a digest of the object's other properties."""
         self._invalidate()

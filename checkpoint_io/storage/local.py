@@ -19,6 +19,7 @@ from checkpoint_io.storage.base import (
 from checkpoint_io.storage.buffers import BufferPool
 from checkpoint_io.storage.local_read import LocalFetch, LocalReader, forget_pages, open_regular
 from checkpoint_io.storage.local_write import (
+    SMALL_FILE,
     explained,
     make_folders,
     open_output,
@@ -31,6 +32,7 @@ __all__ = ["LocalStore", "local_folder", "make_folders", "sync_file", "sync_fold
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS)
 _LOCK_TRIES = 100
+_MOST_UNSYNCED = 64  # open files
 # O_EXCL and O_NOFOLLOW: never write into a file, or through a link, that somebody else put there
 _CREATE = (
     os.O_WRONLY
@@ -53,16 +55,21 @@ class LocalStore:
         """Open the folder at `path`; `buffers` bounds the memory of all its writes together."""
         self._path = os.path.abspath(os.path.expanduser(path))
         self._buffers = buffers or BufferPool()
+        self._batch: _Batch | None = None
         self.url = self._path
 
     def _at(self, name: str) -> str:
         """Return the full path of a file in this folder."""
         return os.path.join(self._path, name)
 
-    @contextmanager
-    def create(self, name: str, size: int | None = None) -> Iterator[Write]:
+    def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:
         """Write a file that must not exist yet; remove it again if the block raises."""
-        path = self._at(name)
+        return self._create(name, size)
+
+    @contextmanager
+    def _create(self, name: str, size: int | None, *, sync_name: bool = True) -> Iterator[Write]:
+        """Create a file; without `sync_name`, its name is not durable yet."""
+        path, batch, kept = self._at(name), self._batch, False
         with explained(path):
             make_folders(self._path)
             descriptor = os.open(path, _CREATE, 0o666)
@@ -76,15 +83,38 @@ class LocalStore:
                     output.close()
             # first the bytes, then the name: a crash in between leaves no file with wrong content
             with explained(path):
-                sync_file(descriptor)
-                _check_present(descriptor, path)
-                sync_folder(self._path)
+                kept = batch is not None and batch.take(descriptor, path, size)
+                if not kept:
+                    _sync(descriptor, path)
+                if batch is None and sync_name:
+                    sync_folder(self._path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(path)
             raise
         finally:
-            os.close(descriptor)
+            if not kept:
+                os.close(descriptor)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Sync small files that are created in the block at its end, and the folder once.
+
+        Each of them alone would wait for the journal of the filesystem.
+        """
+        self._batch = batch = _Batch()
+        try:
+            yield
+            batch.sync()
+            if batch.used:
+                with explained(self._path):
+                    sync_folder(self._path)
+        except BaseException:
+            batch.remove()
+            raise
+        finally:
+            self._batch = None
+            batch.close()
 
     def token(self, name: str) -> str:
         """Return inode, size and timestamps of the file as one string."""
@@ -139,7 +169,8 @@ class LocalStore:
 
         `expected` is compared right before the rename; only the caller's lock makes the two atomic.
         """
-        with self.create(temporary, len(data)) as write:
+        # The name of the temporary file need not be durable: the rename replaces it.
+        with self._create(temporary, len(data), sync_name=False) as write:
             write(memoryview(data))
         try:
             if expected is not None and self.token(name) != expected:
@@ -209,6 +240,47 @@ class LocalStore:
         if not name or os.path.basename(name) != name or name in (".", ".."):
             raise ValueError(f"not a plain folder name: {name!r}")
         return LocalStore(self._at(name), buffers=self._buffers)
+
+
+class _Batch:
+    """Small files that are written and not synced yet."""
+
+    def __init__(self) -> None:
+        self._files: list[tuple[int, str]] = []
+        self.used = False
+
+    def take(self, descriptor: int, path: str, size: int | None) -> bool:
+        """Return whether this file is synced with the batch, and then closed by it."""
+        self.used = True
+        small = size is not None and size < SMALL_FILE
+        if not small or len(self._files) >= _MOST_UNSYNCED:
+            return False
+        self._files.append((descriptor, path))
+        return True
+
+    def sync(self) -> None:
+        """Sync the files; their names are durable once the folder is synced."""
+        for descriptor, path in self._files:
+            with explained(path):
+                _sync(descriptor, path)
+
+    def remove(self) -> None:
+        """Remove the files, last written first: the first one names the run."""
+        for _, path in reversed(self._files):
+            with suppress(OSError):
+                os.unlink(path)
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor, _ in self._files:
+            os.close(descriptor)
+        self._files.clear()
+
+
+def _sync(descriptor: int, path: str) -> None:
+    """Flush a file to the disk; raise FileNotFoundError if it was removed meanwhile."""
+    sync_file(descriptor)
+    _check_present(descriptor, path)
 
 
 def _check_present(descriptor: int, path: str) -> None:

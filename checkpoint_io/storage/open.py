@@ -34,18 +34,20 @@ def open_store(
     `storage_options` are passed to the fsspec driver, except for `transfer`: "obstore" moves the
     bytes of an s3:// URL with that package, "fsspec" and "auto" (default) with the client of s3fs.
     """
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
-
     text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise ValueError(f"a checkpoint's location must be a path or a URL, not {url!r}")
     protocol = protocol_of(text)
     options = dict(storage_options or {})
+    if not options and os.name == "posix" and ":" not in text:
+        return LocalStore(text)  # as fsspec would say, after ten times as long
     transfer = _transfer(options.pop("transfer", "auto"), protocol)
     if protocol in OBJECT_STORES:
         # a cached listing hides what other processes wrote
         options.setdefault("use_listings_cache", False)
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
     policy = retry or RetryPolicy()
     try:
         if protocol in ("s3", "s3a"):

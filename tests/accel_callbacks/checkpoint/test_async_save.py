@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint
+from checkpoint_io.format.tree import TreeEncoder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support"))
 
@@ -544,3 +546,24 @@ def test_a_folder_that_cannot_be_written_ends_the_run_before_the_first_step(gate
 def test_options_that_make_no_sense_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         Checkpoint("anywhere", **options)
+
+
+def test_the_training_thread_does_not_encode_the_state(gate, monkeypatch):
+    """It takes a snapshot; the metadata of the manifest are few values."""
+    job, threads = Job(), set()
+    for batch in job.data:
+        job.step(batch)
+    encode = TreeEncoder.encode
+
+    def noting(self, value, path=()):
+        if self._root != "metadata":
+            threads.add(threading.current_thread() is threading.main_thread())
+        return encode(self, value, path)
+
+    monkeypatch.setattr(TreeEncoder, "encode", noting)
+    gate.shut()
+    job.save(gate)
+    gate.open()
+    job.accel.wait_for_save()
+    assert threads == {False}
+    assert same(read(gate)["models"]["0"], job.weights())
