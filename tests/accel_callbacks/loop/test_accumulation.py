@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from accel_callbacks import Accelerator, Callback
+from accel_callbacks.loop.gradient_window import GradientWindow
 
 
 def samples(count: int) -> torch.Tensor:
@@ -69,6 +70,12 @@ def train(accel: Accelerator, model, optimizer, loader, clip: float | None = Non
             optimizer.step()
             optimizer.zero_grad()
     return model.weight.detach()
+
+
+def test_a_window_is_one_micro_batch_unless_told_otherwise():
+    window = GradientWindow()
+    window.enter(remaining=None, last=False)
+    assert (window.num_steps, window.divisor, window.sync) == (1, 1, True)
 
 
 @pytest.mark.parametrize(("size", "window"), [(24, 1), (12, 2), (8, 3), (4, 6), (1, 24)])
