@@ -88,6 +88,7 @@ clipping
     tests/accel_callbacks/callbacks/test_non_finite.py
     tests/accel_callbacks/plugins/test_plugins.py
     tests/distributed/test_accumulation.py
+    tests/accel_callbacks/loop/test_hooks.py
     tests/distributed/test_ddp_options.py
 order
     accel_callbacks/data/order.py
