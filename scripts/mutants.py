@@ -2,6 +2,7 @@
 
     python scripts/mutants.py                            # all rooms
     python scripts/mutants.py --rooms window votes       # some
+    python scripts/mutants.py --quick                    # without tests that start processes
     python scripts/mutants.py --again                    # once more those that survived so far
 
 Each *mutant* is one change: ``<`` becomes ``<=``, ``and`` becomes ``or``, a statement is left out,
@@ -571,8 +572,8 @@ def _import_libraries(root: Path) -> None:
 class Runner:
     """Runs tests in forks of this process, which is the first of its namespace."""
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._work = root, root.parent
+    def __init__(self, root: Path, *, quick: bool) -> None:
+        self._root, self._work, self._quick = root, root.parent, quick
         self._report = self._work / "report.json"
 
     def baseline(self, room: str) -> Baseline:
@@ -586,6 +587,9 @@ class Runner:
         for test in failed:
             print(f"{room}: fails without a mutant, left out: {test}", file=sys.stderr, flush=True)
             seconds.pop(test, None)
+        if self._quick:
+            for test in [one for one in seconds if set(_parts(one)) & set(starters)]:
+                del seconds[test]
         places = {test: {(file, line) for file, line in at} for test, at in entered.items()}
         return Baseline(places, seconds, set(starters))
 
@@ -666,7 +670,8 @@ class Runner:
                 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
             import pytest
 
-            options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            chosen = "not slow and not distributed" if self._quick else "not slow"
+            options = ["-q", "-m", chosen, "-p", "no:cacheprovider", "-p", "no:xdist"]
             if observed:
                 plugin.observe(self._root)
             else:
@@ -687,7 +692,7 @@ def inside(args: argparse.Namespace) -> None:
     importlib.invalidate_caches()  # the tree was not there when this process started
     os.chdir(work)
     _import_libraries(tree)
-    runner = Runner(tree)
+    runner = Runner(tree, quick=args.quick)
     wanted = json.loads(sys.stdin.read())
     for room, mutants in wanted.items():
         began = time.monotonic()
@@ -769,6 +774,36 @@ def _line(result: dict[str, Any]) -> str:
     return f"{result['file']}:{result['line']} [{result['operator']}] {change} | {verdict}"
 
 
+def _run(args: argparse.Namespace, wanted: dict[str, list[Any]], work: str) -> int:
+    """Start the process that forks, append its results to the file, and return its exit code."""
+    command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command += [sys.executable, __file__, "--inside", work, *["--quick"] * args.quick]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{work}/tree",
+        "TMPDIR": f"{work}/tmp",
+        "HOME": f"{work}/home",
+        "OMP_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(wanted))
+        process.stdin.close()
+        with args.out.open("a") as out:
+            for line in process.stdout:
+                out.write(line)
+                out.flush()
+                print(_line(json.loads(line)), flush=True)
+        return process.wait()
+    finally:
+        process.kill()  # and with it all in its namespaces
+        process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -778,6 +813,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="file of results")
     parser.add_argument("--again", action="store_true", help="run those that survived so far")
+    parser.add_argument("--quick", action="store_true", help="no tests that start processes")
     parser.add_argument("--list", action="store_true", help="print the mutants, run none")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -790,37 +826,11 @@ def main() -> None:
         print(*(_line(mutant) for mutants in wanted.values() for mutant in mutants), sep="\n")
         return
     os.nice(10)
-    work = tempfile.mkdtemp(prefix="mutants-")
-    namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{work}/tree",
-        "TMPDIR": f"{work}/tmp",
-        "HOME": f"{work}/home",
-        "OMP_NUM_THREADS": "1",
-        "JE_ARROW_MALLOC_CONF": "background_thread:false",
-    }
-    with (
-        subprocess.Popen(
-            [*namespaces, sys.executable, __file__, "--inside", work],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process,
-        args.out.open("a") as out,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(wanted))
-        process.stdin.close()
-        for line in process.stdout:
-            out.write(line)
-            out.flush()
-            print(_line(json.loads(line)), flush=True)
-    shutil.rmtree(work)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end as with Ctrl-C
+    with tempfile.TemporaryDirectory(prefix="mutants-") as work:
+        code = _run(args, wanted, work)
     print(summary([r for r in _read(args.out).values() if r["room"] in (args.rooms or ROOMS)]))
-    sys.exit(process.returncode)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
