@@ -112,6 +112,11 @@ resume
     tests/accel_callbacks/data/test_skip.py
     tests/accel_callbacks/loop/test_run_identity.py
     tests/distributed/test_restore.py
+    tests/accel_callbacks/checkpoint/test_trainable_only.py
+    tests/accel_callbacks/loop/test_run.py
+    tests/accel_callbacks/test_siblings.py
+    tests/accel_callbacks/test_nothing_hidden.py
+    tests/distributed/test_process.py
 gather
     accel_callbacks/collectives/tensors.py
     accel_callbacks/collectives/metrics.py
@@ -130,6 +135,7 @@ votes
     tests/accel_callbacks/callbacks/test_preemption.py
     tests/distributed/test_votes.py
     tests/distributed/test_hooks_fail.py
+    tests/distributed/test_preemption.py
 retention
     checkpoint_io/folder/retention.py
     checkpoint_io/folder/removal.py
@@ -155,6 +161,9 @@ commit
     tests/checkpoint_io/test_verify.py
     tests/checkpoint_io/test_sharded_save.py
     tests/faults/test_disk.py
+    tests/checkpoint_io/test_second_read.py
+    tests/checkpoint_io/test_hostile.py
+    tests/checkpoint_io/test_faults.py
 fallback
     checkpoint_io/folder/discovery.py
     checkpoint_io/folder/folder.py
@@ -164,6 +173,9 @@ fallback
     tests/checkpoint_io/test_verify.py
     tests/accel_callbacks/checkpoint/test_restore.py
     tests/accel_callbacks/checkpoint/test_project.py
+    tests/checkpoint_io/test_second_read.py
+    tests/accel_callbacks/loop/test_run.py
+    tests/distributed/test_folder_ranks.py
 trackers
     accel_callbacks/tracking/trackers.py
     accel_callbacks/tracking/window_row.py
@@ -178,6 +190,8 @@ trackers
     tests/loggers/test_threads.py
     tests/loggers/test_csv.py
     tests/loggers/test_jsonl.py
+    tests/loggers/test_contract.py
+    tests/loggers/test_registry.py
 averaging
     accel_callbacks/callbacks/weight_averaging.py
     accel_callbacks/callbacks/averaged_weights.py
@@ -193,6 +207,7 @@ stopping
     tests/accel_callbacks/callbacks/test_non_finite.py
     tests/accel_callbacks/callbacks/test_timer.py
     tests/accel_callbacks/loop/test_end_epoch.py
+    tests/accel_callbacks/callbacks/test_builtin.py
 launch
     accel_callbacks/launch/plan.py
     accel_callbacks/launch/agent.py
@@ -221,6 +236,8 @@ config
     tests/cli/test_config_settings.py
     tests/cli/test_config_files.py
     tests/cli/test_config.py
+    tests/cli/test_config_launch.py
+    tests/cli/test_launch_plan.py
 """
 
 
@@ -516,7 +533,10 @@ class _Plugin:
                 self.entered[self._test].add(place)
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
-            if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+            starts = event in ("subprocess.Popen", "os.fork", "os.posix_spawn")
+            # Most ask the server of tests/support/warm.py to fork, at an address of Linux's own.
+            asks = event == "socket.connect" and isinstance(arguments[1], bytes)
+            if starts or asks:
                 self.starters.add(self._test)
 
         sys.addaudithook(audit)

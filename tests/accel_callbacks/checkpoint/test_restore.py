@@ -19,6 +19,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback, ResumeError
 from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.checkpoint.open import describe_foreign_folder
 from checkpoint_io.storage.local_read import LocalReader
 
 LAYERS = 24
@@ -602,6 +603,15 @@ def test_a_folder_of_another_library_is_told_apart(tmp_path, files, match):
     if "optimizer.bin" in files:
         with pytest.raises(FileNotFoundError, match="checkpoint_3 was saved by Hugging Face"):
             accel.load_state()
+
+
+@pytest.mark.parametrize(("foreign", "found"), [(4, True), (2, True), (1, False)])
+def test_the_newest_folders_of_another_library_are_looked_at(tmp_path, foreign, found):
+    for number in range(5):
+        (tmp_path / f"checkpoint_{number}").mkdir()
+    (tmp_path / f"checkpoint_{foreign}" / "optimizer.bin").write_bytes(b"")
+    text = describe_foreign_folder(str(tmp_path))
+    assert text.startswith(f" checkpoint_{foreign} was saved by") == found
 
 
 def test_a_file_and_a_checkpoint_of_something_else_are_told_apart(tmp_path):
