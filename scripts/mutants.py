@@ -197,6 +197,7 @@ averaging
     accel_callbacks/callbacks/averaged_weights.py
     tests/accel_callbacks/callbacks/test_weight_averaging.py
     tests/distributed/test_weight_callbacks.py
+    tests/accel_callbacks/loop/test_evaluate_checkpoint.py
 stopping
     accel_callbacks/callbacks/early_stopping.py
     accel_callbacks/callbacks/monitor.py
@@ -208,6 +209,7 @@ stopping
     tests/accel_callbacks/callbacks/test_timer.py
     tests/accel_callbacks/loop/test_end_epoch.py
     tests/accel_callbacks/callbacks/test_builtin.py
+    tests/distributed/test_weight_callbacks.py
 launch
     accel_callbacks/launch/plan.py
     accel_callbacks/launch/agent.py
