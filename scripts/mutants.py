@@ -225,6 +225,8 @@ launch
     tests/cli/test_slurm.py
     tests/cli/test_launch.py
     tests/cli/test_launch_errors.py
+    tests/cli/test_launch_gpus.py
+    tests/cli/test_config_settings.py
 config
     accel_callbacks/config.py
     accel_callbacks/data/config.py

@@ -211,6 +211,16 @@ def test_a_function_is_a_policy(tmp_path):
     assert kept(tmp_path) == [1, 8]
 
 
+def test_a_resume_of_checkpoints_without_a_score_has_no_best(tmp_path):
+    def saver() -> Checkpoint:
+        return Checkpoint(tmp_path, every="1 epoch", monitor="val")
+
+    fit(saver(), epochs=1)
+    resumed = saver()
+    fit(resumed, epochs=1)
+    assert (resumed.best_path, resumed.last_path) == (None, str(tmp_path / "step-00000004"))
+
+
 def test_with_a_monitor_one_best_stays_unless_told_otherwise(tmp_path):
     folder = checkpoint_io.CheckpointFolder(tmp_path)
     for step, value in enumerate((3.0, 1.0, 2.0)):
