@@ -91,6 +91,7 @@ clipping
     tests/distributed/test_accumulation.py
     tests/accel_callbacks/loop/test_hooks.py
     tests/distributed/test_ddp_options.py
+    tests/accel_callbacks/checkpoint/test_restore.py
 order
     accel_callbacks/data/order.py
     accel_callbacks/data/sampler.py
@@ -596,14 +597,15 @@ def _import_libraries(root: Path) -> None:
 class Runner:
     """Runs tests in forks of this process, which is the first of its namespace."""
 
-    def __init__(self, root: Path, *, quick: bool) -> None:
-        self._root, self._work, self._quick = root, root.parent, quick
+    def __init__(self, root: Path, tests: Sequence[str] | None, *, quick: bool) -> None:
+        self._root, self._work = root, root.parent
+        self._tests, self._quick = tests, quick
         self._report = self._work / "report.json"
 
     def baseline(self, room: str) -> Baseline:
         """Run the tests of a room as they are."""
         plugin = _Plugin(None, None, self._report)
-        code = self._fork(plugin, ROOMS[room][1], 1200, observed=True)
+        code = self._fork(plugin, list(self._tests or ROOMS[room][1]), 1200, observed=True)
         if code not in (0, 1):
             tail = (self._work / "log").read_text(errors="replace")[-3000:]
             raise SystemExit(f"the tests of {room} do not run without a mutant:\n{tail}")
@@ -716,7 +718,7 @@ def inside(args: argparse.Namespace) -> None:
     importlib.invalidate_caches()  # the tree was not there when this process started
     os.chdir(work)
     _import_libraries(tree)
-    runner = Runner(tree, quick=args.quick)
+    runner = Runner(tree, args.tests, quick=args.quick)
     wanted = json.loads(sys.stdin.read())
     for room, mutants in wanted.items():
         began = time.monotonic()
@@ -802,6 +804,7 @@ def _run(args: argparse.Namespace, wanted: dict[str, list[Any]], work: str) -> i
     """Start the process that forks, append its results to the file, and return its exit code."""
     command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command += [sys.executable, __file__, "--inside", work, *["--quick"] * args.quick]
+    command += ["--tests", *args.tests] if args.tests else []
     environment = {
         **os.environ,
         "PYTHONPATH": f"{work}/tree",
@@ -838,6 +841,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="file of results")
     parser.add_argument("--again", action="store_true", help="run those that survived so far")
     parser.add_argument("--quick", action="store_true", help="no tests that start processes")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="in place of those of the room")
     parser.add_argument("--list", action="store_true", help="print the mutants, run none")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -614,6 +614,16 @@ def test_the_newest_folders_of_another_library_are_looked_at(tmp_path, foreign, 
     assert text.startswith(f" checkpoint_{foreign} was saved by") == found
 
 
+def test_only_a_model_with_a_load_of_its_own_needs_a_second_copy():
+    class Own(torch.nn.Linear):
+        def _load_from_state_dict(self, *args):
+            super()._load_from_state_dict(*args)
+
+    strategy = Accelerator(cpu=True).strategy
+    assert strategy.loads_in_place(stack()) is True
+    assert strategy.loads_in_place(torch.nn.Sequential(Own(2, 2))) is False
+
+
 def test_a_file_and_a_checkpoint_of_something_else_are_told_apart(tmp_path):
     accel, *_ = prepared()
     file = tmp_path / "pytorch_model.bin"
