@@ -192,6 +192,7 @@ trackers
     tests/loggers/test_csv.py
     tests/loggers/test_jsonl.py
     tests/loggers/test_contract.py
+    tests/loggers/test_media.py
     tests/loggers/test_registry.py
 averaging
     accel_callbacks/callbacks/weight_averaging.py
