@@ -512,6 +512,12 @@ def test_intervals_are_counted_from_the_first_step_or_the_one_that_is_given(make
     assert averaging.updates == updates
 
 
+def test_a_checkpoint_without_averages_has_none_to_evaluate_with():
+    net = torch.nn.Linear(1, 1)
+    assert EMA(0.5).saved_averages({}, [net]) == {}
+    assert EMA(0.5, evaluate_with_average=False).saved_averages({"average": {"x": 1}}, [net]) == {}
+
+
 def held_average(ema: EMA) -> dict[str, torch.Tensor]:
     return copy.deepcopy(ema.state_dict()["average"])
 
