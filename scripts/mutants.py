@@ -16,9 +16,12 @@ tests that enter its function, and those that start processes, whose insides are
 in a fork of a process that has imported torch already, with a time limit.
 
 Results are appended to a file (``--out``), one JSON document a line; a run that was interrupted
-continues after the last. Needs git, Linux and the right to make namespaces (root): a mutant may
-remove the wrong files and signal the wrong processes, so it sees no other processes, and can write
-to nothing but a copy of the working tree.
+continues after the last. Set the verdict of a survivor that makes no difference to ``explained``,
+and ``by`` to the reason: it is counted apart, and ``--again`` leaves it out.
+
+Needs git, Linux and the right to make namespaces (root): a mutant may remove the wrong files and
+signal the wrong processes, so it sees no other processes, and can write to nothing but a copy of
+the working tree.
 """
 
 from __future__ import annotations
@@ -775,21 +778,18 @@ def choose(args: argparse.Namespace, done: dict[str, dict[str, Any]]) -> dict[st
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """Return a table of the verdicts by room, and the survivors."""
-    rows = [f"{'room':<12}{'mutants':>9}{'killed':>9}{'timeout':>9}{'survived':>10}{'score':>8}"]
+    verdicts = ("killed", "timeout", "explained", "survived")
     by_room: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         by_room[result["room"]][result["verdict"]] += 1
         by_room["all"][result["verdict"]] += 1
+    rows = ["".join(f"{word:<12}" for word in ("room", "mutants", *verdicts, "score"))]
     for room in [*(room for room in ROOMS if room in by_room), "all"]:
         found = by_room[room]
-        total = max(found.total(), 1)
-        numbers = f"{found.total():>9}{found['killed']:>9}{found['timeout']:>9}"
-        score = 100 * (1 - found["survived"] / total)
-        rows.append(f"{room:<12}{numbers}{found['survived']:>10}{score:>7.0f}%")
-    for result in results:
-        if result["verdict"] == "survived":
-            rows.append(_line(result))
-    return "\n".join(rows)
+        score = 100 * (found["killed"] + found["timeout"]) / max(found.total(), 1)
+        cells = (room, found.total(), *(found[verdict] for verdict in verdicts), f"{score:.0f} %")
+        rows.append("".join(f"{cell!s:<12}" for cell in cells))
+    return "\n".join([*rows, *(_line(one) for one in results if one["verdict"] == "survived")])
 
 
 def _line(result: dict[str, Any]) -> str:
