@@ -238,13 +238,14 @@ def test_going_back_to_a_checkpoint_gives_its_loss_scale_whatever_came_after(tmp
     assert accel.precision.state_dict() == saved
 
 
-def test_a_checkpoint_loaded_between_clipping_and_the_step_does_not_spoil_the_next(tmp_path):
+@pytest.mark.parametrize("prepared", [True, False], ids=["optimizer", "bare optimizer"])
+def test_a_checkpoint_loaded_between_clipping_and_the_step_does_not_spoil_the_next(tmp_path, prepared):
     accel, weight, optimizer = fp16()
     accel.save_state(tmp_path / "c")
     accel.backward((weight * 100).sum())
     assert accel.clip_grad_norm_([weight], 1.0) > 10
     accel.load_state(tmp_path / "c")  # the norm is too large: the program goes back
-    optimizer.zero_grad()
+    (optimizer if prepared else optimizer.optimizer).zero_grad()
     accel.backward(weight.sum())
     norm = accel.clip_grad_norm_([weight], 1e9)
     torch.testing.assert_close(norm, torch.tensor(2.0).sqrt())
