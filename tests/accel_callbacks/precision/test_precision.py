@@ -207,6 +207,21 @@ def test_a_step_that_the_loop_leaves_out_after_clipping_does_not_spoil_the_next(
     assert weight.tolist() == [0.5, 0.5]
 
 
+class Skips(Callback):
+    def on_before_optimizer_step(self, run, model, optimizer):
+        run.skip_step("not this one")
+
+
+def test_an_overflow_in_a_step_that_a_callback_skips_lowers_the_scale_too():
+    accel, weight, optimizer = fp16(Skips())
+    accel.backward((weight * HUGE).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert accel.optimizer_step_was_skipped
+    assert weight.tolist() == [1.0, 1.0]
+    assert scale_of(accel) == 32768.0
+
+
 def test_a_step_without_gradients_is_allowed():
     accel, weight, optimizer = fp16()
     optimizer.step()
