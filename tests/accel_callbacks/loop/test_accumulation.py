@@ -76,6 +76,8 @@ def test_a_window_is_one_micro_batch_unless_told_otherwise():
     window = GradientWindow()
     window.enter(remaining=None, last=False)
     assert (window.num_steps, window.divisor, window.sync) == (1, 1, True)
+    loss = window.normalizer.add(torch.tensor(4.0), 2)
+    assert loss * window.normalizer.factor() == 2.0
 
 
 @pytest.mark.parametrize(("size", "window"), [(24, 1), (12, 2), (8, 3), (4, 6), (1, 24)])
