@@ -136,7 +136,8 @@ def test_error_after_the_commit_took_place_keeps_the_new_one(
     monkeypatch.setattr(os, "replace", replace_then_raise)
     ends = nullcontext() if isinstance(error, Exception) else pytest.raises(KeyboardInterrupt)
     with ends, pytest.warns(CheckpointWarning, match="power cut"):
-        save(tmp_path, {**state, "step": 8})
+        second = save(tmp_path, {**state, "step": 8})
+        assert second.id == read_manifest(tmp_path).id
     verify(tmp_path)
     assert load(tmp_path).state["step"] == 8
     # the rename was not synced: after a power cut the old manifest may be back, and needs these

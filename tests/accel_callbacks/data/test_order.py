@@ -440,6 +440,26 @@ def test_the_end_of_a_sampler_without_a_length_is_known():
         assert [loader.end_of_dataloader for _ in loader] == [False] * 5 + [True]
 
 
+class Unsized(torch.utils.data.Sampler):
+    """A sampler of single samples that does not say how many there are."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([3, 1, 4, 0, 5, 2, 6])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_sampler_of_samples_without_a_length_is_read_as_in_a_plain_loop(drop_last):
+    bare = DataLoader(range(7), 2, sampler=Unsized(), drop_last=drop_last)
+    loader = Accelerator(cpu=True).prepare(bare)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in bare]
+    ends = [loader.end_of_dataloader for _ in loader]
+    assert ends == [False] * (len(ends) - 1) + [True]
+
+
 # --- the other orders -----------------------------------------------------------------------
 
 

@@ -254,7 +254,9 @@ def test_going_back_to_a_checkpoint_gives_its_loss_scale_whatever_came_after(tmp
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["optimizer", "bare optimizer"])
-def test_a_checkpoint_loaded_between_clipping_and_the_step_does_not_spoil_the_next(tmp_path, prepared):
+def test_a_checkpoint_loaded_between_clipping_and_the_step_does_not_spoil_the_next(
+    tmp_path, prepared
+):
     accel, weight, optimizer = fp16()
     accel.save_state(tmp_path / "c")
     accel.backward((weight * 100).sum())
