@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from accel_callbacks import (
     main_process_first,
     main_process_only,
     on_process,
+    set_seed,
     synchronize,
     synchronize_rng_state,
     synchronize_rng_states,
@@ -475,3 +477,24 @@ def test_a_timeout_at_a_meeting_names_who_did_not_come(tmp_path):
     )
     printed = two_processes(code)[1]
     assert "ranks [0] did not come to main_process_first within the timeout" in printed
+
+
+# --- seeds ----------------------------------------------------------------------------------
+
+
+def drawn_after_a_seed(**options) -> tuple[int, float]:
+    Accelerator(cpu=True)
+    set_seed(5, **options)
+    return int(torch.randint(1 << 30, ())), random.random()
+
+
+def drawn_after_a_seed_of_their_own() -> tuple[int, float]:
+    return drawn_after_a_seed(device_specific=True)
+
+
+def test_a_seed_is_that_of_all_processes_unless_each_is_to_have_its_own(pool):
+    first, second = pool.run(drawn_after_a_seed)
+    assert first == second
+    first, second = pool.run(drawn_after_a_seed_of_their_own)
+    assert first[0] != second[0]
+    assert first[1] != second[1]

@@ -343,6 +343,21 @@ def test_a_resume_of_another_kind_is_bitwise_the_unbroken_run(case, places):
     check_resumes(case, lambda place: place in places)
 
 
+@pytest.mark.parametrize("count", [7, 8])
+def test_a_resume_counts_batches_on_from_where_it_begins(tmp_path, count):
+    def make() -> tuple[Accelerator, Any]:
+        accel = Accelerator(cpu=True)
+        return accel, accel.prepare(DataLoader(range(count), 2, shuffle=True))
+
+    accel, loader = make()
+    for _ in loader:
+        path = accel.save_state(tmp_path / "c")
+        break
+    accel, loader = make()
+    accel.load_state(path)
+    assert [accel.current_run.batch_idx for _ in loader] == [1, 2, 3]
+
+
 def test_a_resume_reads_no_sample_twice():
     class Counted(TensorDataset):
         read: list[int] = []  # noqa: RUF012
