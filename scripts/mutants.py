@@ -140,6 +140,7 @@ votes
     tests/distributed/test_votes.py
     tests/distributed/test_hooks_fail.py
     tests/distributed/test_preemption.py
+    tests/distributed/test_process.py
 retention
     checkpoint_io/folder/retention.py
     checkpoint_io/folder/removal.py
@@ -232,6 +233,7 @@ launch
     tests/cli/test_launch_errors.py
     tests/cli/test_launch_gpus.py
     tests/cli/test_config_settings.py
+    tests/cli/test_config.py
 config
     accel_callbacks/config.py
     accel_callbacks/data/config.py
