@@ -97,6 +97,7 @@ def fails_while_the_others_wait(how: str, failing: int) -> None:
     wait = {
         "gather": lambda: accel.gather(torch.ones(3)),
         "reduce": lambda: accel.reduce(torch.ones(1)),
+        "torch's own": lambda: torch.distributed.all_reduce(torch.ones(1)),
         "gather_object": lambda: gather_object({"a": 1}),
         "wait_for_everyone": state.wait_for_everyone,
         "sleep": lambda: time.sleep(2),
@@ -113,7 +114,16 @@ def fails_while_the_others_wait(how: str, failing: int) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
     "how",
-    ["gather", "reduce", "gather_object", "wait_for_everyone", "sleep", "inner", "inner meeting"],
+    [
+        "gather",
+        "reduce",
+        "torch's own",
+        "gather_object",
+        "wait_for_everyone",
+        "sleep",
+        "inner",
+        "inner meeting",
+    ],
 )
 def test_an_error_in_synchronize_reaches_those_who_wait_elsewhere(pool, how, failing):
     began = time.monotonic()
