@@ -105,7 +105,9 @@ class FP16(Autocast):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore scale and growth counter; an empty state was saved without a scaler."""
         self._update()  # before loading, so that it does not change the loaded scale
+        # Gradients that were unscaled to clip, and not stepped with, are gone too.
         self._unscaled.clear()
+        self.scaler._per_optimizer_states.clear()
         if state:
             self.scaler.load_state_dict(dict(state))
 

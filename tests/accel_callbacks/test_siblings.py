@@ -36,6 +36,12 @@ print("trained", accel.current_run.epochs_done)
 attempt(accel.log, {"a": 1})
 attempt(accel.save_state, "saved")
 attempt(accel.save_model, model, "model")
+
+def start_a_run_with_a_config():
+    with Accelerator(cpu=True).run("named", config={"lr": 0.1}):
+        pass
+
+attempt(start_a_run_with_a_config)
 """
 
 
@@ -65,7 +71,8 @@ def test_files_of_these_names_are_named_where_ours_are_needed_and_training_goes_
     assert done.returncode == 0, done.stderr
     trained, *errors = done.stdout.splitlines()
     assert trained == "trained 1"
-    for error, name in zip(errors, ("loggers", "checkpoint_io", "checkpoint_io"), strict=True):
+    needed = ("loggers", "checkpoint_io", "checkpoint_io", "loggers")
+    for error, name in zip(errors, needed, strict=True):
         for part in (repr(name), str(tmp_path / f"{name}.py"), "Rename", str(ROOT)):
             assert part in error
 

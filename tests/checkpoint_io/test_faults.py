@@ -135,8 +135,11 @@ def test_error_after_the_commit_took_place_keeps_the_new_one(
 
     monkeypatch.setattr(os, "replace", replace_then_raise)
     ends = nullcontext() if isinstance(error, Exception) else pytest.raises(KeyboardInterrupt)
+    returned = []
     with ends, pytest.warns(CheckpointWarning, match="power cut"):
-        save(tmp_path, {**state, "step": 8})
+        returned.append(save(tmp_path, {**state, "step": 8}))
+    if isinstance(error, Exception):
+        assert returned == [read_manifest(tmp_path)]
     verify(tmp_path)
     assert load(tmp_path).state["step"] == 8
     # the rename was not synced: after a power cut the old manifest may be back, and needs these

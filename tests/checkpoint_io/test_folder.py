@@ -52,6 +52,14 @@ def test_newest_is_by_generation_not_by_step_or_clock(tmp_path: Path) -> None:
     assert read_manifest(folder.path(300)).metadata["step"] == 300
 
 
+def test_the_newest_is_loaded_as_the_rank_that_is_asked_for(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, {}, local_state={"seen": 3})
+    assert folder.load_latest().local_state == {"seen": 3}
+    assert folder.load_latest(rank=1).local_state is None  # one rank saved it
+    assert folder.open_latest(rank=1).local_state is None
+
+
 def test_newest_is_by_generation_with_a_clock_that_runs_backwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

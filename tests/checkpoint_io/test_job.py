@@ -24,8 +24,15 @@ from checkpoint_io import (
     save,
     verify,
 )
-from checkpoint_io.format.names import MANIFEST, objects_name, temporary_name, tensors_name
+from checkpoint_io.format.names import (
+    MANIFEST,
+    kind_of,
+    objects_name,
+    temporary_name,
+    tensors_name,
+)
 from checkpoint_io.format.safetensors import DTYPES, NAMES
+from checkpoint_io.storage.local import LocalStore
 from tests.support import warm
 
 
@@ -303,6 +310,23 @@ def test_generation_sees_what_is_replaced(tmp_path: Path) -> None:
     assert seen == [None, (first.id, 8)]
     assert second.generation == 9
     assert save(tmp_path, {}).generation == 10
+
+
+def test_what_names_the_run_is_taken_back_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that is interrupted, the next save of the run still knows whose files are left."""
+    taken: list[str] = []
+    monkeypatch.setattr(LocalStore, "remove_many", lambda store, names: taken.extend(names))
+
+    def refuse(previous: Manifest | None) -> int:
+        raise ValueError("no generation")
+
+    state = {"a": torch.ones(700), "b": torch.ones(700)}
+    with pytest.raises(ValueError, match="no generation"):
+        prepare_save(tmp_path, state, next_generation=refuse, max_shard_size="3kB").run()
+    # Each rank takes back its own files, then rank 0 those that it sees: here the same ones.
+    assert [kind_of(name) for name in taken] == ["tensors", "tensors", "objects"] * 2
 
 
 def test_interrupt_while_writing_takes_everything_back(

@@ -57,6 +57,13 @@ def test_sound_ones_pass(place: Path, check: Callable[[Path], Any]) -> None:
     verify(place, full=False)
 
 
+def test_a_manifest_that_an_editor_has_laid_out_anew_is_refused(place: Path) -> None:
+    path = place / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
+    with pytest.raises(CorruptCheckpointError, match="digest does not match"):
+        load(place)
+
+
 @pytest.mark.parametrize("check", CHECKS.values(), ids=list(CHECKS))
 def test_every_flipped_bit_is_found(
     place: Path, flip_bit: Flip, check: Callable[[Path], Any]

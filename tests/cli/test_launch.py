@@ -89,6 +89,35 @@ def test_module_on_a_fixed_port(
     assert (tmp_path / "out1").read_text().startswith("3.0 2 None None 1")
 
 
+WHO_AM_I = """
+import os, sys
+with open("argv" + os.environ["RANK"], "w") as file:
+    file.write(" ".join(sys.argv))
+"""
+
+
+def test_a_module_has_its_file_as_first_argument_as_from_python(
+    accel: Run, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    file = write("who.py", WHO_AM_I)
+    done = accel("launch", "--cpu", "--num_processes", "2", "-m", "who", "7", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        first, second = (tmp_path / f"argv{rank}").read_text().split(" ")
+        assert (Path(first).resolve(), second) == (Path(tmp_path, file).resolve(), "7")
+
+
+def test_what_torchs_launcher_refuses_is_one_line(
+    accel: Run, write: Callable[[str, str], str]
+) -> None:
+    options = ["--cpu", "--num_processes", "2", "--rdzv_backend", "nosuch"]
+    done = accel("launch", *options, write("who.py", WHO_AM_I))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("accel launch: error: torch's launcher refuses this: ")
+    assert "'nosuch' is not registered" in line
+
+
 @pytest.mark.slow  # the page's commands and a batch file run on two machines too
 def test_two_machines(
     start: Start, write: Callable[[str, str], str], tmp_path: Path, free_port: int

@@ -91,6 +91,11 @@ def test_broken_lists_are_one_line(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_list_of_more_machines_than_there_are_is_refused_before_it_is_made() -> None:
+    with pytest.raises(SettingsError, match="more machines than any cluster has"):
+        expand_hosts("r[0-999]n[0-999]")
+
+
 @pytest.mark.parametrize(
     "changed",
     [

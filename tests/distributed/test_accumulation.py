@@ -166,6 +166,24 @@ def test_sync_each_batch_averages_after_every_micro_batch(pool):
     assert pool.run(gradients_in_a_window, True) == [[0.75, 1.5]] * 2
 
 
+def gradients_with_contexts_that_are_kept() -> list[float]:
+    """The program keeps a name for each context, so that only their ends can end `no_sync`."""
+    accel = accelerator(gradient_accumulation_steps=2)
+    model, _ = line(accel)
+    kept, seen = [], []
+    for _ in range(2):
+        with accel.accumulate(model) as context:
+            kept.append(context)
+            accel.backward(model(value_of(accel)).sum())
+        seen.append(accel.unwrap_model(model).weight.grad.item())
+    assert kept[0] is not kept[1] is not None
+    return seen
+
+
+def test_the_last_micro_batch_synchronises_although_the_contexts_are_kept(pool):
+    assert pool.run(gradients_with_contexts_that_are_kept) == [[0.5, 1.5], [1.0, 1.5]]
+
+
 def one_backward_for_three_forwards(trigger: bool) -> tuple[float, float]:
     accel = accelerator()
     model, _ = line(accel)

@@ -287,6 +287,16 @@ def test_dicts_that_were_filled_in_another_order_meet_by_key(pool):
     assert pool.run(filled_in_another_order) == [expected] * 2
 
 
+def padded() -> list:
+    own = torch.ones(rank() + 1)
+    every = [pad_across_processes(own), pad_across_processes(own, pad_first=True)]
+    return [one.tolist() for one in every]
+
+
+def test_padding_is_put_at_the_end_unless_it_is_asked_for_at_the_start(pool):
+    assert pool.run(padded) == [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]]]
+
+
 def numbers() -> list:
     me = rank()
     mixed = [me + 1, 0.5 if me else 1, bool(me), 2**70 + me]
@@ -299,7 +309,8 @@ def numbers() -> list:
         reduce(float("nan") if me else 1.0, "max") != 1.0,
         reduce(float("nan") if me else 1.0, "mean", weight=1 - me),
         broadcast({"n": me, "f": me / 2}, from_process=1),
-        gather([me, me / 4 if me else 0, bool(me)])[1].tolist(),
+        gather([me, me / 10 if me else 0, bool(me)])[1].tolist(),
+        gather(0.1j if me else 1).tolist(),
     ]
 
 
@@ -313,7 +324,8 @@ def test_numbers_are_combined_exactly_and_stay_numbers(pool):
         True,
         1.0,
         {"n": 1, "f": 0.5},
-        [0, 0.25],
+        [0, 0.1],  # in double precision, as Python's own
+        [1, 0.1j],
     ]
     assert pool.run(numbers) == [expected] * 2
 

@@ -70,6 +70,10 @@ def test_a_normalizer_counts_each_sample_once(pool):
     assert pool.run(trained, DDP) == [2.0 - 17 / 8] * 2
 
 
+def test_a_normalizer_counts_each_sample_once_where_two_pairs_read_different_ones(pool_of_4):
+    assert pool_of_4.run(trained, Paired) == [2.0 - 17 / 8] * 4
+
+
 class Together(DDP):
     """Records what one `prepare` sets up, and replaces the optimizer, as an engine does."""
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from accel_callbacks.checkpoint.open import open_folder, open_newest
 from checkpoint_io import CheckpointFolder, CheckpointWarning, TorchGroup
+from checkpoint_io.folder.folder import Fallback
 
 pytestmark = pytest.mark.distributed
 
@@ -66,6 +68,44 @@ def test_damage_that_one_rank_finds_makes_all_fall_back(
     outcomes = pool.outcomes(take, str(tmp_path), how)
     # rank 0, which found nothing, has not written into its tensors either
     assert {kind for kind, _ in outcomes} == {"CorruptCheckpointError"}
+
+
+def newest(path: str) -> int:
+    reader = open_newest(open_folder(path))
+    assert reader is not None
+    return reader.state["step"]
+
+
+def test_a_resume_takes_the_newest_that_opens_on_every_rank(pool: Any, tmp_path: Path) -> None:
+    pool.run(fill, str(tmp_path))
+    assert pool.run(newest, str(tmp_path)) == [2, 2]
+    damaged = of_rank_1(tmp_path / "step-00000002", "objects")  # rank 0 does not read it
+    data = bytearray(damaged.read_bytes())
+    data[20] ^= 1
+    damaged.write_bytes(bytes(data))
+    assert pool.run(newest, str(tmp_path)) == [1, 1]
+
+
+def unplugged_on_rank_1(path: str) -> None:
+    group = TorchGroup()
+
+    def attempt(found: str) -> str:
+        if group.rank == 1:
+            raise OSError("the cable is unplugged")
+        return found
+
+    Fallback(path, CheckpointFolder(path).survey, group).run(attempt)
+
+
+def test_what_is_no_damage_is_raised_on_all_and_no_older_one_is_taken(
+    pool: Any, tmp_path: Path
+) -> None:
+    pool.run(fill, str(tmp_path))
+    first, second = pool.outcomes(unplugged_on_rank_1, str(tmp_path))
+    assert first[0] == "CheckpointError"
+    assert "step-00000002 failed" in first[1]
+    assert second[0] == "OSError"
+    assert all("the cable is unplugged" in text for _, text in (first, second))
 
 
 def test_an_empty_folder_is_told_to_all(pool: Any, tmp_path: Path) -> None:

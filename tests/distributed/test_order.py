@@ -80,6 +80,17 @@ def test_two_processes_read_together_what_one_reads(pool, sampler, own_generator
         assert left == generators
 
 
+@pytest.mark.parametrize("sampler", ["batches", "late batches"])
+def test_two_processes_take_batches_in_the_order_that_one_draws(pool, sampler):
+    def in_turn(epochs: list[list[list[int]]]) -> list[list[int]]:
+        return [[sample for step in epoch for sample in step] for epoch in epochs]
+
+    alone, generators = orders(sampler, False, 0, 1)
+    for together, left in pool.run(orders, sampler, False, 0, 2):
+        assert in_turn(together) == in_turn(alone)
+        assert left == generators
+
+
 def test_workers_change_nothing_of_it(pool):
     assert pool.run(orders, "shuffle", False, 2, 2)[1][0] == orders("shuffle", False, 0, 1)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from accel_callbacks import (
     main_process_first,
     main_process_only,
     on_process,
+    set_seed,
     synchronize,
     synchronize_rng_state,
     synchronize_rng_states,
@@ -95,6 +97,7 @@ def fails_while_the_others_wait(how: str, failing: int) -> None:
     wait = {
         "gather": lambda: accel.gather(torch.ones(3)),
         "reduce": lambda: accel.reduce(torch.ones(1)),
+        "torch's own": lambda: torch.distributed.all_reduce(torch.ones(1)),
         "gather_object": lambda: gather_object({"a": 1}),
         "wait_for_everyone": state.wait_for_everyone,
         "sleep": lambda: time.sleep(2),
@@ -111,7 +114,16 @@ def fails_while_the_others_wait(how: str, failing: int) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
     "how",
-    ["gather", "reduce", "gather_object", "wait_for_everyone", "sleep", "inner", "inner meeting"],
+    [
+        "gather",
+        "reduce",
+        "torch's own",
+        "gather_object",
+        "wait_for_everyone",
+        "sleep",
+        "inner",
+        "inner meeting",
+    ],
 )
 def test_an_error_in_synchronize_reaches_those_who_wait_elsewhere(pool, how, failing):
     began = time.monotonic()
@@ -496,3 +508,24 @@ def join_without_checkpoint_io() -> tuple[bool, bool]:
 
 def test_what_a_run_needs_is_imported_while_the_ranks_wait_for_each_other(pool):
     assert pool.run(join_without_checkpoint_io) == [(False, True)] * 2
+
+
+# --- seeds ----------------------------------------------------------------------------------
+
+
+def drawn_after_a_seed(**options) -> tuple[int, float]:
+    Accelerator(cpu=True)
+    set_seed(5, **options)
+    return int(torch.randint(1 << 30, ())), random.random()
+
+
+def drawn_after_a_seed_of_their_own() -> tuple[int, float]:
+    return drawn_after_a_seed(device_specific=True)
+
+
+def test_a_seed_is_that_of_all_processes_unless_each_is_to_have_its_own(pool):
+    first, second = pool.run(drawn_after_a_seed)
+    assert first == second
+    first, second = pool.run(drawn_after_a_seed_of_their_own)
+    assert first[0] != second[0]
+    assert first[1] != second[1]

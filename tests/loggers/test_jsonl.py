@@ -356,6 +356,10 @@ def test_media_are_records_and_files(run_info: Callable[..., RunInfo]) -> None:
     weights = one("histogram")["values"]
     assert (weights["w"]["non_finite"], sum(weights["w"]["counts"])) == (1, 2)
     assert weights["none"]["counts"] == []
+    lines = Path(tracker.path or "").read_text(encoding="utf-8").splitlines()
+    (artifact,) = [one for one in map(json.loads, lines) if one["type"] == "artifact"]
+    found = {key: artifact[key] for key in ("name", "kind", "path")}
+    assert found == {"name": "model.bin", "kind": "model", "path": "/data/model.bin"}
 
 
 def test_file_url_and_ranks(run_info: Callable[..., RunInfo], tmp_path: Path) -> None:

@@ -198,6 +198,16 @@ def test_large_ones_that_wait_for_their_device_are_bounded_counted_and_reported(
     assert sum("newest are dropped" in text for text in caplog.messages) == 1
 
 
+def test_what_was_delivered_makes_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loggers.queue.MEDIA_BYTES", 1000)
+    tracker = Everything()
+    with TrackerHub([tracker], run=RUN) as hub:
+        for step in range(4):
+            hub.log_histogram({"a": torch.ones(200)}, step)
+            hub.flush()
+    assert (len(tracker.calls), hub.report()["everything"].dropped) == (4, 0)
+
+
 def test_keywords_of_media_are_checked_where_they_are_given(tmp_path: Path) -> None:
     full = Everything()
     run = RunInfo("digits", str(tmp_path), "a1")

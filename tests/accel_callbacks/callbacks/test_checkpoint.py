@@ -12,6 +12,8 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.callbacks.checkpoint import Retention
+from accel_callbacks.callbacks.monitor import Monitor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support"))
 
@@ -209,6 +211,25 @@ def test_a_function_is_a_policy(tmp_path):
     assert kept(tmp_path) == [1, 8]
 
 
+def test_a_resume_of_checkpoints_without_a_score_has_no_best(tmp_path):
+    def saver() -> Checkpoint:
+        return Checkpoint(tmp_path, every="1 epoch", monitor="val")
+
+    fit(saver(), epochs=1)
+    resumed = saver()
+    fit(resumed, epochs=1)
+    assert (resumed.best_path, resumed.last_path) == (None, str(tmp_path / "step-00000004"))
+
+
+def test_with_a_monitor_one_best_stays_unless_told_otherwise(tmp_path):
+    folder = checkpoint_io.CheckpointFolder(tmp_path)
+    for step, value in enumerate((3.0, 1.0, 2.0)):
+        score = {"score": {"monitor": "val", "value": value}}
+        checkpoint_io.save(folder.path(step), {}, metadata=score)
+    stays = Retention(keep_last=1, monitor=Monitor("val"))(folder.list())
+    assert sorted(info.name for info in stays) == ["step-00000001", "step-00000002"]
+
+
 # --- an error ---------------------------------------------------------------------------------
 
 
@@ -323,6 +344,20 @@ def test_half_a_step_is_not_saved(tmp_path, capfd):
         fit(on_exception(tmp_path), optimizer=Breaks)
     assert names(tmp_path) == ["step-00000002"]
     assert "in the middle of an optimizer step" in capfd.readouterr().err
+
+
+class Fails(Callback):
+    """Fails after its third step, inside of the prepared optimizer's `step`."""
+
+    def on_after_optimizer_step(self, run, model, optimizer):
+        if run.global_step == 3:
+            raise ValueError("a hook")
+
+
+def test_an_error_of_a_hook_after_a_whole_step_is_saved(tmp_path):
+    with pytest.raises(ValueError, match="a hook"):
+        fit(on_exception(tmp_path), Fails())
+    assert names(tmp_path) == ["exception-step-00000003", "step-00000002"]
 
 
 class CannotSave(Callback):

@@ -35,6 +35,7 @@ def epochs_run(values: list, batches: int = 0, **options) -> tuple[int, str | No
         ([3, 2, 1, 0], {"stopping_threshold": 1.5}, 3, "reached 1, better than 1.5"),
         ([1, 2, 3], {"stopping_threshold": 1.5, "mode": "max"}, 2, "reached 2, better than 1.5"),
         ([3, 1.5, 1], {"stopping_threshold": 1.5}, 3, "reached 1, better"),
+        ([1, 1.5, 2], {"stopping_threshold": 1.5, "mode": "max"}, 3, "reached 2, better"),
         ([3, 9, 1], {"divergence_threshold": 5.0}, 2, "diverged: 9 is worse than 5"),
         ([3, 1, 3], {"divergence_threshold": 2.0, "mode": "max"}, 2, "diverged: 1 is worse than 2"),
         ([3, 2, 1, 0], {"divergence_threshold": 5.0, "stopping_threshold": -1.0}, 4, None),

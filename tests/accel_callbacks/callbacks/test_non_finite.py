@@ -103,6 +103,13 @@ def test_a_save_by_hand_is_refused_after_a_bad_step(late, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+def test_the_text_of_a_bad_loss_has_its_value(value):
+    check = FiniteCheck(3, torch.tensor(value), None)
+    assert check.is_bad()
+    assert check.describe({}) == f"step 3: the loss is {value}"
+
+
 def test_only_gradients_may_be_bad():
     """The loss of sqrt at 0 is 0, its slope is not finite; the layer behind it is fine."""
 

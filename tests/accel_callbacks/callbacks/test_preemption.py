@@ -17,7 +17,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint, Preemption
-from accel_callbacks.callbacks.preemption import requeue_slurm
+from accel_callbacks.callbacks.preemption import SignalCatcher, parse_signals, requeue_slurm
 from tests.support import warm
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "preempted.py"
@@ -177,6 +177,16 @@ def test_a_signal_after_the_last_step_makes_the_next_run_give_way(capfd):
     assert epochs == [0, 1]
 
 
+def test_the_first_signal_of_a_second_run_is_a_first_one():
+    catcher = SignalCatcher(parse_signals(["SIGTERM"]))
+    for _ in range(2):
+        catcher.caught = None
+        catcher.install()
+        signal.raise_signal(signal.SIGTERM)
+        assert catcher.caught is signal.SIGTERM
+        catcher.restore()
+
+
 def test_what_a_script_has_set_for_a_signal_comes_back_after_an_error_too():
     heard = []
 
@@ -281,6 +291,24 @@ library.pthread_mutex_lock(mutex)
 library.pthread_mutex_lock(mutex)  # for ever, as in a collective: no handler of Python runs
 """
 GRACE = "signal.raise_signal(15); print('waits', flush=True); time.sleep(60)"
+RESTORED = """
+timer = (signal.raise_signal(15), catcher._deadline)[1]
+catcher.restore()
+timer.join()  # it would send the signal before it ends
+print("restored", flush=True)
+"""
+FIRST_DEADLINE = """
+signal.raise_signal(15)
+timer = catcher._deadline
+signal.raise_signal(10)
+print(catcher._deadline is timer, flush=True)
+catcher.restore()
+"""
+NO_DEADLINE = """
+import threading
+signal.raise_signal(15)
+print(catcher._deadline, threading.active_count(), flush=True)
+"""
 CHILD = """
 child = os.fork()
 if not child:
@@ -297,10 +325,21 @@ print(os.waitpid(child, 0)[1], catcher.caught, flush=True)
     [
         (SECOND, None, "SIGTERM", -15),
         (GRACE, 0.1, "waits", -15),
+        (RESTORED, 0.1, "restored", 0),
+        (FIRST_DEADLINE, 60, "True", 0),
+        (NO_DEADLINE, None, "None 1", 0),
         (STUCK, 0.1, "stuck", 143),
         (CHILD, None, "15 None", 0),
     ],
-    ids=["second signal", "end of the grace period", "stuck at the end of it", "forked child"],
+    ids=[
+        "second signal",
+        "end of the grace period",
+        "restored in the grace period",
+        "another signal in the grace period",
+        "no grace period",
+        "stuck at the end of it",
+        "forked child",
+    ],
 )
 def test_a_process_ends_by_its_signal_after_all(body, patience, says, code):
     program = PROGRAM.format(patience=patience, body=body)

@@ -488,6 +488,36 @@ def test_loading_restores_in_place_and_checks_names():
         ema.load_state_dict(state)
 
 
+def test_the_average_of_a_weight_that_no_model_has_is_an_error():
+    weights = {f"0.{name}": value for name, value in torch.nn.Linear(2, 1).named_parameters()}
+    averages = Averages([torch.nn.Linear(2, 1)], use_buffers=False)
+    with pytest.raises(ResumeError, match=r"'0\.wieght' is only in the .*Did you mean"):
+        averages.load({**weights, "0.wieght": torch.ones(1, 2)})
+    assert not averages.available
+
+
+@pytest.mark.parametrize(
+    ("make", "updates"),
+    [
+        (lambda: EMA(0.5, every_n_steps=2), 2),  # after steps 2 and 4 of 5
+        (lambda: EMA(0.5, every_n_steps=2, start_step=1), 3),
+        (lambda: WeightAveraging(every_n_steps=2), 2),
+        (lambda: WeightAveraging(start_step=5), 1),  # the first epoch ends with step 5
+        (lambda: WeightAveraging(start_step=6), 0),
+    ],
+)
+def test_intervals_are_counted_from_the_first_step_or_the_one_that_is_given(make, updates):
+    averaging = make()
+    Setup(averaging, count=5).train()
+    assert averaging.updates == updates
+
+
+def test_a_checkpoint_without_averages_has_none_to_evaluate_with():
+    net = torch.nn.Linear(1, 1)
+    assert EMA(0.5).saved_averages({}, [net]) == {}
+    assert EMA(0.5, evaluate_with_average=False).saved_averages({"average": {"x": 1}}, [net]) == {}
+
+
 def held_average(ema: EMA) -> dict[str, torch.Tensor]:
     return copy.deepcopy(ema.state_dict()["average"])
 

@@ -19,6 +19,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback, ResumeError
 from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.checkpoint.open import describe_foreign_folder
 from checkpoint_io.storage.local_read import LocalReader
 
 LAYERS = 24
@@ -602,6 +603,25 @@ def test_a_folder_of_another_library_is_told_apart(tmp_path, files, match):
     if "optimizer.bin" in files:
         with pytest.raises(FileNotFoundError, match="checkpoint_3 was saved by Hugging Face"):
             accel.load_state()
+
+
+@pytest.mark.parametrize(("foreign", "found"), [(4, True), (2, True), (1, False)])
+def test_the_newest_folders_of_another_library_are_looked_at(tmp_path, foreign, found):
+    for number in range(5):
+        (tmp_path / f"checkpoint_{number}").mkdir()
+    (tmp_path / f"checkpoint_{foreign}" / "optimizer.bin").write_bytes(b"")
+    text = describe_foreign_folder(str(tmp_path))
+    assert text.startswith(f" checkpoint_{foreign} was saved by") == found
+
+
+def test_only_a_model_with_a_load_of_its_own_needs_a_second_copy():
+    class Own(torch.nn.Linear):
+        def _load_from_state_dict(self, *args):
+            super()._load_from_state_dict(*args)
+
+    strategy = Accelerator(cpu=True).strategy
+    assert strategy.loads_in_place(stack()) is True
+    assert strategy.loads_in_place(torch.nn.Sequential(Own(2, 2))) is False
 
 
 def test_a_file_and_a_checkpoint_of_something_else_are_told_apart(tmp_path):

@@ -20,6 +20,7 @@ from accel_callbacks import (
     send_to_device,
 )
 from accel_callbacks.collectives.debug import Call, differences
+from accel_callbacks.collectives.nested import is_number, map_leaves
 
 
 class Pair(NamedTuple):
@@ -42,6 +43,19 @@ def test_gather_keeps_every_structure():
     assert result["word"] == "w"
     assert gather(Box(torch.ones(2))).value.tolist() == [1.0, 1.0]
     assert gather([torch.zeros(0, 3)])[0].shape == (0, 3)
+
+
+def test_leaves_are_visited_as_they_were_put_in_or_by_key_where_ranks_must_agree():
+    filled = {"b": 1, "a": [2, {"d": 3, "c": 4}]}
+    for by_key, expected in ((False, [1, 2, 3, 4]), (True, [2, 4, 3, 1])):
+        seen: list[int] = []
+        options = {"by_key": True} if by_key else {}
+        copy = map_leaves(
+            filled, lambda leaf, to=seen: to.append(leaf) or leaf, is_number, **options
+        )
+        assert seen == expected
+        assert copy == filled
+        assert list(copy) == ["b", "a"]
 
 
 def test_gathered_tensors_need_no_gradients():

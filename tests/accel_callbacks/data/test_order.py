@@ -343,6 +343,21 @@ def test_a_resume_of_another_kind_is_bitwise_the_unbroken_run(case, places):
     check_resumes(case, lambda place: place in places)
 
 
+@pytest.mark.parametrize("count", [7, 8])
+def test_a_resume_counts_batches_on_from_where_it_begins(tmp_path, count):
+    def make() -> tuple[Accelerator, Any]:
+        accel = Accelerator(cpu=True)
+        return accel, accel.prepare(DataLoader(range(count), 2, shuffle=True))
+
+    accel, loader = make()
+    for _ in loader:
+        path = accel.save_state(tmp_path / "c")
+        break
+    accel, loader = make()
+    accel.load_state(path)
+    assert [accel.current_run.batch_idx for _ in loader] == [1, 2, 3]
+
+
 def test_a_resume_reads_no_sample_twice():
     class Counted(TensorDataset):
         read: list[int] = []  # noqa: RUF012
@@ -438,6 +453,26 @@ def test_the_end_of_a_sampler_without_a_length_is_known():
     loader = Accelerator(cpu=True).prepare(Case("unsized batches").loader())
     for _ in range(2):
         assert [loader.end_of_dataloader for _ in loader] == [False] * 5 + [True]
+
+
+class Unsized(torch.utils.data.Sampler):
+    """A sampler of single samples that does not say how many there are."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([3, 1, 4, 0, 5, 2, 6])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_sampler_of_samples_without_a_length_is_read_as_in_a_plain_loop(drop_last):
+    bare = DataLoader(range(7), 2, sampler=Unsized(), drop_last=drop_last)
+    loader = Accelerator(cpu=True).prepare(bare)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in bare]
+    ends = [loader.end_of_dataloader for _ in loader]
+    assert ends == [False] * (len(ends) - 1) + [True]
 
 
 # --- the other orders -----------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_callbacks import Accelerator, BatchSamplerShard, SeedableRandomSampler
 from accel_callbacks.data.config import DataLoaderConfiguration
+from accel_callbacks.data.sampler import mix_seed
 
 # torch.randperm(6) after manual_seed(5), 6 and 7
 ORDERS = [[5, 0, 1, 3, 4, 2], [2, 0, 5, 1, 4, 3], [3, 0, 1, 5, 2, 4]]
@@ -19,6 +20,15 @@ def test_the_seedable_sampler_shuffles_by_seed_plus_epoch():
     sampler.set_epoch(1)
     assert list(sampler) == ORDERS[1]
     assert len(sampler) == 6
+
+
+@pytest.mark.parametrize(
+    ("seed", "first"), [(0, 0xE220A8397B1DCDAF), (1, 0x910A2DEC89025CC1), (2, 0x975835DE1C9756CE)]
+)
+def test_seeds_are_mixed_by_splitmix64_in_every_version(seed, first):
+    """A checkpoint has the seed and not the order, which must be the same ever after."""
+    assert mix_seed(seed) == first >> 1
+    assert mix_seed(seed, 3) != mix_seed(3, seed)
 
 
 def test_a_pass_that_is_broken_off_is_the_same_epoch_again():

@@ -101,6 +101,14 @@ def test_whole_batches_go_to_the_ranks_in_turn(world):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
+def test_whole_batches_of_the_start_fill_up_the_last_step(world):
+    batches = varying_batches(world + 1)
+    (*_, last) = steps_of([BatchPlan(rank, world) for rank in range(world)], batches, 0)
+    assert [share.indices for share in last] == [batches[-1], *batches[: world - 1]]
+    assert check_step(last) == (len(batches[-1]), sum(len(share.indices) for share in last))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_whole_batches_resume_exactly_on_another_number_of_processes(world):
     plans = [BatchPlan(rank, world) for rank in range(world)]
     batches = varying_batches(9)

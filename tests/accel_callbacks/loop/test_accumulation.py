@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from accel_callbacks import Accelerator, Callback
+from accel_callbacks.loop.gradient_window import GradientWindow
 
 
 def samples(count: int) -> torch.Tensor:
@@ -71,6 +72,14 @@ def train(accel: Accelerator, model, optimizer, loader, clip: float | None = Non
     return model.weight.detach()
 
 
+def test_a_window_is_one_micro_batch_unless_told_otherwise():
+    window = GradientWindow()
+    window.enter(remaining=None, last=False)
+    assert (window.num_steps, window.divisor, window.sync) == (1, 1, True)
+    loss = window.normalizer.add(torch.tensor(4.0), 2)
+    assert loss * window.normalizer.factor() == 2.0
+
+
 @pytest.mark.parametrize(("size", "window"), [(24, 1), (12, 2), (8, 3), (4, 6), (1, 24)])
 def test_any_split_of_a_batch_into_micro_batches_gives_the_step_of_the_whole(size, window):
     rows = samples(48)
@@ -129,6 +138,30 @@ def test_clipping_sees_the_corrected_norm_of_a_short_window():
     assert norms[:3] == [None] * 3
     assert norms[4] is None
     torch.testing.assert_close(norms[5], norm)
+
+
+def test_a_short_window_passes_by_an_optimizer_without_gradients():
+    rows = samples(2)
+    accel = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, optimizer, loader = prepared(accel, Stream(rows), 1)
+    idle = accel.prepare(torch.optim.SGD(accel.prepare(torch.nn.Linear(1, 1)).parameters(), 0.1))
+    for inputs in loader:
+        with accel.accumulate(model):
+            accel.backward(mse_loss(model(inputs), target(inputs)))
+            for one in (idle, optimizer):
+                one.step()
+                one.zero_grad()
+    torch.testing.assert_close(model.weight.detach(), weights_by_windows([rows]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_of_one_element_is_divided_by_the_window_whatever_its_shape(shape):
+    accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    weight = torch.nn.Parameter(torch.ones(1))
+    for factor in (3, 5):
+        with accel.accumulate():
+            accel.backward((weight * factor).reshape(shape))
+    assert weight.grad.tolist() == [4.0]
 
 
 def test_clipping_by_value_does_nothing_inside_of_a_window():

@@ -210,6 +210,20 @@ def test_mixed_losses_in_a_window_are_an_error(pair):
         second()
 
 
+def test_mixed_losses_in_a_window_are_an_error_also_where_each_is_of_its_own_optimizer():
+    accel = accelerator(gradient_accumulation_steps=2)
+    first, second = (line(accel)[0] for _ in range(2))
+    with accel.accumulate():
+        normalized(accel, first, None)
+
+    def mixed() -> None:
+        with accel.accumulate():
+            normalized(accel, second, 1)
+
+    with pytest.raises(ValueError, match="with a normalizer and without"):
+        mixed()
+
+
 def test_two_normalized_losses_before_a_step_are_an_error():
     accel = accelerator()
     model, _ = line(accel)

@@ -207,6 +207,21 @@ def test_a_step_that_the_loop_leaves_out_after_clipping_does_not_spoil_the_next(
     assert weight.tolist() == [0.5, 0.5]
 
 
+class Skips(Callback):
+    def on_before_optimizer_step(self, run, model, optimizer):
+        run.skip_step("not this one")
+
+
+def test_an_overflow_in_a_step_that_a_callback_skips_lowers_the_scale_too():
+    accel, weight, optimizer = fp16(Skips())
+    accel.backward((weight * HUGE).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert accel.optimizer_step_was_skipped
+    assert weight.tolist() == [1.0, 1.0]
+    assert scale_of(accel) == 32768.0
+
+
 def test_a_step_without_gradients_is_allowed():
     accel, weight, optimizer = fp16()
     optimizer.step()
@@ -236,6 +251,23 @@ def test_going_back_to_a_checkpoint_gives_its_loss_scale_whatever_came_after(tmp
     optimizer.step()  # an overflow that must not halve the scale of the checkpoint
     accel.load_state(tmp_path / "c")
     assert accel.precision.state_dict() == saved
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["optimizer", "bare optimizer"])
+def test_a_checkpoint_loaded_between_clipping_and_the_step_does_not_spoil_the_next(
+    tmp_path, prepared
+):
+    accel, weight, optimizer = fp16()
+    accel.save_state(tmp_path / "c")
+    accel.backward((weight * 100).sum())
+    assert accel.clip_grad_norm_([weight], 1.0) > 10
+    accel.load_state(tmp_path / "c")  # the norm is too large: the program goes back
+    (optimizer if prepared else optimizer.optimizer).zero_grad()
+    accel.backward(weight.sum())
+    norm = accel.clip_grad_norm_([weight], 1e9)
+    torch.testing.assert_close(norm, torch.tensor(2.0).sqrt())
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]
 
 
 def test_a_closure_with_a_loss_scale_is_refused_with_a_reason():

@@ -214,6 +214,23 @@ def test_with_accumulation_a_save_inside_of_a_window_keeps_its_means(tmp_path, p
     assert metrics(tmp_path / "resumed") == MEANS[1:]
 
 
+def test_with_accumulation_a_save_after_the_step_writes_what_its_window_still_holds(tmp_path):
+    accel = jsonl(tmp_path, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for index in range(2):
+        with accel.accumulate(model):
+            accel.backward(model(torch.ones(1, 1)).sum())
+            if index == 0:
+                accel.log({"early": 1.0})
+            optimizer.step()
+            optimizer.zero_grad()
+    accel.save_state(tmp_path / "c")
+    assert metrics(tmp_path) == [(1, {"early": 1.0})]
+    accel.end_training()
+    assert metrics(tmp_path) == [(1, {"early": 1.0})]
+
+
 def test_a_value_changed_in_place_after_it_was_logged_is_logged_as_it_was(tmp_path):
     accel = jsonl(tmp_path)
     total = torch.zeros(())
