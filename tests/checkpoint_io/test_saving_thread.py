@@ -200,7 +200,7 @@ def test_a_snapshot_encodes_to_what_the_state_encodes_to():
         torch.empty(0, device="meta"),
         torch.ones(2, dtype=torch.complex128),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_unusual_is_left_to_the_encoder(value):
     assert Snapshot.of({"a": [{"b": value}]}) is None
@@ -262,7 +262,7 @@ def test_what_is_changed_after_the_call_is_saved_as_it_was(saver, gate):
         (torch.ones(2, dtype=torch.complex128), "has dtype torch.complex128"),
         (2**10_001, "an integer of 10002 bits"),
     ],
-    ids=str,
+    ids=["object", "sparse", "meta", "complex", "large"],
 )
 def test_what_cannot_be_saved_is_refused_by_the_call(saver, tmp_path, value, text):
     with pytest.raises(UnsupportedStateError, match=text):

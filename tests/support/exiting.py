@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_callbacks import Accelerator, debug_launcher, notebook_launcher
 
-place, ending, who, extras, folder = sys.argv[1:]
-opened = extras.split(",")
 kept: list[Any] = []  # alive until the interpreter ends, as the variables of a script are
 trains = threading.Event()
 
@@ -88,15 +86,18 @@ def in_thread(daemon: bool) -> None:
         thread.join()
 
 
-if "uncollected" in opened:
-    gc.disable()
-if place == "thread":
-    in_thread(daemon=False)
-elif place == "daemon":
-    in_thread(daemon=True)
-elif place == "notebook":
-    notebook_launcher(train, num_processes=2)
-elif place == "debug":
-    debug_launcher(train, num_processes=2)
-else:
-    train()
+if __name__ == "__main__":
+    place, ending, who, extras, folder = sys.argv[1:]
+    opened = extras.split(",")
+    if "uncollected" in opened:
+        gc.disable()
+    if place == "thread":
+        in_thread(daemon=False)
+    elif place == "daemon":
+        in_thread(daemon=True)
+    elif place == "notebook":
+        notebook_launcher(train, num_processes=2)
+    elif place == "debug":
+        debug_launcher(train, num_processes=2)
+    else:
+        train()
