@@ -248,7 +248,10 @@ class AgreedSource(StatefulSource):
             if any(row[3] for row in table):
                 share_failure(failure, "reading the data")
                 if failure is not None:
-                    raise failure
+                    try:
+                        raise failure
+                    finally:
+                        failure = None  # its traceback has this frame: a cycle
             reals, sizes, others = ([row[i] for row in table] for i in range(3))
             if not any(reals) or (self._drop_last and not all(reals)):
                 return

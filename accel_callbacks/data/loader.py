@@ -238,9 +238,11 @@ class DataLoaderShard(DataLoader[Any]):
         opened = self._opened
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
         here = vars(self)
+        items = self._items()
+        owner = os.getpid()
         try:
             known: Delivery | None = None
-            for item, delivery in self._deliver():
+            for item, delivery in self._deliver(items):
                 left = self.left
                 if delivery is not known:  # full batches of map-style datasets share one
                     known = delivery
@@ -262,6 +264,10 @@ class DataLoaderShard(DataLoader[Any]):
         finally:
             if opened == self._opened:  # no newer pass has replaced this one
                 self.on_last = False
+            # Not left to the collector, which may come late where an error keeps the frames, and
+            # then waits 5 s for each worker: see keep_workers.
+            if self.num_workers and not self.persistent_workers:
+                _shut_down(items, owner)
 
     def _choose_generator(self) -> None:
         """Choose where torch's loader draws the base seed of this pass from."""
@@ -277,13 +283,17 @@ class DataLoaderShard(DataLoader[Any]):
         place = self.seed, self.epoch, self.position
         vars(self)["generator"] = self._source.worker_generator(*place)
 
-    def _deliver(self) -> Iterator[tuple[Any, Delivery]]:
-        """Yield the source's batches with their counts, on the device."""
+    def _items(self) -> Any:
+        """Return torch's iterator, with its workers started."""
         if isinstance(self._source, StatefulSource) and self._source.fresh_workers:
             stop_workers(self)
         items = super().__iter__()
         if self.persistent_workers:
             keep_workers(self)
+        return items
+
+    def _deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
+        """Yield the source's batches with their counts, on the device."""
         pairs = self._source.deliver(items)
         return pairs if self._feed is None else self._feed(pairs)
 

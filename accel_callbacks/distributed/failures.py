@@ -55,7 +55,10 @@ def shared_failure(where: str) -> Iterator[None]:
         error = problem
         raise
     finally:
-        share_failure(error, where)
+        try:
+            share_failure(error, where)
+        finally:
+            error = None  # its traceback has this frame: a cycle
 
 
 def share_failure(error: BaseException | None, where: str) -> None:

@@ -486,6 +486,24 @@ def test_workers_end_with_a_loop_that_is_left():
     assert not any(worker.is_alive() for worker in started)
 
 
+class FailingStream(IterableDataset):
+    def __iter__(self):
+        yield from range(6)
+        raise OSError("cannot be read")
+
+
+def test_workers_end_with_a_pass_that_fails_although_its_error_is_kept():
+    batches = iter(prepare(DataLoader(FailingStream(), 1, num_workers=2)))
+    children = set(torch.multiprocessing.active_children())
+    next(batches)
+    started = set(torch.multiprocessing.active_children()) - children
+    with pytest.raises(OSError, match="cannot be read") as kept:
+        list(batches)
+    assert kept.traceback
+    assert len(started) == 2
+    assert [worker.exitcode for worker in started] == [0, 0]
+
+
 @pytest.mark.parametrize("broken_off", [False, True])
 def test_workers_that_live_on_are_told_to_end_when_their_accelerator_goes(broken_off):
     accel = Accelerator(cpu=True)
