@@ -10,6 +10,7 @@ timed apart. So a contender without fsyncs can be compared with one that has the
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -194,7 +195,9 @@ def collect(root: str, rounds: int, names: list[str]) -> dict[str, list[Row]]:
         for number in range(-2, rounds):
             for name in random.sample(list(rows), len(rows)):
                 worker = workers[name]
-                print(f"{root}/{name.replace(': ', '-')}/{number}", file=worker.stdin, flush=True)
+                with contextlib.suppress(BrokenPipeError):  # it has ended: there is no line
+                    folder = f"{root}/{name.replace(': ', '-')}/{number}"
+                    print(folder, file=worker.stdin, flush=True)
                 if not (line := worker.stdout.readline()):
                     print(f"small: {name} left out: it is not installed, or it failed", flush=True)
                     del rows[name]
@@ -202,7 +205,8 @@ def collect(root: str, rounds: int, names: list[str]) -> dict[str, list[Row]]:
                     rows[name].append(json.loads(line))
     finally:
         for worker in workers.values():
-            worker.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.close()
             worker.wait()
     return rows
 

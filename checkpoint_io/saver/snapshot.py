@@ -14,7 +14,7 @@ from checkpoint_io.saver.collect import TensorCollector, identity
 
 _HOLE = object()  # stands for a tensor in the tree
 _FIXED = frozenset((type(None), bool, str, float, bytes, torch.dtype))  # they cannot change
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _KEYS = frozenset((str,))
 
@@ -100,10 +100,16 @@ def _copy(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
     if kind in _DICTS:
         if not depth or not _KEYS.issuperset(map(type, value)):
             raise _UnusualError
-        return {
-            key: item if type(item) in _FIXED else _copy(item, tensors, depth - 1)
-            for key, item in value.items()
-        }
+        # Hot path: most items are tensors and plain values, which need no call of their own.
+        copied = {}
+        for key, item in value.items():
+            kind = type(item)
+            if kind in _TENSORS:
+                tensors.append(item)
+                copied[key] = _HOLE
+            else:
+                copied[key] = item if kind in _FIXED else _copy(item, tensors, depth - 1)
+        return copied
     if kind is int and value.bit_length() <= MAX_BITS:
         return value
     if kind is list or kind is tuple:
