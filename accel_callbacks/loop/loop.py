@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.run import TrainingRun, length_of
+from accel_callbacks.precision.base import StepFinding
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
 
@@ -199,6 +201,8 @@ class Loop:
         self.worked = False
         self.epochs_counted = self.stop_consumed = False
         self.stepped: set[int] = set()
+        # Steps to be counted, and None where a batch began.
+        self._unsettled: deque[tuple[torch.optim.Optimizer, StepFinding] | None] = deque()
         self.outer: DataLoaderShard | None = None
         self.own = OwnBatches(optimizers, schedulers)
         self._cut_short = self._passed = self._ignores_stop = False
@@ -521,8 +525,9 @@ load_state() takes the newest valid one.
     def _drop_passes(self) -> None:
         """Close all passes over loaders."""
         self._cut_short, self.random_at_stop = False, None
-        for group in (self.deferred, self.active, self.progress, self.stepped, self.stages):
+        for group in (self.deferred, self.active, self.progress, self.stages):
             group.clear()
+        self._clear_stepped()
         self.outer = None
         self.own.drop()
         # After a load, the open window is the one that the checkpoint holds.
@@ -633,11 +638,47 @@ load_state() takes the newest valid one.
     def begin_batch(self, loader: DataLoaderShard) -> None:
         """Start a training batch of the outer loader."""
         self.worked, self.last_loss = False, None
-        self.stepped.clear()
+        self._clear_stepped()
         self.progress.note(loader)
+
+    def _clear_stepped(self) -> None:
+        if self._unsettled:
+            self._unsettled.append(None)
+        else:
+            self.stepped.clear()
+
+    def count_later(self, optimizer: torch.optim.Optimizer, finding: StepFinding) -> None:
+        """Count an optimizer step once it is read whether it was skipped."""
+        self._unsettled.append((optimizer, finding))
+        # The host runs one step of each optimizer ahead of the device, and no more.
+        self._settle_steps(len(self.optimizers))
+
+    def settle_steps(self) -> None:
+        """Count the steps of :meth:`count_later`, in their order; waits for the device."""
+        if self._unsettled:
+            self._settle_steps(0)
+
+    def _settle_steps(self, keep: int) -> None:
+        """Count steps until findings of no more than ``keep`` are left to be read."""
+        waiting = self._unsettled
+        left = sum(one is not None for one in waiting)
+        self.run.settle_steps = None  # counting asks for the steps so far
+        while waiting and (left > keep or waiting[0] is None):
+            one = waiting.popleft()
+            if one is None:  # a batch began here
+                self.stepped.clear()
+                continue
+            left -= 1
+            if one[1].stepped:
+                self._count_step(one[0])
+        self.run.settle_steps = self.settle_steps if waiting else None
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer step; optimizers that alternate within one batch count as one."""
+        self.settle_steps()
+        self._count_step(optimizer)
+
+    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
         # The same optimizer twice in one batch is two steps, as in several passes over one batch.
         stepped, own = self.stepped, id(optimizer)
         if not stepped or own in stepped:
@@ -647,6 +688,7 @@ load_state() takes the newest valid one.
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the global step, from 1, that an optimizer takes next."""
+        self.settle_steps()
         shares = bool(self.stepped) and id(optimizer) not in self.stepped
         return self.run.global_step if shares else self.run.global_step + 1
 
