@@ -74,6 +74,9 @@ class Precision:
             names: its methods. Where they or the forward call each other, the outermost counts.
         """
 
+    def check_compiled(self, compiled: bool) -> None:
+        """Warn if a model that was prepared should have been compiled for this precision."""
+
     def release(self, model: torch.nn.Module) -> None:
         """Undo what :meth:`wrap` changed besides the forward."""
 
