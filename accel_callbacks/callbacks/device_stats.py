@@ -119,10 +119,10 @@ class DeviceStats(Callback):
             if self._driver is not None:
                 values.update(self._driver.take())
             run.accelerator.log(values)
-        if self._driver is not None and (step + 1) % self.every_n_steps == 0:
-            if step != self._asked_step:
-                self._asked_step = step
-                self._driver.ask()
+        due = (step + 1) % self.every_n_steps == 0 and step != self._asked_step
+        if self._driver is not None and due:
+            self._asked_step = step
+            self._driver.ask()
 
     def read(self, device: torch.device) -> dict[str, float]:
         """Return the current values by name, those of the driver too; waits for the driver."""

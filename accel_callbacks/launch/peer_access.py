@@ -1,4 +1,4 @@
-"""Disable the paths of NCCL that GeForce RTX 40 cards do not have, as Accelerate's launcher does."""
+"""Disable the paths of NCCL that GeForce RTX 40 cards lack, as Accelerate's launcher does."""
 
 from __future__ import annotations
 
