@@ -41,6 +41,11 @@ class HostCopy:
         else:
             self._copy = tensor.clone()
 
+    @property
+    def is_ready(self) -> bool:
+        """False while :meth:`read` would wait for a copy that is queued."""
+        return self._event is None or bool(self._event.query())
+
     def read(self) -> torch.Tensor:
         """Return the tensor on the CPU; wait for the copy if it is not done."""
         if self._event is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from accel_callbacks.loop.run import TrainingRun, length_of
 from accel_callbacks.precision.base import StepFinding
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
+
+_PATIENCE = 2.0  # seconds that an error waits for the device to tell which steps were skipped
 
 
 class LoaderProgress:
@@ -488,6 +492,8 @@ load_state() takes the newest valid one.
 
     def fail_fit(self, error: BaseException) -> None:
         """Fire the hooks of a run that fails."""
+        if self._unsettled:
+            self.settle_after_error()
         self.run.interrupted = isinstance(error, KeyboardInterrupt)
         if self._fit_started:
             hooks, left = self.dispatch.hooks, self._pending_teardowns
@@ -658,6 +664,20 @@ load_state() takes the newest valid one.
         if self._unsettled:
             self._settle_steps(0)
 
+    def settle_after_error(self) -> None:
+        """Count the steps while an error unwinds, unless the device fails or hangs too."""
+        findings = [one[1] for one in self._unsettled if one is not None]
+        deadline = time.monotonic() + _PATIENCE
+        with suppress(Exception):
+            while not (ready := all(one.is_ready for one in findings)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.005)
+            if ready:
+                self.settle_steps()
+        self._unsettled.clear()
+        self.run.settle_steps = None
+
     def _settle_steps(self, keep: int) -> None:
         """Count steps until findings of no more than ``keep`` are left to be read."""
         waiting = self._unsettled
@@ -670,15 +690,16 @@ load_state() takes the newest valid one.
                 continue
             left -= 1
             if one[1].stepped:
-                self._count_step(one[0])
+                self._count(one[0])
         self.run.settle_steps = self.settle_steps if waiting else None
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer step; optimizers that alternate within one batch count as one."""
-        self.settle_steps()
-        self._count_step(optimizer)
+        if self._unsettled:
+            self.settle_steps()
+        self._count(optimizer)
 
-    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
         # The same optimizer twice in one batch is two steps, as in several passes over one batch.
         stepped, own = self.stepped, id(optimizer)
         if not stepped or own in stepped:

@@ -132,6 +132,11 @@ class StepFinding:
         self._stepped: bool | None = None
 
     @property
+    def is_ready(self) -> bool:
+        """True if :attr:`stepped` does not wait for the device."""
+        return self._stepped is not None or self._overflow.is_ready
+
+    @property
     def stepped(self) -> bool:
         """True if the optimizer stepped; waits for the gradients of the step."""
         if self._stepped is None:

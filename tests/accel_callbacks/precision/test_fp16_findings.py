@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, Callback
 from accel_callbacks.host_copy import HostCopy
+from accel_callbacks.precision.base import StepFinding
 from accel_callbacks.testing import host_syncs
 
 HUGE = 1e36  # times the initial scale it is infinite in fp32
@@ -148,6 +149,56 @@ def test_a_saved_run_has_all_its_steps_and_an_end_settles_them(tmp_path):
     assert again.current_run.global_step == 3
 
 
+class Fails(Callback):
+    """Writes down the step at which a run failed."""
+
+    step: int | None = None
+
+    def on_exception(self, run, model, exception):
+        self.step = run.global_step
+
+
+def failing(monkeypatch, **findings) -> Fails:
+    """A run that fails after some steps, whose findings have these attributes."""
+    fails = Fails()
+    accel, weight, optimizer = fp16(fails)
+
+    def train() -> None:
+        with accel.run("fails"):
+            for factor in FACTORS[:4]:
+                step(accel, weight, optimizer, factor)
+            for name, value in findings.items():
+                monkeypatch.setattr(StepFinding, name, value)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert accel.loop.run.settle_steps is None
+    return fails
+
+
+def test_an_error_counts_the_steps_before_it(monkeypatch):
+    assert failing(monkeypatch).step == 3
+
+
+def test_an_error_of_the_device_hides_no_other_and_stops_no_hook(monkeypatch):
+    def broken(self):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    # Without the last step, of which nobody knows.
+    assert failing(monkeypatch, stepped=property(broken)).step == 2
+
+
+def test_a_device_that_hangs_holds_no_failing_run(monkeypatch):
+    monkeypatch.setattr("accel_callbacks.loop.loop._PATIENCE", 0.05)
+
+    def hangs(self):
+        raise AssertionError("this would wait for ever")
+
+    found = failing(monkeypatch, is_ready=property(lambda self: False), stepped=property(hangs))
+    assert found.step == 2
+
+
 def test_a_prepared_optimizer_is_copied_with_its_finding():
     accel, weight, optimizer = fp16()
     step(accel, weight, optimizer, HUGE)
@@ -180,6 +231,9 @@ class Device:
             def record(self) -> None:
                 self.recorded = True
 
+            def query(self) -> bool:
+                return device.waited > 0
+
             def synchronize(self) -> None:
                 assert self.recorded
                 device.waited += 1
@@ -198,6 +252,8 @@ def test_a_copy_of_a_gpu_is_waited_for_once_and_only_when_read(monkeypatch):
         device = Device(patch)
         kept = HostCopy(torch.tensor([3.0]))
         assert device.waited == 0
+        assert not kept.is_ready
         assert kept.read().tolist() == [3.0]
         assert kept.read().tolist() == [3.0]
         assert device.waited == 1
+        assert kept.is_ready
