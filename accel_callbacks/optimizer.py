@@ -55,7 +55,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         After an fp16 step of a fused optimizer, reading it waits for the gradients of the step.
         """
         outcome = self._outcome
-        return not (outcome if isinstance(outcome, bool) else outcome.stepped)
+        if outcome is True:
+            return False
+        return outcome is False or not outcome.stepped
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -139,9 +141,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         loop.worked = window.touched = window.stepped = True
         window.dirty = window.normalizer.pending = False
         after = table["on_after_optimizer_step"]
-        if isinstance(stepped, StepFinding) and not after:
-            loop.count_later(self, stepped)
-        elif stepped if isinstance(stepped, bool) else stepped.stepped:
+        if stepped is not True and stepped is not False:
+            if after:
+                stepped = stepped.stepped
+            else:
+                loop.count_later(self, stepped)
+        if stepped is True:
             loop.count_step(self)
             for hook in after:
                 hook(loop.run, loop.model, self)

@@ -533,7 +533,8 @@ load_state() takes the newest valid one.
         self._cut_short, self.random_at_stop = False, None
         for group in (self.deferred, self.active, self.progress, self.stages):
             group.clear()
-        self._clear_stepped()
+        self.settle_steps()
+        self.stepped.clear()
         self.outer = None
         self.own.drop()
         # After a load, the open window is the one that the checkpoint holds.
@@ -644,14 +645,11 @@ load_state() takes the newest valid one.
     def begin_batch(self, loader: DataLoaderShard) -> None:
         """Start a training batch of the outer loader."""
         self.worked, self.last_loss = False, None
-        self._clear_stepped()
-        self.progress.note(loader)
-
-    def _clear_stepped(self) -> None:
         if self._unsettled:
             self._unsettled.append(None)
         else:
             self.stepped.clear()
+        self.progress.note(loader)
 
     def count_later(self, optimizer: torch.optim.Optimizer, finding: StepFinding) -> None:
         """Count an optimizer step once it is read whether it was skipped."""
@@ -690,21 +688,19 @@ load_state() takes the newest valid one.
                 continue
             left -= 1
             if one[1].stepped:
-                self._count(one[0])
+                self.count_step(one[0])
         self.run.settle_steps = self.settle_steps if waiting else None
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer step; optimizers that alternate within one batch count as one."""
-        if self._unsettled:
-            self.settle_steps()
-        self._count(optimizer)
-
-    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        run = self.run
+        if run.settle_steps is not None:
+            run.settle_steps()
         # The same optimizer twice in one batch is two steps, as in several passes over one batch.
         stepped, own = self.stepped, id(optimizer)
         if not stepped or own in stepped:
             stepped.clear()
-            self.run.global_step += 1
+            run._global_step += 1  # not through the property: this is the hot path
         stepped.add(own)
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
