@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch._inductor.config
 from torch.utils.data import DataLoader
 
 from accel_callbacks import (
@@ -167,9 +166,16 @@ def test_the_weights_are_those_of_the_plain_loop_bit_by_bit(precision):
     assert torch.equal(trained(precision, plain=False), trained(precision, plain=True))
 
 
+def one_compile_thread(monkeypatch) -> None:
+    """Compile on this thread, so that the test leaves none."""
+    from torch._inductor import config  # here, because the import is large
+
+    monkeypatch.setattr(config, "compile_threads", 1)
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_trains_as_the_plain_one(mode, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # no threads that stay
+    one_compile_thread(monkeypatch)
     plugin = TorchDynamoPlugin(backend="inductor", mode=mode)
     losses = []
     for options in ({}, {"dynamo_plugin": plugin}):
@@ -190,7 +196,7 @@ def test_a_compiled_model_trains_as_the_plain_one(mode, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fp8_is_near_bf16_with_and_without_compile(compiled, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    one_compile_thread(monkeypatch)
     pytest.importorskip("torchao.float8")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a CUDA device with fp8")
