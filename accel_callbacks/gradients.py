@@ -33,14 +33,25 @@ def multiply_gradients(optimizer: torch.optim.Optimizer, factor: float | torch.T
         >>> weight.grad
         tensor([0.5000])
     """
-    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-    if not gradients:
-        return
-    if isinstance(factor, torch.Tensor):
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in _parameters(optimizer):
+        if parameter.grad is not None:
+            key = parameter.grad.device, parameter.grad.dtype
+            groups.setdefault(key, []).append(parameter.grad)
+    for (device, dtype), gradients in groups.items():
+        # One cast for all: a factor on the CPU would be a blocking copy for each gradient.
+        own = factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor
+        together = [one for one in gradients if _is_plain(one)]
+        if together:
+            torch._foreach_mul_(together, own)
         for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    else:
-        torch._foreach_mul_(gradients, factor)
+            if not _is_plain(gradient):
+                gradient.mul_(own)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Return whether torch's foreach kernels take it; not sparse ones and subclasses (DTensor)."""
+    return type(gradient) is torch.Tensor and gradient.layout is torch.strided
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

@@ -14,16 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalSGD"]
 
+_AVERAGED_TOGETHER = 1 << 24  # elements of an all-reduce: 64 MiB in float32
+
 
 class LocalSGD(AbstractContextManager["LocalSGD"]):
     """Context manager: keep gradients local, and average parameters every few steps.
 
     Every ``local_sgd_steps`` optimizer steps, and once more at the end of the block, the trained
     parameters and the floating-point buffers (such as running statistics) are averaged, with one
-    all-reduce for each dtype; 16-bit dtypes are sent as float32. Optimizer states stay local.
-    Between two averages the models differ, so evaluate and save after the block. All processes
-    must take the same number of steps, as they do with prepared loaders. On one process the block
-    has no effect; after an exception in the block nothing is averaged.
+    all-reduce for each dtype and 16 million elements; 16-bit dtypes are sent as float32. Optimizer
+    states stay local. Between two averages the models differ, so evaluate and save after the block.
+    All processes must take the same number of steps, as they do with prepared loaders. On one
+    process the block has no effect; after an exception in the block nothing is averaged.
 
     Args:
         accelerator: the Accelerator that prepared the model.
@@ -142,12 +144,49 @@ def _average(tensors: Iterable[torch.Tensor], world_size: int) -> None:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         groups.setdefault((real.device, _carrier(real.dtype)), []).append(real.detach())
     for (_, dtype), group in groups.items():
-        flat = torch.cat([one.reshape(-1).to(dtype) for one in group])
-        flat /= world_size  # before the sum, which could overflow
-        dist.all_reduce(flat)
-        means = torch.split(flat, [one.numel() for one in group])
-        for one, mean in zip(group, means, strict=True):
-            one.copy_(mean.view(one.shape))
+        for batch in _batches(group):
+            flat = torch.cat([part.to(dtype) for part in batch])
+            flat /= world_size  # before the sum, which could overflow
+            dist.all_reduce(flat)
+            means = torch.split(flat, [len(part) for part in batch])
+            for part, mean in zip(batch, means, strict=True):
+                part.copy_(mean)
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield flat parts of all tensors, so many at once that copies of them need little memory.
+
+    The parts share memory with the tensors. One that is not contiguous goes through a copy, which
+    is written back once its parts are done.
+    """
+    batch: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    room = _AVERAGED_TOGETHER
+    for one in tensors:
+        flat = one.view(-1) if one.is_contiguous() else one.reshape(-1)
+        if not one.is_contiguous():
+            copies.append((one, flat))
+        while len(flat):
+            part, flat = flat[:room], flat[room:]
+            batch.append(part)
+            room -= len(part)
+            if room == 0:
+                yield batch
+                _write_back(copies, still_open=one if len(flat) else None)
+                batch, room = [], _AVERAGED_TOGETHER
+    if batch:
+        yield batch
+    _write_back(copies)
+
+
+def _write_back(
+    copies: list[tuple[torch.Tensor, torch.Tensor]], still_open: torch.Tensor | None = None
+) -> None:
+    """Copy averaged copies into their tensors; keep that of a tensor of which parts are left."""
+    for one, flat in copies:
+        if one is not still_open:
+            one.copy_(flat.view(one.shape))
+    copies[:] = [pair for pair in copies if pair[0] is still_open]
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:

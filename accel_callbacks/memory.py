@@ -31,6 +31,7 @@ _PHRASES = (
     "can't allocate memory",  # of the CPU
     "not enough memory",  # of the CPU, on Windows
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for the handle
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",  # raised by cuDNN for a batch too large for it
     "PT_DEVMEM Allocation failed",  # of HPU

@@ -12,6 +12,7 @@ from accel_callbacks.gradients import has_gradients, multiply_gradients
 from accel_callbacks.loop.first_steps import OptimizerWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
+from accel_callbacks.precision.base import StepFinding
 
 __all__ = ["AcceleratedOptimizer"]
 
@@ -45,7 +46,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._precision = precision
         self._watch = watch
         self._settled_window = -1
-        self.step_was_skipped = False
+        self._outcome: bool | StepFinding = True
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last step was skipped, by fp16 or a callback.
+
+        After an fp16 step of a fused optimizer, reading it waits for the gradients of the step.
+        """
+        outcome = self._outcome
+        if outcome is True:
+            return False
+        return outcome is False or not outcome.stepped
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -71,7 +83,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None}
+        return {**self.__dict__, "_watch": None, "_outcome": not self.step_was_skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -121,15 +133,22 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if hooks or window.normalizer.active or window.correction != 1.0:
             self.unscale_gradients()
         if hooks and self._is_skipped(hooks):
-            stepped, result = False, None
+            stepped: bool | StepFinding = False
+            result = None
         else:
             stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
-        self.step_was_skipped = not stepped
+        self._outcome = stepped
         loop.worked = window.touched = window.stepped = True
         window.dirty = window.normalizer.pending = False
-        if stepped:
+        after = table["on_after_optimizer_step"]
+        if stepped is not True and stepped is not False:
+            if after:
+                stepped = stepped.stepped
+            else:
+                loop.count_later(self, stepped)
+        if stepped is True:
             loop.count_step(self)
-            for hook in table["on_after_optimizer_step"]:
+            for hook in after:
                 hook(loop.run, loop.model, self)
         if own:
             loop.own.note_call(self)

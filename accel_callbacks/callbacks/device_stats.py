@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,9 @@ _DEVICE_READINGS = (
     ("memory_allocated_gib", "memory_allocated", _GIB),
     ("memory_reserved_gib", "memory_reserved", _GIB),
     ("memory_peak_gib", "max_memory_allocated", _GIB),
+)
+# The same of functions that ask the driver, which may take milliseconds or hang.
+_DRIVER_READINGS = (
     ("utilization_percent", "utilization", 1),
     ("temperature_c", "temperature", 1),
     ("power_w", "power_draw", 1000),
@@ -43,8 +47,10 @@ class DeviceStats(Callback):
     """Log the memory and the load of the device, the machine and the process.
 
     Nothing waits for the device. Each rank reads its own values; the trackers receive those of the
-    main process. Values that a machine does not provide are left out, with a warning if they were
-    available before.
+    main process, and only that one asks the driver (for ``utilization_percent``, ``temperature_c``
+    and ``power_w``), on a thread of its own from the step before: what has not come by then is left
+    out of the row. Values that a machine does not provide are left out, with a warning if they
+    were available before.
 
     Names, each after ``device/``: ``memory_allocated_gib``, ``memory_reserved_gib``,
     ``memory_peak_gib`` (since the process started, unless you reset it), ``alloc_retries`` (failed
@@ -89,12 +95,17 @@ class DeviceStats(Callback):
         self.cpu = cpu
         self.disk = os.fspath(disk) if disk is not None else None
         self._readings: dict[str, Reading] | None = None
-        self._logged_step = 0
+        self._driver: _DriverThread | None = None
+        self._all_driver_readings: dict[str, Reading] | None = None
+        self._logged_step = self._asked_step = 0
 
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Find the available readings."""
-        self._readings = self._find(run.accelerator.device)
-        self._logged_step = 0
+        device = run.accelerator.device
+        self._readings = _available(self._candidates(device))
+        driver = _driver_readings(device) if run.is_global_zero else {}
+        self._driver = _DriverThread(driver) if driver else None
+        self._logged_step = self._asked_step = 0
 
     def on_after_optimizer_step(
         self, run: TrainingRun, model: Any, optimizer: torch.optim.Optimizer
@@ -103,24 +114,25 @@ class DeviceStats(Callback):
         step = run.global_step
         if step % self.every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step
-            run.accelerator.log(self.read(run.accelerator.device))
+            assert self._readings is not None
+            values = _read(self._readings)
+            if self._driver is not None:
+                values.update(self._driver.take())
+            run.accelerator.log(values)
+        due = (step + 1) % self.every_n_steps == 0 and step != self._asked_step
+        if self._driver is not None and due:
+            self._asked_step = step
+            self._driver.ask()
 
     def read(self, device: torch.device) -> dict[str, float]:
-        """Return the current values by name."""
+        """Return the current values by name, those of the driver too; waits for the driver."""
         if self._readings is None:
-            self._readings = self._find(device)
-        values: dict[str, float] = {}
-        for name, reading in list(self._readings.items()):
-            try:
-                values[f"device/{name}"] = reading()
-            except Exception as error:  # a driver that fails must not end the training
-                del self._readings[name]
-                warn(
-                    f"DeviceStats: {name} cannot be read any more and is left out: {error!r}",
-                )
-        return values
+            self._readings = _available(self._candidates(device))
+        if self._all_driver_readings is None:
+            self._all_driver_readings = _available(_driver_readings(device))
+        return {**_read(self._readings), **_read(self._all_driver_readings)}
 
-    def _find(self, device: torch.device) -> dict[str, Reading]:
+    def _candidates(self, device: torch.device) -> dict[str, Reading]:
         candidates = dict(_device_readings(device))
         if self.cpu is not False:
             candidates.update({"process_cpu_percent": _CpuPercent(), "process_rss_gib": _rss_gib})
@@ -128,15 +140,63 @@ class DeviceStats(Callback):
         if self.disk is not None:
             disk = self.disk
             candidates["disk_free_gib"] = lambda: shutil.disk_usage(disk).free / _GIB
-        return {name: reading for name, reading in candidates.items() if _is_available(reading)}
+        return candidates
 
 
-def _is_available(reading: Reading) -> bool:
-    """Return whether a reading works; a driver only fails when called, each in its own way."""
-    with suppress(Exception):
-        reading()
-        return True
-    return False
+class _DriverThread:
+    """Readings of the driver, taken on a thread so that a slow driver holds no step.
+
+    Args:
+        candidates: readings by name; those that do not work at first are left out silently.
+    """
+
+    def __init__(self, candidates: dict[str, Reading]) -> None:
+        self._candidates = candidates
+        self._readings: dict[str, Reading] | None = None
+        self._values: dict[str, float] = {}
+        self._failures: list[str] = []
+        self._thread: threading.Thread | None = None
+
+    def ask(self) -> None:
+        """Start to read, unless an earlier reading is still under way."""
+        if self._thread is None or not self._thread.is_alive():
+            self._values = {}
+            self._thread = threading.Thread(target=self._run, name="accel-driver", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        if self._readings is None:
+            self._readings = _available(self._candidates)
+        self._values = _read(self._readings, self._failures.append)
+
+    def take(self) -> dict[str, float]:
+        """Return what has been read since the last call, without waiting."""
+        values, self._values = self._values, {}
+        while self._failures:
+            warn(self._failures.pop())
+        return values
+
+
+def _read(readings: dict[str, Reading], tell: Callable[[str], None] = warn) -> dict[str, float]:
+    """Return the values of readings; drop those that fail."""
+    values: dict[str, float] = {}
+    for name, reading in list(readings.items()):
+        try:
+            values[f"device/{name}"] = reading()
+        except Exception as error:  # a driver that fails must not end the training
+            del readings[name]
+            tell(f"DeviceStats: {name} cannot be read any more and is left out: {error!r}")
+    return values
+
+
+def _available(candidates: dict[str, Reading]) -> dict[str, Reading]:
+    """Return the readings that work; a driver only fails when called, each in its own way."""
+    found = {}
+    for name, reading in candidates.items():
+        with suppress(Exception):
+            reading()
+            found[name] = reading
+    return found
 
 
 def _device_readings(device: torch.device) -> dict[str, Reading]:
@@ -152,6 +212,17 @@ def _device_readings(device: torch.device) -> dict[str, Reading]:
     if hasattr(module, "memory_stats"):
         readings["alloc_retries"] = lambda: module.memory_stats(*args)["num_alloc_retries"]
     return readings
+
+
+def _driver_readings(device: torch.device) -> dict[str, Reading]:
+    if device.type in ("cpu", "mps"):
+        return {}
+    module = torch.get_device_module(device)
+    return {
+        name: _scaled(getattr(module, function), (device,), divisor)
+        for name, function, divisor in _DRIVER_READINGS
+        if hasattr(module, function)
+    }
 
 
 def _scaled(function: Callable[..., Any], args: tuple[torch.device, ...], divisor: int) -> Reading:

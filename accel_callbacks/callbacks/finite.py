@@ -10,6 +10,7 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.callbacks.averaged_weights import local_part
+from accel_callbacks.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -24,7 +25,6 @@ __all__ = [
 ]
 
 _MAX_NAMES = 3  # parameters named in a message
-_ASYNC_COPIES = ("cuda", "xpu")  # devices that copy to pinned memory without blocking the host
 
 
 @dataclass
@@ -133,12 +133,10 @@ class FiniteCheck:
         self.step = step
         self._loss, self._gradients, self._overflow = loss, gradients, overflow
         self._device = device = _device_of(loss, gradients)
-        self._event: Any = None
-        self._flags = torch.stack([self._loss_flag(device), self._gradient_flag(device)]).int()
+        flags = torch.stack([self._loss_flag(device), self._gradient_flag(device)]).int()
         if collective and collectives.world_size() > 1:
-            self._flags = collectives.reduce(self._flags, "max")
-        if self._flags.device.type in _ASYNC_COPIES:
-            self._start_copy()
+            flags = collectives.reduce(flags, "max")
+        self._flags = HostCopy(flags)
 
     @property
     def waits(self) -> bool:
@@ -156,22 +154,12 @@ class FiniteCheck:
         bad = self._gradients.is_bad(device)
         return bad if self._overflow is None else bad & ~self._overflow.to(device)
 
-    def _start_copy(self) -> None:
-        """Start the copy to the host; only reading the result waits for it."""
-        host = torch.empty(self._flags.shape, dtype=self._flags.dtype, pin_memory=True)
-        host.copy_(self._flags, non_blocking=True)
-        self._event = torch.Event(self._flags.device)
-        self._event.record()
-        self._flags = host
-
     def is_bad(self) -> bool:
         """Return whether loss or gradients are not finite on any rank; waits for the device."""
         return any(self._read())
 
     def _read(self) -> list[bool]:
-        if self._event is not None:
-            self._event.synchronize()
-        return [bool(flag) for flag in self._flags.tolist()]
+        return [bool(flag) for flag in self._flags.read().tolist()]
 
     def describe(self, known: Mapping[int, str]) -> str:
         """Describe the values that are not finite.

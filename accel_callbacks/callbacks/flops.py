@@ -23,7 +23,8 @@ _CDNA3 = {"bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "tf32": 653.7, "fp32": 
 
 # TFLOP/s of matrix products without sparsity, accumulated in fp32, from the vendors' data sheets.
 # A key matches a device if all of its words are in the device's name. The first match counts, so
-# specific keys come before general ones.
+# specific keys come before general ones; an empty one is a device whose figures are not known.
+# Absent: the RTX 3080, because two cards of that name differ.
 _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     ("gb300", _GRACE_BLACKWELL),
     ("gb200", _GRACE_BLACKWELL),
@@ -49,9 +50,18 @@ _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     ("l40", {"bf16": 181.0, "fp16": 181.0, "fp8": 362.0, "tf32": 90.5, "fp32": 90.5}),
     ("l4", {"bf16": 121.0, "fp16": 121.0, "fp8": 242.5, "tf32": 60.0, "fp32": 30.3}),
     ("rtx 5090", {"bf16": 209.5, "fp16": 209.5, "fp8": 419.0, "tf32": 104.8, "fp32": 104.8}),
+    (
+        "rtx pro 6000 blackwell workstation",
+        {"bf16": 503.8, "fp16": 503.8, "fp8": 1007.6, "tf32": 251.9, "fp32": 126.0},
+    ),
+    ("rtx 6000 ada", {"bf16": 364.2, "fp16": 364.2, "fp8": 728.5, "tf32": 182.1, "fp32": 91.1}),
     ("rtx 4090", {"bf16": 165.2, "fp16": 165.2, "fp8": 330.3, "tf32": 82.6, "fp32": 82.6}),
+    ("rtx 4080 super", {}),
+    ("rtx 4080", {"bf16": 97.5, "fp16": 97.5, "fp8": 194.9, "tf32": 48.7, "fp32": 48.7}),
+    ("rtx 3090 ti", {}),
     ("rtx 3090", {"bf16": 71.0, "fp16": 71.0, "tf32": 35.6, "fp32": 35.6}),
     ("rtx a6000", {"bf16": 154.8, "fp16": 154.8, "tf32": 77.4, "fp32": 38.7}),
+    ("rtx a5000", {"bf16": 111.1, "fp16": 111.1, "tf32": 55.6, "fp32": 27.8}),
     ("v100 sxm2", {"fp16": 125.0, "fp32": 15.7}),
     ("v100 sxm3", {"fp16": 125.0, "fp32": 15.7}),
     ("v100", {"fp16": 112.0, "fp32": 14.0}),

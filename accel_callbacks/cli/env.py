@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from accel_callbacks import __version__
@@ -32,17 +33,22 @@ VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "OMP_NUM_THREADS",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
     "HF_HOME",
     "XDG_CACHE_HOME",
-    "NCCL_DEBUG",
-    "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME",
     "SLURM_JOB_ID",
     "SLURM_NNODES",
     "SLURM_NTASKS",
     "SLURM_PROCID",
 )
+PREFIXES = ("ACCEL_", "NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_LINK = re.compile(r"X|NV\d{1,3}|PIX|PXB|PHB|NODE|SYS")
+_MOST_GPUS = 16  # of which the links are shown
 
 
 def configure(parser: CommandParser) -> None:
@@ -107,7 +113,7 @@ def _facts(short: bool) -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         yield package, _version(package)
     for name in sorted(os.environ):
-        if name.startswith("ACCEL_") or name in VARIABLES:
+        if name.startswith(PREFIXES) or name in VARIABLES:
             yield name, redacted(os.environ[name], name)
 
 
@@ -140,15 +146,74 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
 
     yield "torch", str(torch.__version__)
     yield "torch CUDA", str(torch.version.cuda)
-    yield "Accelerator devices", _devices()
+    yield "Accelerator devices", _or_error(_devices)
+    if torch.version.cuda is not None:
+        yield from _nvidia_facts()
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     checks = ((name, getattr(dist, f"is_{name}_available", None)) for name in names)
     present = [name for name, check in checks if check is not None and check()]
     yield "Distributed backends", ", ".join(present) or "none"
 
 
+def _or_error(fact: Callable[[], str]) -> str:
+    """Return a fact, or the error of the driver, which may be the bug that is reported."""
+    try:
+        return fact()
+    except Exception as error:
+        return f"cannot be read: {type(error).__name__}: {error}"
+
+
+def _nvidia_facts() -> Iterator[tuple[str, str]]:
+    """Yield the driver, NCCL and how the GPUs are linked."""
+    import torch
+
+    from accel_callbacks.launch.machine import gpu_drivers
+
+    drivers = dict.fromkeys(one.driver for one in gpu_drivers(os.environ) if one.driver)
+    yield "NVIDIA driver", ", ".join(drivers) or "unknown: nvidia-smi has no answer"
+    yield "NCCL", _or_error(_nccl_version)
+    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
+        yield "GPU links", _or_error(_links)
+
+
+def _nccl_version() -> str:
+    """Return the version of the NCCL that torch was built with."""
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        return "not in this torch"
+    from torch.cuda import nccl
+
+    version: Any = nccl.version
+    return ".".join(map(str, version()))
+
+
+def _links() -> str:
+    """Describe the links between GPUs: the matrix of nvidia-smi, else who reaches whom."""
+    import torch
+
+    from accel_callbacks.launch.machine import nvidia_smi
+
+    lines = nvidia_smi(os.environ, "topo", "-m")
+    if matrix := _matrix(_ANSI.sub("", line).split() for line in lines):
+        return "; ".join(f"GPU{i}: {' '.join(links)}" for i, links in enumerate(matrix))
+    count = min(torch.cuda.device_count(), _MOST_GPUS)
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    apart = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    return f"no peer access {', '.join(apart)}" if apart else "all have peer access"
+
+
+def _matrix(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Return the links of each GPU to all of them; empty if this is not nvidia-smi's matrix."""
+    named = [row for row in rows if len(row) > 1 and row[0].startswith("GPU")]
+    links = [row[1:] for row in named if not row[1].startswith("GPU")]  # without the header
+    whole = [row[: len(links)] for row in links]
+    valid = all(len(row) == len(links) and all(map(_LINK.fullmatch, row)) for row in whole)
+    return whole if valid and len(whole) > 1 else []
+
+
 def _devices() -> str:
-    """Describe the accelerators, with names and memory for CUDA."""
+    """Describe the accelerators, with names, memory and compute capability for CUDA."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -159,5 +224,6 @@ def _devices() -> str:
         return f"{count} x {label}"
     known = map(torch.cuda.get_device_properties, range(count))
     return "; ".join(
-        f"cuda:{i} {p.name} {p.total_memory / 2**30:.1f} GiB" for i, p in enumerate(known)
+        f"cuda:{i} {p.name} {p.total_memory / 2**30:.1f} GiB, capability {p.major}.{p.minor}"
+        for i, p in enumerate(known)
     )

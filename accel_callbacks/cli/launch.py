@@ -12,15 +12,17 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
 from accel_callbacks.launch.environment import changed_environment
-from accel_callbacks.launch.machine import DRIVERS, usable_cores
+from accel_callbacks.launch.machine import DRIVERS, gpu_drivers, has_driver, usable_cores
 from accel_callbacks.launch.option import SettingsError
-from accel_callbacks.launch.plan import DirectPlan, Plan, Program, TpuPlan, build_plan
+from accel_callbacks.launch.peer_access import nccl_workarounds
+from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, Program, TpuPlan, build_plan
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.report import exit_code
 from accel_callbacks.launch.resolve import refuse_absent_gpus, refuse_unbuilt, resolve_settings
@@ -189,7 +191,25 @@ def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
     plan = build_plan(resolved, program, host, given_extras(args), words, args.quiet)
     if not args.dry_run and not (isinstance(plan, DirectPlan) and plan.elsewhere):
         refuse_absent_gpus(resolved)
+    if isinstance(plan, AgentPlan) and not resolved.settings.use_cpu:
+        return _with_workarounds(plan, environment)
     return plan
+
+
+def _with_workarounds(plan: AgentPlan, environment: Mapping[str, str]) -> AgentPlan:
+    """Disable paths of NCCL that the GPUs of this machine claim and do not have."""
+    if plan.rendezvous.local < 2 or not has_driver("MULTI_GPU"):
+        return plan
+    chosen = nccl_workarounds(gpu_drivers(environment), {**environment, **plan.env})
+    if chosen:
+        shown = " ".join(f"{name}={value}" for name, value in chosen.items())
+        print(
+            f"accel launch: sets {shown}: with this driver NCCL believes that GeForce RTX 40 cards "
+            "reach each other directly, and hangs. A driver from 550.40.07 on needs none of it; a "
+            "variable that you set, to 0 too, stays",
+            file=sys.stderr,
+        )
+    return replace(plan, env={**plan.env, **chosen})
 
 
 def _processes_here(asked: int | str | None) -> int | None:

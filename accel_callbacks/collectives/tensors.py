@@ -386,10 +386,23 @@ def gather_tensor(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> t
     mine = _as_bytes(local)
     filler = max(counts) * row - len(mine)
     sent = torch.cat([mine, mine.new_zeros(filler)]) if filler else mine
-    received = sent.new_empty(world, len(sent))
-    dist.all_gather(list(received.unbind(0)), sent)
+    received = _all_gather(sent, world)
     parts = [part[: count * row] for part, count in zip(received, counts, strict=True)]
     return _as_tensor(received.reshape(-1) if sizes is None else torch.cat(parts), local, shape)
+
+
+def _all_gather(sent: torch.Tensor, world: int) -> torch.Tensor:
+    """Gather a flat tensor into one of shape (world, elements)."""
+    received = sent.new_empty(world, len(sent))
+    try:
+        # Into one block: a list makes NCCL gather into a second block, and copy it from there.
+        dist.all_gather_into_tensor(received.view(-1), sent)
+    except RuntimeError as error:
+        # Backends such as MPI lack it, and say so before they send anything.
+        if "support" not in str(error) or "_allgather_base" not in str(error):
+            raise
+        dist.all_gather(list(received.unbind(0)), sent)
+    return received
 
 
 @explained("broadcast")
@@ -427,23 +440,41 @@ def reduce_tensor(
     value = value.to(_working_type(value, reduction), copy=True)
     if world > 1:
         if weight is not None and share is not None:
-            factor = torch.as_tensor(weight, device=value.device).to(value.real.dtype)
-            # A rank without samples may hold the mean of nothing, and 0 * nan is nan.
-            value = torch.where(factor == 0, torch.zeros_like(value), value * factor)
+            value = _weighted(value, weight)
         operation = "sum" if reduction == "mean" else reduction
         dist.all_reduce(value, getattr(dist.ReduceOp, operation.upper()))
         if reduction == "mean":
-            value = value / (world if share is None else share.to(value.device, value.real.dtype))
+            value = value / (world if share is None else _beside(share, value))
     if scale != 1:
         value = value * scale
     counted = reduction == "sum" or scale != 1
     return value.to(local.device, _result_type(local.dtype, value.dtype, counted))
 
 
+def _weighted(value: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    # A rank without samples may hold the mean of nothing, and 0 * nan is nan.
+    if isinstance(weight, torch.Tensor):
+        factor = weight.to(value.device, value.real.dtype)
+        return torch.where(factor == 0, torch.zeros_like(value), value * factor)
+    # A number goes with the kernel; a tensor made of it would block until it is on the device.
+    return value * weight if weight != 0 else torch.zeros_like(value)
+
+
+def _beside(share: torch.Tensor, value: torch.Tensor) -> float | torch.Tensor:
+    """Return a sum of weights to divide by, as a number where it would have to be copied."""
+    if share.device.type == "cpu" and value.device.type != "cpu":
+        return float(share)
+    return share.to(value.device, value.real.dtype)
+
+
 @explained("reduce")
 def sum_of(value: float | torch.Tensor) -> torch.Tensor:
     """Return the sum of a number over all ranks, in double precision."""
-    total = on_backend(torch.as_tensor(value).detach()).to(torch.float64, copy=True)
+    if isinstance(value, torch.Tensor):
+        one = value.detach()
+    else:
+        one = torch.tensor(value, dtype=torch.float64, device="cpu")
+    total = on_backend(one).to(torch.float64, copy=True)
     dist.all_reduce(total)
     return total
 

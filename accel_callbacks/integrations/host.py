@@ -393,8 +393,8 @@ class ForeignRun(TrainingRun):
 
     # --- position and metrics -----------------------------------------------------------------
 
-    @property
-    def global_step(self) -> int:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def global_step(self) -> int:
         """Optimizer steps taken."""
         step = self.uncounted_step
         return int(self.ask_trainer("global_step")) if step is None else step

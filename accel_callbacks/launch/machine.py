@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["DRIVERS", "Machine", "detect_machine", "has_driver", "usable_cores"]
+__all__ = [
+    "DRIVERS",
+    "GpuDriver",
+    "Machine",
+    "detect_machine",
+    "gpu_drivers",
+    "has_driver",
+    "nvidia_smi",
+    "usable_cores",
+]
 
 #: For each distributed type, prefixes of the driver's device files, those of Jetson and WSL too.
 DRIVERS = {
@@ -26,7 +35,23 @@ DRIVERS = {
     "MULTI_HPU": ("hl", "accel"),
     "MULTI_NEURON": ("neuron",),
 }
+_SMI_SECONDS = 10.0  # nvidia-smi hangs if the driver does
+_SMI_CHARACTERS = 100_000
 _SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+
+
+@dataclass(frozen=True)
+class GpuDriver:
+    """An NVIDIA GPU and the version of its driver, as nvidia-smi names them.
+
+    Example:
+        >>> from accel_callbacks.launch.machine import GpuDriver
+        >>> GpuDriver("NVIDIA L4", "550.54.15").driver
+        '550.54.15'
+    """
+
+    name: str
+    driver: str
 
 
 @dataclass(frozen=True)
@@ -138,19 +163,57 @@ def _is_apple() -> bool:
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
-def _nvidia_smi(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Query names with nvidia-smi, with a timeout: it hangs if the driver does."""
+def gpu_drivers(environment: Mapping[str, str]) -> tuple[GpuDriver, ...]:
+    """Return the NVIDIA GPUs of this machine with their driver; empty if nvidia-smi has no answer.
+
+    Example:
+        >>> from accel_callbacks.launch.machine import gpu_drivers
+        >>> gpu_drivers({"PATH": ""})
+        ()
+    """
+    lines = nvidia_smi(environment, "--query-gpu=name,driver_version", "--format=csv,noheader")
+    pairs = (line.rpartition(",") for line in lines)
+    return tuple(GpuDriver(_clean(name), _clean(driver)) for name, _, driver in pairs if name)
+
+
+def nvidia_smi(
+    environment: Mapping[str, str], *words: str, timeout: float | None = None
+) -> list[str]:
+    """Return the lines that nvidia-smi prints; none if it is absent, fails or hangs as drivers do.
+
+    Args:
+        environment: its ``PATH`` is searched.
+        words: arguments.
+        timeout: in seconds, 10 by default.
+
+    Example:
+        >>> from accel_callbacks.launch.machine import nvidia_smi
+        >>> nvidia_smi({"PATH": ""}, "-L")
+        []
+    """
     tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if tool is None:
-        return ()
-    query = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        return []
+    limit = _SMI_SECONDS if timeout is None else timeout
     try:
         done = subprocess.run(
-            query, capture_output=True, text=True, timeout=10, check=True, errors="replace"
+            [tool, *words],
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(_clean(line) for line in done.stdout.splitlines() if line.strip())
+        return []
+    return [line for line in done.stdout[:_SMI_CHARACTERS].splitlines() if line.strip()]
+
+
+def _nvidia_smi(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Query the names of the GPUs."""
+    lines = nvidia_smi(environment, "--query-gpu=name", "--format=csv,noheader")
+    return tuple(_clean(line) for line in lines)
 
 
 def _nvidia_files(root: Path) -> tuple[str, ...]:

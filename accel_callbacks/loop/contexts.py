@@ -202,6 +202,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         self._tracking.close("success")
         loop.share_identity(run)
         self._take_over(loop.run)
+        loop.settle_steps()
         loop.run = run
         self._stop_watching = watch_for_failures()
         self._find()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,8 +28,11 @@ from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.run import TrainingRun, length_of
+from accel_callbacks.precision.base import StepFinding
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
+
+_PATIENCE = 2.0  # seconds that an error waits for the device to tell which steps were skipped
 
 
 class LoaderProgress:
@@ -199,6 +205,8 @@ class Loop:
         self.worked = False
         self.epochs_counted = self.stop_consumed = False
         self.stepped: set[int] = set()
+        # Steps to be counted, and None where a batch began.
+        self._unsettled: deque[tuple[torch.optim.Optimizer, StepFinding] | None] = deque()
         self.outer: DataLoaderShard | None = None
         self.own = OwnBatches(optimizers, schedulers)
         self._cut_short = self._passed = self._ignores_stop = False
@@ -484,6 +492,8 @@ load_state() takes the newest valid one.
 
     def fail_fit(self, error: BaseException) -> None:
         """Fire the hooks of a run that fails."""
+        if self._unsettled:
+            self.settle_after_error()
         self.run.interrupted = isinstance(error, KeyboardInterrupt)
         if self._fit_started:
             hooks, left = self.dispatch.hooks, self._pending_teardowns
@@ -521,8 +531,10 @@ load_state() takes the newest valid one.
     def _drop_passes(self) -> None:
         """Close all passes over loaders."""
         self._cut_short, self.random_at_stop = False, None
-        for group in (self.deferred, self.active, self.progress, self.stepped, self.stages):
+        for group in (self.deferred, self.active, self.progress, self.stages):
             group.clear()
+        self.settle_steps()
+        self.stepped.clear()
         self.outer = None
         self.own.drop()
         # After a load, the open window is the one that the checkpoint holds.
@@ -633,20 +645,67 @@ load_state() takes the newest valid one.
     def begin_batch(self, loader: DataLoaderShard) -> None:
         """Start a training batch of the outer loader."""
         self.worked, self.last_loss = False, None
-        self.stepped.clear()
+        if self._unsettled:
+            self._unsettled.append(None)
+        else:
+            self.stepped.clear()
         self.progress.note(loader)
+
+    def count_later(self, optimizer: torch.optim.Optimizer, finding: StepFinding) -> None:
+        """Count an optimizer step once it is read whether it was skipped."""
+        self._unsettled.append((optimizer, finding))
+        # The host runs one step of each optimizer ahead of the device, and no more.
+        self._settle_steps(len(self.optimizers))
+
+    def settle_steps(self) -> None:
+        """Count the steps of :meth:`count_later`, in their order; waits for the device."""
+        if self._unsettled:
+            self._settle_steps(0)
+
+    def settle_after_error(self) -> None:
+        """Count the steps while an error unwinds, unless the device fails or hangs too."""
+        findings = [one[1] for one in self._unsettled if one is not None]
+        deadline = time.monotonic() + _PATIENCE
+        with suppress(Exception):
+            while not (ready := all(one.is_ready for one in findings)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.005)
+            if ready:
+                self.settle_steps()
+        self._unsettled.clear()
+        self.run.settle_steps = None
+
+    def _settle_steps(self, keep: int) -> None:
+        """Count steps until findings of no more than ``keep`` are left to be read."""
+        waiting = self._unsettled
+        left = sum(one is not None for one in waiting)
+        self.run.settle_steps = None  # counting asks for the steps so far
+        while waiting and (left > keep or waiting[0] is None):
+            one = waiting.popleft()
+            if one is None:  # a batch began here
+                self.stepped.clear()
+                continue
+            left -= 1
+            if one[1].stepped:
+                self.count_step(one[0])
+        self.run.settle_steps = self.settle_steps if waiting else None
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer step; optimizers that alternate within one batch count as one."""
+        run = self.run
+        if run.settle_steps is not None:
+            run.settle_steps()
         # The same optimizer twice in one batch is two steps, as in several passes over one batch.
         stepped, own = self.stepped, id(optimizer)
         if not stepped or own in stepped:
             stepped.clear()
-            self.run.global_step += 1
+            run._global_step += 1  # not through the property: this is the hot path
         stepped.add(own)
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the global step, from 1, that an optimizer takes next."""
+        self.settle_steps()
         shares = bool(self.stepped) and id(optimizer) not in self.stepped
         return self.run.global_step if shares else self.run.global_step + 1
 

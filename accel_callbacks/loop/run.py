@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -363,6 +363,8 @@ class TrainingRun(TrainerAttributes):
             ``end_training``) raises ``SystemExit`` with it, once everything is closed.
         interrupted: the run ended with a ``KeyboardInterrupt``.
         votes: the requests of this rank to all ranks.
+        settle_steps: counts the steps of which only the device knows whether they were skipped;
+            None if there are none.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -381,7 +383,8 @@ class TrainingRun(TrainerAttributes):
         self.run_id = uuid.uuid4().hex[:12]
         self.config: dict[str, Any] = {}
         self.identity: RunIdentity | None = None
-        self.global_step = 0
+        self._global_step = 0
+        self.settle_steps: Callable[[], None] | None = None
         self.current_epoch = 0
         self.epochs_done = 0
         self.epoch_open = False
@@ -407,9 +410,24 @@ class TrainingRun(TrainerAttributes):
 
     def start_over(self) -> None:
         """Reset the position for another training; name, id and config stay."""
+        if self.settle_steps is not None:
+            self.settle_steps()
         # In place, because callbacks and the user's `with` block hold this very object.
         kept = {name: getattr(self, name) for name in ("run_id", "config", "identity")}
         vars(self).update({**vars(TrainingRun(self._host, self.name)), **kept})
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken; waits for the device where only that knows about the last one."""
+        if self.settle_steps is not None:
+            self.settle_steps()
+        return self._global_step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        if self.settle_steps is not None:
+            self.settle_steps()
+        self._global_step = step
 
     @property
     def starts_fresh(self) -> bool:

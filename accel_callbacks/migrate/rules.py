@@ -131,6 +131,11 @@ ARGUMENTS: Mapping[tuple[str, str, object], tuple[Kind, str]] = {
     ),
 }
 
+TF32 = (
+    "with dynamo and mixed_precision='no' Accelerate turns TF32 on for matrix products on a GPU; "
+    "it stays off here: torch.backends.cuda.matmul.allow_tf32 = True does as there"
+)
+
 _NO_METHOD = "not there: an AttributeError"
 # Attributes that only Accelerate's Accelerator has.
 ATTRIBUTES: Mapping[str, str] = {

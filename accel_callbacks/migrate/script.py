@@ -27,6 +27,7 @@ from accel_callbacks.migrate.rules import (
     SCHEDULER,
     SCHEDULER_LENGTH,
     STATE_ATTRIBUTES,
+    TF32,
     VARIABLES,
 )
 from accel_callbacks.migrate.source import (
@@ -227,12 +228,29 @@ def _of_call(node: ast.Call, script: _Script) -> Iterator[Finding]:
         given += named
         if not named:
             yield Finding(node.lineno, f"{shown}(*...)", NAMELESS, "left")
+    if name == "Accelerator":
+        yield from _of_dynamo(shown, dict(given))
     for keyword, argument in given:
         for value in _values(argument):
             rule = ARGUMENTS.get((name, keyword, value))
             if rule is not None:
                 written = f"{shown}({keyword}={'...' if value is ANY else repr(value)})"
                 yield Finding(argument.lineno, written, rule[1], rule[0])
+
+
+def _of_dynamo(shown: str, given: dict[str, ast.expr]) -> Iterator[Finding]:
+    """Yield a finding for an Accelerator that compiles, unless it has another precision than fp32.
+
+    A precision that is not a constant, or is left to the launcher, may be "no".
+    """
+    precision = given.get("mixed_precision")
+    if isinstance(precision, ast.Constant) and precision.value not in ("no", None):
+        return
+    for keyword in ("dynamo_backend", "dynamo_plugin"):
+        argument = given.get(keyword)
+        off = isinstance(argument, ast.Constant) and str(argument.value).lower() in ("no", "none")
+        if argument is not None and not off:
+            yield Finding(argument.lineno, f"{shown}({keyword}=...)", TF32, "differs")
 
 
 def named_arguments(node: ast.Call) -> list[tuple[str, ast.expr]]:

@@ -10,7 +10,15 @@ import torch
 
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 
-__all__ = ["adopt", "compile_model", "original", "regions", "release", "uncompile"]
+__all__ = [
+    "adopt",
+    "compile_model",
+    "is_compiled",
+    "original",
+    "regions",
+    "release",
+    "uncompile",
+]
 
 _MARK = "_compiled_by_prepare"
 
@@ -142,6 +150,18 @@ def _entry(module: torch.nn.Module, codes: dict[type, CodeType]) -> Callable[...
 
     code = codes.setdefault(type(module), forward.__code__.replace())
     return FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether the model or one of its modules is compiled in place.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.modeling.compile import is_compiled
+        >>> is_compiled(torch.nn.Linear(1, 1))
+        False
+    """
+    return any(_compiled(module) is not None for module in model.modules())
 
 
 def _compiled(module: torch.nn.Module) -> Any:

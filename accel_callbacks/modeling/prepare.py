@@ -10,7 +10,7 @@ import torch
 from accel_callbacks.errors import nearest
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
-from accel_callbacks.modeling.compile import adopt, compile_model
+from accel_callbacks.modeling.compile import adopt, compile_model, is_compiled
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.precision import Precision
@@ -141,6 +141,8 @@ class Preparer:
             model = model.to(self._strategy.topology.device)
         # The precision changes the forward of the inner model, so the wrapper stays valid.
         compile_model(self._precision.wrap(inner), self._compile_plugin)
+        if not request.evaluation_mode:
+            self._precision.check_compiled(is_compiled(inner))
         return model
 
     def _add_model(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -13,8 +13,11 @@ from accel_callbacks.collectives import map_tensors
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.precision.base import Precision, PreparedForward, PreparedMethod
+from accel_callbacks.warning import warn
 
 __all__ = ["BF16", "Autocast"]
+
+_FIRST_BF16 = (8, 0)  # Ampere; torch lets older GPUs emulate it
 
 
 class Autocast(Precision):
@@ -106,3 +109,13 @@ class BF16(Autocast):
 
     name = "bf16"
     dtype = torch.bfloat16
+
+    def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
+        super().__init__(device, handlers)
+        if device.type == "cuda" and torch.version.hip is None:
+            capability = torch.cuda.get_device_capability(device)
+            if capability < _FIRST_BF16:
+                warn(
+                    f"{device} has compute capability {capability[0]}.{capability[1]} and emulates "
+                    "bf16, slowly: mixed_precision='fp16' is fast there. bf16 needs 8.0."
+                )

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.host_copy import HostCopy
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AutocastKwargs
 
-__all__ = ["Precision", "PreparedForward", "PreparedMethod"]
+__all__ = ["Precision", "PreparedForward", "PreparedMethod", "StepFinding"]
 
 
 class Precision:
@@ -73,6 +74,9 @@ class Precision:
             names: its methods. Where they or the forward call each other, the outermost counts.
         """
 
+    def check_compiled(self, compiled: bool) -> None:
+        """Warn if a model that was prepared should have been compiled for this precision."""
+
     def release(self, model: torch.nn.Module) -> None:
         """Undo what :meth:`wrap` changed besides the forward."""
 
@@ -87,8 +91,13 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of this optimizer, at most once a step."""
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
-        """Step the optimizer; return (True if it stepped, what the optimizer returned)."""
+    def step(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> tuple[bool | StepFinding, Any]:
+        """Step the optimizer; return (True if it stepped, what the optimizer returned).
+
+        The first is a :class:`StepFinding` if only the device knows whether the optimizer stepped.
+        """
         return True, optimizer.step(*args, **kwargs)
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
@@ -103,6 +112,36 @@ class Precision:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
+
+
+class StepFinding:
+    """Whether an optimizer stepped, found on the device and read later.
+
+    Args:
+        overflow: on the device, above 0 if a gradient was infinite or nan and the step skipped.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.precision.base import StepFinding
+        >>> StepFinding(torch.tensor(1.0)).stepped
+        False
+    """
+
+    def __init__(self, overflow: torch.Tensor) -> None:
+        self._overflow = HostCopy(overflow)
+        self._stepped: bool | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if :attr:`stepped` does not wait for the device."""
+        return self._stepped is not None or self._overflow.is_ready
+
+    @property
+    def stepped(self) -> bool:
+        """True if the optimizer stepped; waits for the gradients of the step."""
+        if self._stepped is None:
+            self._stepped = not float(self._overflow.read()) > 0
+        return self._stepped
 
 
 class PreparedForward:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from accel_callbacks.gradients import has_gradients
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import GradScalerKwargs
 from accel_callbacks.precision.amp import Autocast
+from accel_callbacks.precision.base import StepFinding
 
 __all__ = ["FP16"]
 
@@ -65,8 +66,12 @@ class FP16(Autocast):
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+    def step(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> tuple[bool | StepFinding, Any]:
         """Step unless a gradient is infinite or nan.
+
+        A fused optimizer decides that on the device, and the host does not wait for it.
 
         Raises:
             RuntimeError: a closure is passed; the gradients that it computes would stay scaled.
@@ -79,11 +84,12 @@ class FP16(Autocast):
             return True, optimizer.step()
         self.unscale(optimizer)
         self._unscaled.discard(id(optimizer))
-        found = self.scaler._found_inf_per_device(optimizer)
-        overflow = any(float(flag) > 0 for flag in found.values())
+        finding = StepFinding(_summed(self.scaler._found_inf_per_device(optimizer).values()))
         result = self.scaler.step(optimizer)
         self._stepped = True
-        return not overflow, result
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return finding, result
+        return finding.stepped, result  # the scaler has read it too
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip the step; the scale is still updated by overflows in the unused gradients."""
@@ -118,3 +124,11 @@ class FP16(Autocast):
             self.scaler.update()
             self._unscaled.clear()
             self._stepped = False
+
+
+def _summed(flags: Collection[torch.Tensor]) -> torch.Tensor:
+    """Add up the flags of several devices, on the first one."""
+    first, *others = flags
+    for other in others:
+        first = first + other.to(first.device, non_blocking=True)
+    return first

@@ -47,6 +47,7 @@ class FP8(BF16):
         super().__init__(device, handlers)
         self.recipe = self.handlers.get(AORecipeKwargs, AORecipeKwargs())
         self.float8_config = _read_config(self.recipe)
+        self._warned_uncompiled = False
         if not self.float8_config.emulate:
             _check_capability(device)
 
@@ -71,6 +72,16 @@ class FP8(BF16):
         for name, layer in chosen.items():
             _copy_hooks_and_mode(layer, model.get_submodule(name))
         return super().wrap(model)
+
+    def check_compiled(self, compiled: bool) -> None:
+        """Warn once if a model is not compiled: its casts to fp8 are kernels of their own then."""
+        if not (compiled or self._warned_uncompiled or self.float8_config.emulate):
+            self._warned_uncompiled = True
+            warn(
+                "fp8 without torch.compile is usually slower than bf16, because each cast is a "
+                "kernel of its own: give the Accelerator dynamo_backend='inductor', or compile the "
+                "model before prepare()."
+            )
 
     def release(self, model: torch.nn.Module) -> None:
         """Restore the plain layers, with the current parameters."""

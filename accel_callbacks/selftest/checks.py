@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -109,9 +110,11 @@ def topology_is_whole(lab: Lab) -> str:
     expect.done()
     machines = len({one["host"] for one in everyone})
     backend = f", {here.backend}" if here.backend else ""
+    notes = sorted({one["note"] for one in everyone if one["note"]})
     return (
         f"{_count(here.world_size, 'process', 'es')} on {_count(machines, 'machine')}, "
-        f"{_device(here.device)}{backend}, precision {config.mixed_precision}"
+        f"{_devices(everyone)}{backend}, precision {config.mixed_precision}"
+        + "".join(f"; {note}" for note in notes)
     )
 
 
@@ -122,6 +125,8 @@ def _facts(here: Topology, config: AcceleratorConfig) -> dict[str, Any]:
         "host": f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}",
         "device": str(here.device),
         "kind": here.device.type,
+        "gpu": torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "",
+        "note": _capability_note(here.device),
         "torch": torch.__version__,
         "accel-callbacks": __version__,
         "python": platform.python_version(),
@@ -134,10 +139,23 @@ def _count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural if number != 1 else ''}"
 
 
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device.type} ({torch.cuda.get_device_name(device)})"
-    return device.type
+def _devices(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the devices of all ranks."""
+    kind = str(everyone[0]["kind"])
+    gpus = Counter(one["gpu"] for one in everyone if one["gpu"])
+    named = (f"{n} x {name}" if n > 1 else name for name, n in gpus.items())
+    return f"{kind} ({', '.join(named)})" if gpus else kind
+
+
+def _capability_note(device: torch.device) -> str:
+    """Describe the low precisions that an NVIDIA GPU lacks."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    text = f"compute capability {capability[0]}.{capability[1]}"
+    if capability < (8, 0):
+        return f"{text}: bf16 is emulated, slowly, so take fp16, and there is no fp8"
+    return f"{text}: no fp8" if capability < (8, 9) else ""
 
 
 def collectives_carry_values(lab: Lab) -> str:
@@ -162,9 +180,29 @@ def collectives_carry_values(lab: Lab) -> str:
     summed = collectives.reduce(many, "sum")
     first = torch.arange(_MANY, dtype=torch.int64, device=accel.device)
     expect.equal("reduce of 8 MB", summed, first * (world * (world + 1) // 2))
+    backend = _all_reduce_on_device(expect, accel.device, rank, world)
     accel.wait_for_everyone()
     expect.done()
-    return "gather, reduce, broadcast, pad, objects, 8 MB"
+    return f"gather, reduce, broadcast, pad, objects, 8 MB{backend}"
+
+
+def _all_reduce_on_device(expect: Expectations, device: torch.device, rank: int, world: int) -> str:
+    """Sum gradients of some megabytes as DDP does; return the words for the backend."""
+    if world == 1:
+        return ""
+    buckets = [torch.full((_MANY,), rank + 1.0, device=device) for _ in range(4)]
+    works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+    for work, bucket in zip(works, buckets, strict=True):
+        work.wait()
+        total = torch.full_like(bucket, world * (world + 1) / 2)
+        expect.equal("all_reduce on the device", bucket, total)
+    return f", all_reduce on {device.type} by {_backend_of(device)}"
+
+
+def _backend_of(device: torch.device) -> str:
+    """Return the name of the backend that carries the tensors of a device."""
+    named = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(",") if ":" in pair)
+    return str(named.get(device.type, dist.get_backend()))
 
 
 def every_sample_once(lab: Lab) -> str:

@@ -24,8 +24,8 @@ _PER_STEP = ("on_before_optimizer_step", "on_after_optimizer_step", "on_before_z
 
 def _environment() -> dict[str, str]:
     """The variables of this process, without those that pytest and torch themselves set."""
-    foreign = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-    return {name: value for name, value in os.environ.items() if name not in foreign}
+    foreign = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ def remote(text: str) -> RemoteError:
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1"),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(h)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
         remote("torch.OutOfMemoryError: CUDA out of memory."),

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from accel_callbacks.cli import env as env_command
 from accel_callbacks.cli.main import main
+from accel_callbacks.launch import machine
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +109,134 @@ def test_an_output_that_is_closed_from_the_start() -> None:
 def test_a_file_that_would_not_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--short", "--config_file", "a.yaml"]) == 2
     assert "leave out --config_file" in capsys.readouterr().err
+
+
+class Properties:
+    """What torch knows of a GPU."""
+
+    name, total_memory, major, minor = "NVIDIA H100 80GB HBM3", 79 * 2**30, 9, 0
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two GPUs in torch's eyes, and an nvidia-smi of our own."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    kind = lambda: torch.device("cuda")  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", kind)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < other)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(machine, "_SMI_SECONDS", 0.2)
+
+    def write(script: str) -> None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return write
+
+
+TOPOLOGY = r"""
+case "$1" in
+topo) printf '\t\033[4mGPU0\tGPU1\tNIC0\tCPU Affinity\033[0m\nGPU0\t X \tNV18\tSYS\t0-15\n'
+      printf 'GPU1\tNV18\t X \tSYS\t0-15\nNIC0\tSYS\tSYS\t X \nLegend:\n X = Self\n' ;;
+*) echo 'NVIDIA H100 80GB HBM3, 580.65.06'; echo 'NVIDIA H100 80GB HBM3, 580.65.06' ;;
+esac
+"""
+
+
+def test_gpus_driver_nccl_and_links(gpus, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus(TOPOLOGY)
+    text = env(capsys)
+    one = "NVIDIA H100 80GB HBM3 79.0 GiB, capability 9.0"
+    assert f"- Accelerator devices: cuda:0 {one}; cuda:1 {one}\n" in text
+    assert "- torch CUDA: 13.0\n" in text
+    assert "- NVIDIA driver: 580.65.06\n" in text
+    assert "- NCCL: 2.27.5\n" in text
+    assert "- GPU links: GPU0: X NV18; GPU1: NV18 X\n" in text
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "exec sleep 60",
+        "exit 9",
+        "echo 'GPU0 GPU1'; echo 'GPU0 X maybe'; echo 'GPU1 what X'",
+        "printf 'GPU0\\033]0;title\\007 X\\n'",
+        "head -c 500000 /dev/urandom",
+    ],
+    ids=["hangs", "fails", "nonsense", "escapes", "noise"],
+)
+def test_an_nvidia_smi_that_is_of_no_use(
+    script: str, gpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus(script)
+    text = env(capsys)
+    assert "- GPU links: no peer access 1-0\n" in text
+    assert "\x1b" not in text
+    if "urandom" not in script and "GPU0" not in script:
+        assert "- NVIDIA driver: unknown: nvidia-smi has no answer\n" in text
+
+
+def test_a_driver_that_fails_is_an_answer_too(
+    gpus, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA unknown error")
+
+    gpus("exit 1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    monkeypatch.setattr(torch.cuda.nccl, "version", broken)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", broken)
+    text = env(capsys)
+    for name in ("Accelerator devices", "NCCL", "GPU links"):
+        assert f"- {name}: cannot be read: RuntimeError: CUDA unknown error\n" in text
+    assert text.endswith("- Config file: none\n")
+
+
+def test_without_cuda_there_are_no_lines_of_nvidia(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.version.cuda is None:
+        text = env(capsys)
+        assert "NVIDIA" not in text
+        assert "NCCL:" not in text
+
+
+def test_variables_of_the_backends_are_shown_without_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = {
+        "NCCL_P2P_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    for name, value in {**shown, "NCCL_PLUGIN_TOKEN": "hush", "NCCLX": "no"}.items():
+        monkeypatch.setenv(name, value)
+    text = env(capsys, "--short")
+    assert all(f"- {name}: {value}\n" in text for name, value in shown.items())
+    assert "- NCCL_PLUGIN_TOKEN: (set, not shown)\n" in text
+    assert "NCCLX" not in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "links"),
+    [
+        (
+            [["GPU0", "GPU1"], ["GPU0", "X", "PHB"], ["GPU1", "PHB", "X"]],
+            [["X", "PHB"], ["PHB", "X"]],
+        ),
+        ([["GPU0", "X"], ["GPU1", "X"]], []),
+        ([["GPU0", "X", "NV999999"], ["GPU1", "X", "X"]], []),
+        ([], []),
+    ],
+    ids=["two", "short", "no link", "none"],
+)
+def test_the_matrix_is_read_or_left(rows: list[list[str]], links: list[list[str]]) -> None:
+    assert env_command._matrix(rows) == links

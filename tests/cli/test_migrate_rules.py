@@ -23,6 +23,7 @@ from accel_callbacks.migrate.rules import (
     SCHEDULER,
     SCHEDULER_LENGTH,
     STATE_ATTRIBUTES,
+    TF32,
     VARIABLES,
 )
 from accel_callbacks.migrate.source import Finding
@@ -233,3 +234,23 @@ def test_every_missing_name_has_the_advice_of_its_pattern(pattern: str) -> None:
     assert found(f"from accelerate.{module} import {name}") == [
         Finding(1, name, ADVICE[pattern], "left")
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("dynamo_backend='inductor'", True),
+        ("dynamo_backend=backend", True),
+        ("dynamo_plugin=plugin, mixed_precision='no'", True),
+        ("dynamo_plugin=plugin, mixed_precision=args.precision", True),
+        ("dynamo_backend='inductor', mixed_precision='bf16'", False),
+        ("dynamo_backend='no'", False),
+        ("dynamo_plugin=None", False),
+        ("mixed_precision='no'", False),
+    ],
+)
+def test_tf32_is_spoken_of_where_accelerate_turned_it_on(arguments: str, said: bool) -> None:
+    script = f"from accelerate import Accelerator\naccelerator = Accelerator({arguments})\n"
+    texts = [one.text for one in migrate_script(script).findings]
+    assert (TF32 in texts) is said
+    assert "allow_tf32" in TF32

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accel_callbacks.cli.main import main
 from accel_callbacks.cli.test import CHECKS as NAMES
+from accel_callbacks.selftest import checks
 from accel_callbacks.selftest.__main__ import main as selftest
 from accel_callbacks.selftest.check import Check, Expectations, Failed, Lab, Skipped
 from accel_callbacks.selftest.checks import CHECKS
@@ -133,6 +135,7 @@ def test_all_holds_on_two_processes(warm_accel: Run, tmp_path: Path) -> None:
     *lines, last = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines] == [["ok", name] for name in NAMES]
     assert "2 processes on 1 machine, cpu, gloo, precision bf16" in lines[0]
+    assert "all_reduce on cpu by gloo" in lines[1]
     assert last == "9 checks hold"
     assert list((tmp_path / "kept").iterdir()) == []
 
@@ -278,3 +281,62 @@ def test_expectations_collect_problems() -> None:
     expect.that(True, "no")
     with pytest.raises(Failed, match="a gave 1 in place of 2"):
         expect.done()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([("cpu", ""), ("cpu", "")], "cpu"),
+        ([("cuda", "NVIDIA L4")], "cuda (NVIDIA L4)"),
+        ([("cuda", "NVIDIA L4")] * 4, "cuda (4 x NVIDIA L4)"),
+        ([("cuda", "NVIDIA L4"), ("cuda", "Tesla T4")], "cuda (NVIDIA L4, Tesla T4)"),
+    ],
+    ids=["cpu", "one", "four", "two kinds"],
+)
+def test_the_gpus_of_all_ranks_are_named(ranks: list[tuple[str, str]], text: str) -> None:
+    assert checks._devices([{"kind": kind, "gpu": gpu} for kind, gpu in ranks]) == text
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [
+        ((7, 5), ["7.5", "bf16 is emulated", "fp16", "no fp8"]),
+        ((8, 0), ["8.0", "no fp8"]),
+        ((9, 0), []),
+    ],
+    ids=str,
+)
+def test_low_precisions_that_a_gpu_lacks_are_said(
+    capability: tuple[int, int], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    text = checks._capability_note(torch.device("cuda", 0))
+    assert all(word in text for word in words)
+    assert bool(text) is bool(words)
+    assert ("emulated" in text) is (capability < (8, 0))
+    assert checks._capability_note(torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "name"),
+    [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cpu:gloo,cuda:nccl", "cpu", "gloo")],
+)
+def test_the_backend_of_a_device_is_named(
+    config: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: config)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "undefined")
+    assert checks._backend_of(torch.device(kind)) == name
+
+
+def test_an_all_reduce_that_does_not_add_up_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, async_op: Done())
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl,cpu:gloo")
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "undefined")
+    expect = Expectations()
+    checks._all_reduce_on_device(expect, torch.device("cpu"), 0, 2)
+    assert "all_reduce on the device gave [1.0, 1.0, 1.0, 1.0]" in expect.problems[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -75,6 +76,104 @@ def test_a_reading_that_fails_later_ends_nothing(tmp_path):
 def test_no_step_is_no_interval():
     with pytest.raises(ValueError, match="every_n_steps=0"):
         DeviceStats(every_n_steps=0)
+
+
+class Driver:
+    """Stands in for NVML: readings that note their thread, and can hang or fail."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.threads: list[threading.Thread] = []
+        self.calls = 0
+        self.answers = threading.Event()
+        self.answers.set()
+        self.fails = False
+        monkeypatch.setattr(
+            "accel_callbacks.callbacks.device_stats._driver_readings",
+            lambda device: {"power_w": self.power, "absent": self.absent},
+        )
+
+    def power(self) -> float:
+        self.threads.append(threading.current_thread())
+        self.calls += 1
+        assert self.answers.wait(60)
+        if self.fails:
+            raise RuntimeError("driver lost")
+        return 300.0
+
+    def absent(self) -> float:
+        raise RuntimeError("not supported")
+
+    def settle(self) -> None:
+        for thread in self.threads:
+            if thread is not threading.main_thread():
+                thread.join(60)
+
+
+def logged_rows(kit, driver: Driver | None, steps: int = 6) -> list[bool]:
+    """Train, and return for each log whether the driver's figure was in it."""
+    rows, log = [], kit.accel.log
+    kit.accel.log = lambda values, *args, **kwargs: (
+        rows.append("device/power_w" in values),
+        log(values, *args, **kwargs),
+    )[-1]
+    with kit.accel.run("stats"):
+        for index, batch in enumerate(kit.train):
+            if index < steps:
+                kit.step(batch)
+                if driver is not None:
+                    driver.settle()
+    return rows
+
+
+def test_the_driver_is_asked_a_step_before_and_never_on_the_training_thread(training, monkeypatch):
+    driver = Driver(monkeypatch)
+    assert logged_rows(training(DeviceStats(every_n_steps=3), batches=6), driver) == [True, True]
+    assert driver.threads
+    assert threading.main_thread() not in driver.threads
+    assert driver.calls == 3  # once more at first, to see whether it answers
+
+
+def test_a_driver_that_hangs_holds_no_step(training, monkeypatch):
+    driver = Driver(monkeypatch)
+    driver.answers.clear()
+    try:
+        rows = logged_rows(training(DeviceStats(every_n_steps=2), batches=6), None)
+        assert rows == [False] * 3
+        assert len(set(driver.threads)) == 1  # it is not asked again meanwhile
+    finally:
+        driver.answers.set()
+        driver.settle()
+
+
+def test_a_driver_that_fails_later_is_said_once_and_left_out(training, monkeypatch):
+    driver = Driver(monkeypatch)
+    kit = training(DeviceStats(every_n_steps=2), batches=6)
+    power = driver.power
+
+    def failing() -> float:
+        driver.fails = driver.calls >= 2
+        return power()
+
+    driver.power = failing
+    with pytest.warns(UserWarning, match="power_w cannot be read any more") as seen:
+        assert logged_rows(kit, driver) == [True, False, False]
+    assert sum("cannot be read" in str(one.message) for one in seen) == 1
+    assert "absent" not in "".join(str(one.message) for one in seen)
+
+
+def test_only_the_main_process_asks_the_driver(training, monkeypatch):
+    driver = Driver(monkeypatch)
+    kit = training(DeviceStats(every_n_steps=2), batches=6)
+    monkeypatch.setattr(type(kit.accel.current_run), "is_global_zero", False)
+    assert logged_rows(kit, driver) == [False] * 3
+    assert driver.calls == 0
+
+
+def test_read_has_the_figures_of_the_driver_too(monkeypatch):
+    driver = Driver(monkeypatch)
+    values = DeviceStats(cpu=False).read(torch.device("cpu"))
+    assert values == {"device/power_w": 300.0}
+    assert threading.main_thread() in driver.threads
 
 
 @pytest.mark.gpu

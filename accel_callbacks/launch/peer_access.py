@@ -1,0 +1,43 @@
+"""Disable the paths of NCCL that GeForce RTX 40 cards lack, as Accelerate's launcher does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from accel_callbacks.launch.machine import GpuDriver
+
+__all__ = ["nccl_workarounds"]
+
+_WITHOUT_PEERS = re.compile(r"GeForce RTX 40\d\d\b")
+_FIRST_RIGHT_DRIVER = (550, 40, 7)  # it tells NCCL by itself that the cards have no peer access
+_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+
+
+def nccl_workarounds(gpus: Sequence[GpuDriver], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set for several processes on a machine with these GPUs.
+
+    Older drivers claim peer access between GeForce RTX 40 cards, and NCCL hangs or fails. Variables
+    that are set already stay.
+
+    Args:
+        gpus: those of the machine.
+        environment: usually ``os.environ``.
+
+    Example:
+        >>> from accel_callbacks.launch.machine import GpuDriver
+        >>> from accel_callbacks.launch.peer_access import nccl_workarounds
+        >>> cards = [GpuDriver("NVIDIA GeForce RTX 4090", "535.54.03")] * 2
+        >>> nccl_workarounds(cards, {"NCCL_IB_DISABLE": "0"})
+        {'NCCL_P2P_DISABLE': '1'}
+    """
+    concerned = [one for one in gpus if _WITHOUT_PEERS.search(one.name)]
+    old = any(_version(one.driver) < _FIRST_RIGHT_DRIVER for one in concerned)
+    if len(gpus) < 2 or not old:
+        return {}
+    return {name: "1" for name in _VARIABLES if name not in environment}
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return a version as numbers; one that cannot be read counts as old."""
+    return tuple(int(part) for part in text.split(".") if part.isdecimal() and len(part) < 8)

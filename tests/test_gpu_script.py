@@ -1,0 +1,145 @@
+"""scripts/test_gpu: what it finds, and that no test can hide from its table or outlast it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_table", ROOT / "scripts" / "gpu_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks its module up
+    spec.loader.exec_module(module)
+    return module
+
+
+MIXED = """
+import pytest
+pytestmark = pytest.mark.gpu
+def test_good(): pass
+def test_bad(): assert 1 == 2
+@pytest.mark.skip(reason="needs two GPUs")
+def test_left(): pass
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "test_written.py"
+    path.write_text(text)
+    return path
+
+
+def test_each_test_is_a_row(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unmarked = "\n@pytest.mark.filterwarnings('ignore')\ndef test_another(): pass\n"
+    rows = table.run_file(written(tmp_path, MIXED), [], 60)
+    assert [(row.check.rpartition("::")[2], row.result) for row in rows] == [
+        ("test_good", "passed"),
+        ("test_bad", "FAILED"),
+        ("test_left", "skipped"),
+    ]
+    assert rows[1].why == "assert 1 == 2"
+    assert rows[2].why == "needs two GPUs"
+    assert table.exit_code(rows) == 1
+    assert table.exit_code(rows[::2]) == 0
+    table.print_table(rows)
+    assert capsys.readouterr().out.endswith("1 passed, 1 FAILED, 1 skipped\n")
+    only = MIXED.replace("pytestmark = pytest.mark.gpu", "") + unmarked
+    assert table.run_file(written(tmp_path, only), [], 60) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("import os; os._exit(7)", "ended with exit code 7"),
+        ("import os; os.kill(os.getpid(), 9)", "died by signal 9"),
+    ],
+    ids=["exits", "killed"],
+)
+def test_a_process_that_dies_is_a_failure(
+    table: ModuleType, tmp_path: Path, body: str, why: str
+) -> None:
+    text = f"import pytest\n@pytest.mark.gpu\ndef test_dies():\n    {body}\n"
+    (row,) = table.run_file(written(tmp_path, text), [], 60)
+    assert row.result == "FAILED"
+    assert why in row.why
+
+
+def test_a_file_that_cannot_be_imported_is_a_failure(table: ModuleType, tmp_path: Path) -> None:
+    text = "import pytest\npytestmark = pytest.mark.gpu\nraise OSError('no libcudart')\n"
+    rows = table.run_file(written(tmp_path, text), [], 60)
+    assert table.exit_code(rows) == 1
+
+
+HANGS = """
+import pathlib, subprocess, sys, time
+import pytest
+@pytest.mark.gpu
+def test_hangs():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+    time.sleep(600)
+"""
+
+
+def test_a_file_that_hangs_is_ended_with_its_processes(table: ModuleType, tmp_path: Path) -> None:
+    (row,) = table.run_file(written(tmp_path, HANGS), [], 8)
+    assert (row.result, row.why) == ("FAILED", "hung: ended after 8 s")
+    stat = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_what_there_is_no_time_for_is_named(table: ModuleType) -> None:
+    files = table.marked_files(ROOT / "tests")
+    rows = table.run_all(files, [], 0)
+    assert {row.result for row in rows} == {"not run"}
+    assert len(rows) == len(files)
+    assert table.exit_code(rows) == 3
+
+
+def test_files_are_found_by_the_marker(table: ModuleType) -> None:
+    found = [str(path.relative_to(ROOT)) for path in table.marked_files(ROOT / "tests")]
+    assert found[0].split("/")[-2] == "gpu"
+    for name in ("tests/accel_callbacks/test_gpu.py", "tests/checkpoint_io/test_snapshot.py"):
+        assert name in found
+    assert "tests/test_docs.py" not in found
+
+
+def run_script(tmp_path: Path, smi: str | None) -> subprocess.CompletedProcess[str]:
+    if smi is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {**os.environ, "GPU_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    return subprocess.run(
+        [str(ROOT / "scripts" / "test_gpu")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("smi", "words"),
+    [("exit 9", "has no NVIDIA GPU"), ("echo 'GPU 0: H100'", "finds no CUDA device")],
+    ids=["no driver", "hidden"],
+)
+def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path, smi: str, words: str) -> None:
+    done = run_script(tmp_path, smi)
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+    assert "nothing to test" in done.stdout
