@@ -156,7 +156,7 @@ class InPlaceReads:
         """Make a tensor for a state, sharded like its parameter if it has the same shape."""
         # torch moves the step count to where the optimizer wants it.
         if parameter is None or key == "step":
-            target = torch.empty(view.shape, dtype=view.dtype)
+            target = torch.empty(view.shape, dtype=view.dtype, device="cpu")
         elif view.shape == tuple(parameter.shape):
             target = torch.empty_like(parameter, dtype=view.dtype, requires_grad=False)
         else:

@@ -515,7 +515,7 @@ class ShareSource:
 
     def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
         """Return a generator that differs between ranks and after each resume."""
-        return torch.Generator().manual_seed(mix_seed(seed, epoch, position, self._plan.rank))
+        return seeded_generator(mix_seed(seed, epoch, position, self._plan.rank))
 
     # --- the start of a pass --------------------------------------------------------------------
 
@@ -576,7 +576,7 @@ class ShareSource:
         if early:
             draws.open()
         if base:
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            draw_base_seed(self._loader.generator)
             if early and self._loader.num_workers:
                 draws.open()
         return draws.take(None)
