@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from accel_callbacks import collectives
+from accel_callbacks.data.base_seed import draw_base_seed, seeded_generator
 from accel_callbacks.data.order import (
     GLOBAL,
     Draws,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from accel_callbacks.data.base_seed import base_seed_generator, seeded_generator
 from accel_callbacks.data.iterable import CollateShare, IterableShards, Piece
 from accel_callbacks.data.order import (
     Generators,

@@ -413,9 +413,7 @@ def own_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def pick_device(
-    cpu: bool, local_rank: int | None, *, can_share: bool = False
-) -> torch.device:
+def pick_device(cpu: bool, local_rank: int | None, *, can_share: bool = False) -> torch.device:
     """Return the device of a local rank, and make it torch's current device.
 
     Args:

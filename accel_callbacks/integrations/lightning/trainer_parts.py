@@ -140,6 +140,10 @@ class LoggedValues:
         run.callback_metrics.update(values)
 
 
+def _as_tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+
+
 def _result(one: _Pending) -> Any:
     if one.reduction == "metric":
         value = one.total.compute()
