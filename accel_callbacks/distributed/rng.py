@@ -151,10 +151,13 @@ def devices_of(models: Iterable[torch.nn.Module]) -> set[torch.device]:
 
 def _other_devices(device: torch.device, others: Iterable[torch.device]) -> list[torch.device]:
     """Return the devices that have random numbers of their own, without ``device``."""
-    plain = {"cpu", "meta"}
-    return sorted(
-        {one for one in others if one.type not in plain and _index(one) != _index(device)}, key=str
-    )
+    own = _index(device)
+    found = {one for one in others if _has_generator(one) and _index(one) != own}
+    return sorted(found, key=str)
+
+
+def _has_generator(device: torch.device) -> bool:
+    return device.type != "cpu" and hasattr(getattr(torch, device.type, None), "get_rng_state")
 
 
 def _index(device: torch.device) -> tuple[str, int | None]:
