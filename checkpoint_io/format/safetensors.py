@@ -54,9 +54,7 @@ ALIGNMENT = 4096  # a header ends at a multiple of it, so that tensor data start
 MAX_DIMS = 64  # of a tensor in a file or manifest that is read
 MAX_HEADER = 100_000_000  # limit of the safetensors library
 PIECE = 16 << 20  # bytes that are copied to the host at a time
-_READ_AHEAD_FROM = (
-    1 << 20
-)  # bytes of a tensor on a device; smaller ones are not worth pinned memory
+_READ_AHEAD_FROM = 1 << 20  # bytes; smaller tensors are not worth pinned memory
 _quote = json.encoder.encode_basestring_ascii
 
 
