@@ -349,24 +349,16 @@ def _group_ranks(env: Mapping[str, str], cpu: bool = False) -> tuple[int, int, i
     if not (dist.is_available() and dist.is_initialized()):
         return None
     rank, world = dist.get_rank(), dist.get_world_size()
-    local_rank, local_world = rank, world
-    kind = None if cpu else own_accelerator()
-    if "LOCAL_RANK" not in env:
-        index = next((name for name in _TASK_INDEX if name in env), None)
-        count = 0 if kind is None else torch.accelerator.device_count()
-        if count:
-            local_world = min(world, count)
-        if index is not None:
-            local_rank = _number(env, index, rank)
-        elif count:
-            # Device 0 is also the current one of a script that has not chosen any.
-            local_rank = current_device_index() or rank % count
-    return (
-        rank,
-        world,
-        _number(env, "LOCAL_RANK", local_rank),
-        _number(env, "LOCAL_WORLD_SIZE", local_world),
-    )
+    on_cpu = cpu or own_accelerator() is None
+    count = 0 if on_cpu else torch.accelerator.device_count()
+    index = next((name for name in ("LOCAL_RANK", *_TASK_INDEX) if name in env), None)
+    if index is not None:
+        local_rank = _number(env, index, rank)
+    else:
+        # Device 0 is also the current one of a script that has not chosen any.
+        local_rank = current_device_index() or rank % count if count else rank
+    local_world = min(world, count) if count else world
+    return rank, world, local_rank, _number(env, "LOCAL_WORLD_SIZE", local_world)
 
 
 def _ranks_from(env: Mapping[str, str]) -> tuple[int, int, int, int]:
