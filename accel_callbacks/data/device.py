@@ -159,7 +159,7 @@ class StreamFeed:
         """Return the batch for the computing stream, which waits for the copy."""
         stream = self._module.current_stream(self._device)
         stream.wait_event(copied)
-        for tensor in ahead.tensors:
+        for tensor in ahead.tensors.values():
             if tensor.device.type == self._device.type:
                 # The caching allocator would reuse the memory for the next copy on the side
                 # stream as soon as the tensor is freed, while kernels still read it.
@@ -187,13 +187,13 @@ class _Ahead:
 
     Attributes:
         batch: the copy.
-        tensors: the dense tensors in it.
+        tensors: the dense tensors in it, by their ``id``.
         is_partial: it has objects whose tensors are not known, still to be moved.
     """
 
     def __init__(self, batch: Any, device: torch.device) -> None:
         self._device = device
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: dict[int, torch.Tensor] = {}
         self.is_partial = False
         self.batch = self._send(batch)
 
@@ -203,7 +203,7 @@ class _Ahead:
     def _send_leaf(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             copied = item.to(self._device, non_blocking=True)
-            self.tensors += _dense_parts(copied)
+            self._keep(copied)
             return copied
         if isinstance(item, MutableMapping) and getattr(item, "device", None) is None:
             # Such as a BatchEncoding, whose own `to` changes the dataset's object. Not a mapping
@@ -214,8 +214,11 @@ class _Ahead:
         tensors = _tensors_of(item)
         self.is_partial = self.is_partial or not tensors
         for tensor in tensors:
-            self.tensors += _dense_parts(tensor)
+            self._keep(tensor)
         return item
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        self.tensors.update((id(part), part) for part in _dense_parts(tensor))
 
 
 def _is_sent(item: Any) -> bool:
