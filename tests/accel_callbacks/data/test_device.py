@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, prepare_data_loader
-from accel_callbacks.data.device import StreamFeed, _dense_parts, device_feed, send_to_device
+from accel_callbacks.data import device as device_feeds
+from accel_callbacks.data.device import StreamFeed, device_feed, send_to_device
 from accel_callbacks.data.sources import Delivery
 
 META = torch.device("meta")
@@ -221,7 +222,7 @@ def test_the_dense_parts_of_other_tensors_are_kept_until_they_are_computed_with(
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_dense_part_of_a_nested_tensor_is_its_memory():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])  # not on "meta"
-    (part,) = _dense_parts(nested)
+    (part,) = device_feeds._dense_parts(nested)
     assert not part.is_nested
     assert part.data_ptr() == nested.unbind()[0].data_ptr()
 

@@ -29,7 +29,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     fake = Gpus()
     monkeypatch.setattr(topology, "own_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(topology, "select_device", fake.select)
-    monkeypatch.setattr(topology, "current_device_index", lambda: fake.current)
+    monkeypatch.setattr(
+        torch.accelerator, "current_device_index", lambda: fake.current, raising=False
+    )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: fake.count)
     for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"):
         monkeypatch.delenv(name, raising=False)
