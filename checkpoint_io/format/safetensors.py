@@ -117,8 +117,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield what a tensor is made of in C order: all of it, or parts of at most a piece."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
-        ready = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-        count = flat.numel() if ready else max(1, PIECE // tensor.element_size())
+        count = flat.numel() if _is_ready(tensor) else max(1, PIECE // tensor.element_size())
         for begin in range(0, flat.numel(), count):
             yield flat[begin : begin + count]
     elif tensor.nbytes <= PIECE or tensor.dim() == 0:
@@ -127,6 +126,11 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         rows = PIECE * tensor.shape[0] // tensor.nbytes
         for begin in range(0, tensor.shape[0], max(1, rows)):
             yield from _parts(tensor[begin : begin + rows] if rows else tensor[begin])
+
+
+def _is_ready(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of a contiguous tensor can be read where they are."""
+    return tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
 
 
 def view_of(tensor: torch.Tensor) -> memoryview[int]:
