@@ -192,6 +192,10 @@ class Preparer:
         return prepared
 
 
+# The second is of NAdam.
+_HOST_SCALARS = {"step", "mu_product"}
+
+
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
     """Move the state of each parameter to the parameter's device, by the rules of torch.
 
@@ -199,13 +203,13 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
     the parameter, replaces the groups, and calls hooks and overrides that expect a checkpoint.
     """
     for group in optimizer.param_groups:
-        # Else the step count is read by the host at each step, and belongs there.
+        # Else the host reads these scalars at each step, and the optimizer makes them there.
         counts_on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
             if isinstance(state, MutableMapping):
                 for key, value in state.items():
-                    if key != "step" or counts_on_device:
+                    if counts_on_device or key not in _HOST_SCALARS:
                         moved = _on_device(value, parameter.device)
                         if moved is not value:
                             state[key] = moved

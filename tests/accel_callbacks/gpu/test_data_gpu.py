@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from itertools import chain
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def test_each_pass_uses_the_memory_of_the_one_before():
             batch.sum()
         torch.cuda.synchronize()
         reserved.append(torch.cuda.memory_reserved())
-    assert reserved[-1] == reserved[1]
+    # A stream for each pass would hold two or three batches of 16 MiB more after each.
+    assert reserved[-1] <= reserved[1] + (64 << 20)
 
 
 class Encoding(collections.UserDict):
@@ -116,22 +118,28 @@ def test_loaders_work_with_the_gpu_as_default_device(seedable, workers):
     torch.set_default_device("cuda")
     try:
         accel = Accelerator(dataloader_config=config)
-        loader = DataLoader(
-            ["a", "b", "c", "d"],
-            2,
-            shuffle=seedable,
-            num_workers=workers,
-            # CUDA cannot be used in a fork, and torch's workers use the default device
-            multiprocessing_context="spawn" if workers else None,
-        )
-        loader = accel.prepare(loader)
+
+        def prepare():
+            return accel.prepare(
+                DataLoader(
+                    ["a", "b", "c", "d"],
+                    2,
+                    shuffle=seedable,
+                    num_workers=workers,
+                    # CUDA cannot be used in a fork, and workers use the default device.
+                    multiprocessing_context="spawn" if workers else None,
+                )
+            )
+
+        loader = prepare()
         for _ in range(2):
-            assert sorted(sum(loader, [])) == ["a", "b", "c", "d"]
-        state = loader.state_dict()
-        again = accel.prepare(DataLoader(["a", "b"], 1))
-        assert len(list(again)) == 2
-        loader.load_state_dict(state)
-        assert sorted(sum(loader, [])) == ["a", "b", "c", "d"]
+            assert sorted(chain.from_iterable(loader)) == ["a", "b", "c", "d"]
+        loader.trained = True
+        batches = iter(loader)
+        first = next(batches)
+        resumed = prepare()
+        resumed.load_state_dict(loader.state_dict())
+        assert sorted(chain(first, *resumed)) == ["a", "b", "c", "d"]
     finally:
         torch.set_default_device(None)
 
@@ -169,14 +177,17 @@ def test_two_processes_share_a_gpu_with_gloo(tmp_path):
         textwrap.dedent(
             """
             import os
-            import torch
-            from accel_callbacks import Accelerator
 
             os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-            accel = Accelerator(backend="gloo")
+
+            import torch
+            from accel_callbacks import Accelerator, InitProcessGroupKwargs
+
+            accel = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
             model = torch.nn.Linear(1, 1)
             model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            accel.backward(model(torch.full((1, 1), accel.process_index + 1.0, device=accel.device)).sum())
+            inputs = torch.full((1, 1), accel.process_index + 1.0, device=accel.device)
+            accel.backward(model(inputs).sum())
             optimizer.step()
             both = accel.gather(model.module.weight.detach().flatten())
             if accel.is_main_process:

@@ -65,6 +65,15 @@ def test_what_adagrad_makes_at_once_and_what_adamw_had_loaded_goes_where_the_par
     assert places(adamw) == {"step": {"cpu"}, "exp_avg": {"meta"}, "exp_avg_sq": {"meta"}}
 
 
+def test_scalars_that_the_host_reads_stay_there():
+    model, nadam = stepped(torch.optim.NAdam)
+    accelerator().prepare(model, nadam)
+    assert places(nadam) == {
+        **{"step": {"cpu"}, "mu_product": {"cpu"}},
+        **{"exp_avg": {"meta"}, "exp_avg_sq": {"meta"}},
+    }
+
+
 @pytest.mark.parametrize("option", ["capturable", "fused"])
 def test_the_step_count_goes_along_where_the_device_counts(option):
     model, optimizer = stepped(torch.optim.AdamW)
