@@ -97,7 +97,8 @@ class Accelerator(ProcessControl, MediaLogging):
         debug: compare the operands of all ranks before each collective method, and raise with a
             table of the ranks that differ instead of hanging; off by default. ``ACCEL_DEBUG=1``
             covers the functions too.
-        device_placement: move models and batches to the device, on by default.
+        device_placement: move models, the states of optimizers, and batches to the device, on by
+            default.
         log_with: names (``"jsonl"``, ``"tensorboard"``, ``"wandb"``) or instances of trackers.
         project_dir: folder of the run's logs and checkpoints.
         project_config: the same with more options; instead of ``project_dir``.
