@@ -138,7 +138,7 @@ class Preparer:
             if id(given) in left_in_place:
                 self._left_in_place.add(optimizer)
         # All of them: the model of one that was prepared before may only have moved now.
-        for known in self._optimizers:
+        for known in self._optimizers if requests or optimizers else ():
             if known.optimizer not in self._left_in_place:
                 _move_state(known.optimizer)
         for given, scheduler in zip(schedulers, set_up.schedulers, strict=True):

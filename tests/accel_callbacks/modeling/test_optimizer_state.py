@@ -127,6 +127,16 @@ def test_an_optimizer_that_is_prepared_before_its_model_follows_it():
     assert places(optimizer)["exp_avg"] == {"meta"}
 
 
+def test_a_state_that_the_script_has_moved_since_is_left_when_other_objects_are_prepared():
+    model, optimizer = stepped(torch.optim.AdamW)
+    accel = Accelerator(cpu=True)
+    accel.prepare(model, optimizer)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to(META)
+    accel.prepare(torch.utils.data.DataLoader(range(2)))
+    assert places(optimizer)["exp_avg"] == {"meta"}
+
+
 @pytest.mark.parametrize("where", ["accelerator", "entry", "prepare_optimizer"])
 def test_without_device_placement_the_state_is_left_alone(where):
     model, optimizer = stepped(torch.optim.AdamW)
