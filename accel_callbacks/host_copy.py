@@ -34,7 +34,9 @@ class HostCopy:
         self._event: Any = None
         tensor = tensor.detach()
         if tensor.device.type in _ASYNC_DEVICES:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            )
             self._copy.copy_(tensor, non_blocking=True)
             self._event = torch.Event(tensor.device)
             self._event.record()

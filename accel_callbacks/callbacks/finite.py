@@ -171,7 +171,7 @@ class FiniteCheck:
         parts = []
         if loss_bad:
             value = float("nan") if self._loss is None else float(self._loss)
-            here = not torch.isfinite(torch.tensor(value)) and self._loss is not None
+            here = not torch.isfinite(torch.tensor(value, device="cpu")) and self._loss is not None
             parts.append(f"the loss is {value}" if here else "the loss of another rank is bad")
         if gradients_bad:
             names = [] if self._gradients is None else self._gradients.bad_names(known)
