@@ -41,6 +41,7 @@ from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.heartbeat import stop_heartbeat
 from accel_callbacks.distributed.process_control import ProcessControl
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.topology import DistributedType, destroy_topology, resolve_topology
 from accel_callbacks.distributed.votes import Trigger
 from accel_callbacks.errors import unknown_option
@@ -1538,6 +1539,8 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> accel.current_run.callback_metrics
             {'train/loss': 0.5}
         """
+        if remote_failure.pending is not None:
+            remote_failure.raise_in("log")
         flat, step = self.tracking.log(self.loop.run, values, step, log_kwargs)
         self.loop.fire("on_log", flat, step)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_callbacks import collectives
+
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
 
@@ -144,7 +146,7 @@ def _average(tensors: Iterable[torch.Tensor], world_size: int) -> None:
     for (_, dtype), group in groups.items():
         flat = torch.cat([one.reshape(-1).to(dtype) for one in group])
         flat /= world_size  # before the sum, which could overflow
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=collectives.group_for(flat))
         means = torch.split(flat, [one.numel() for one in group])
         for one, mean in zip(group, means, strict=True):
             one.copy_(mean.view(one.shape))

@@ -92,6 +92,8 @@ class Preemption(Callback):
         patience = None if grace_period is None else Interval.seconds(grace_period, "grace_period")
         self.exit_code = exit_code
         self.requeue = requeue
+        # One step later may be too late for the save.
+        self.votes_at_once = grace_period is not None
         self._catcher = SignalCatcher(parse_signals(listed), patience)
 
     @property

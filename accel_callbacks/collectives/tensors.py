@@ -18,6 +18,7 @@ from accel_callbacks.collectives.debug import Call, begin, contents, differences
 from accel_callbacks.collectives.group import (
     exchange,
     explained,
+    group_for,
     on_backend,
     send_object,
     source_of,
@@ -387,7 +388,7 @@ def gather_tensor(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> t
     filler = max(counts) * row - len(mine)
     sent = torch.cat([mine, mine.new_zeros(filler)]) if filler else mine
     received = sent.new_empty(world, len(sent))
-    dist.all_gather(list(received.unbind(0)), sent)
+    dist.all_gather(list(received.unbind(0)), sent, group=group_for(sent))
     parts = [part[: count * row] for part, count in zip(received, counts, strict=True)]
     return _as_tensor(received.reshape(-1) if sizes is None else torch.cat(parts), local, shape)
 
@@ -399,7 +400,7 @@ def broadcast_tensor(tensor: torch.Tensor, source: int) -> torch.Tensor:
     if world_size() == 1 or local.numel() == 0:
         return local.clone()
     data = _as_bytes(local).clone()
-    dist.broadcast(data, src=source)
+    dist.broadcast(data, src=source, group=group_for(data))
     return _as_tensor(data, local, local.shape)
 
 
@@ -431,7 +432,8 @@ def reduce_tensor(
             # A rank without samples may hold the mean of nothing, and 0 * nan is nan.
             value = torch.where(factor == 0, torch.zeros_like(value), value * factor)
         operation = "sum" if reduction == "mean" else reduction
-        dist.all_reduce(value, getattr(dist.ReduceOp, operation.upper()))
+        operator = getattr(dist.ReduceOp, operation.upper())
+        dist.all_reduce(value, operator, group=group_for(value))
         if reduction == "mean":
             value = value / (world if share is None else share.to(value.device, value.real.dtype))
     if scale != 1:
@@ -444,7 +446,7 @@ def reduce_tensor(
 def sum_of(value: float | torch.Tensor) -> torch.Tensor:
     """Return the sum of a number over all ranks, in double precision."""
     total = on_backend(torch.as_tensor(value).detach()).to(torch.float64, copy=True)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group_for(total))
     return total
 
 
