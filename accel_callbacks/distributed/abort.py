@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.collectives import BoundedStore, has_peers, rank, store, world_size
+from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import (
     REPORT,
     current_heartbeat,
@@ -143,7 +144,7 @@ def explain(error: BaseException, where: str) -> BaseException:
         cause = RuntimeError(
             f"{where}: all ranks live, but one did not come within the timeout of the process "
             f"group: {watch.last_seen(others)}. Check what it does there, or give it longer with "
-            "Accelerator(timeout=...)."
+            f"Accelerator(timeout=...).{dump_hang(rank())}"
         )
     setattr(cause, _EXPLAINED, True)  # not to be looked for again
     return cause
