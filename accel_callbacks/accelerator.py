@@ -119,7 +119,8 @@ class Accelerator(ProcessControl, MediaLogging):
         rng_types: random generators (``"torch"``, ``"cuda"``, ``"generator"``, ...) whose state
             rank 0 broadcasts at the start of each pass over a loader. None by default: the order
             of samples does not need it.
-        timeout: how long a collective waits for the other ranks; torch's default if None.
+        timeout: how long a collective waits for the other ranks, and a rank may be silent; 30
+            minutes if None, on NCCL too (torch's default for a group that also has gloo).
         strict_trackers: let an error of a tracker end the run; off by default.
         tracker_config: options of all trackers (``loggers.TrackerConfig``): policy for NaN,
             timeouts, limit of the buffer.

@@ -34,9 +34,10 @@ _TERMINATING = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP")  # that parents send t
 class Preemption(Callback):
     """Save a checkpoint and end the run on a signal, on all ranks at the same step.
 
-    The ranks vote at the end of a step on the first SIGTERM or SIGUSR1 that any of them received.
-    Then ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits until the
-    save is durable; the run stops, its end hooks and trackers finish, and leaving ``accel.run`` (or
+    The ranks vote at the end of a step on the first SIGTERM or SIGUSR1 that any of them received;
+    several ranks take the next step meanwhile, unless there is a ``grace_period``. Then
+    ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits until the save
+    is durable; the run stops, its end hooks and trackers finish, and leaving ``accel.run`` (or
     ``end_training``) raises ``SystemExit(exit_code)``. Started again, the script resumes.
 
     Signals are caught from the start to the end of a run, in the main thread; afterwards they have
