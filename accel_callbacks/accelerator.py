@@ -41,6 +41,7 @@ from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.heartbeat import stop_heartbeat
 from accel_callbacks.distributed.process_control import ProcessControl
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.topology import DistributedType, destroy_topology, resolve_topology
 from accel_callbacks.distributed.votes import Trigger
 from accel_callbacks.errors import unknown_option
@@ -119,7 +120,8 @@ class Accelerator(ProcessControl, MediaLogging):
         rng_types: random generators (``"torch"``, ``"cuda"``, ``"generator"``, ...) whose state
             rank 0 broadcasts at the start of each pass over a loader. None by default: the order
             of samples does not need it.
-        timeout: how long a collective waits for the other ranks; torch's default if None.
+        timeout: how long a collective waits for the other ranks, and a rank may be silent; 30
+            minutes if None, on NCCL too (torch's default for a group that also has gloo).
         strict_trackers: let an error of a tracker end the run; off by default.
         tracker_config: options of all trackers (``loggers.TrackerConfig``): policy for NaN,
             timeouts, limit of the buffer.
@@ -1548,6 +1550,8 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> accel.current_run.callback_metrics
             {'train/loss': 0.5}
         """
+        if remote_failure.pending is not None:
+            remote_failure.raise_in("log")
         flat, step = self.tracking.log(self.loop.run, values, step, log_kwargs)
         self.loop.fire("on_log", flat, step)
 

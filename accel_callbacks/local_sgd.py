@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_callbacks import collectives
+
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
 
@@ -147,7 +149,7 @@ def _average(tensors: Iterable[torch.Tensor], world_size: int) -> None:
         for batch in _batches(group):
             flat = torch.cat([part.to(dtype) for part in batch])
             flat /= world_size  # before the sum, which could overflow
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=collectives.group_for(flat))
             means = torch.split(flat, [len(part) for part in batch])
             for part, mean in zip(batch, means, strict=True):
                 part.copy_(mean)

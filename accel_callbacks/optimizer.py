@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.callbacks.dispatch.dispatcher import Hook
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.gradients import has_gradients, multiply_gradients
 from accel_callbacks.loop.first_steps import OptimizerWatch
 from accel_callbacks.loop.loop import Loop
@@ -114,6 +115,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step at the end of a gradient window; the arguments are those of the optimizer."""
         loop = self._loop
         window = loop.window
+        if remote_failure.pending is not None:
+            remote_failure.raise_in("step")
         if loop.half_loaded is not None:
             loop.require_loaded("step")
         if not window.sync:

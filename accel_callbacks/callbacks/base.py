@@ -79,7 +79,9 @@ class Callback:
     Attributes:
         can_vote: set to True if the callback may call ``run.stop``, ``run.save_now`` or
             ``run.preempt`` in the middle of an epoch; with several processes, the ranks then agree
-            on these at each optimizer step.
+            on these at each optimizer step, and act on them at the end of the next one.
+        votes_at_once: True if the ranks are to act at the end of the very step, for which each of
+            them waits for the slowest one at each step.
         runs_last: True for a callback that saves: it is called after the others, so that the
             checkpoint contains what they did in the same hook.
         collective: True if its hooks call collectives; it must be registered on all ranks.
@@ -113,6 +115,7 @@ class Callback:
     """
 
     can_vote: bool = False
+    votes_at_once: bool = False
     runs_last: bool = False
     collective: bool = False
     saves_alike: bool = False

@@ -34,9 +34,10 @@ _TERMINATING = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP")  # that parents send t
 class Preemption(Callback):
     """Save a checkpoint and end the run on a signal, on all ranks at the same step.
 
-    The ranks vote at the end of a step on the first SIGTERM or SIGUSR1 that any of them received.
-    Then ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits until the
-    save is durable; the run stops, its end hooks and trackers finish, and leaving ``accel.run`` (or
+    The ranks vote at the end of a step on the first SIGTERM or SIGUSR1 that any of them received;
+    several ranks take the next step meanwhile, unless there is a ``grace_period``. Then
+    ``on_preempt`` fires on all of them, in which :class:`Checkpoint` saves and waits until the save
+    is durable; the run stops, its end hooks and trackers finish, and leaving ``accel.run`` (or
     ``end_training``) raises ``SystemExit(exit_code)``. Started again, the script resumes.
 
     Signals are caught from the start to the end of a run, in the main thread; afterwards they have
@@ -92,6 +93,8 @@ class Preemption(Callback):
         patience = None if grace_period is None else Interval.seconds(grace_period, "grace_period")
         self.exit_code = exit_code
         self.requeue = requeue
+        # One step later may be too late for the save.
+        self.votes_at_once = grace_period is not None
         self._catcher = SignalCatcher(parse_signals(listed), patience)
 
     @property

@@ -21,8 +21,8 @@ _STAGES = ("train", "validation", "test")
 class Timer(ResumableState):
     """Stop the run after a duration; the time before a resume counts too.
 
-    With several processes the ranks vote on the stop: all stop at the same step, as soon as the
-    time is up on one of them. The training time includes that of the evaluations.
+    With several processes the ranks vote on the stop: all stop at the same step, the one after that
+    in which the time is up on one of them. The training time includes that of the evaluations.
 
     Args:
         duration: how long to train: ``"8 h"``, ``"01:30:00"``, ``"1:00:00:00"`` (days first), a

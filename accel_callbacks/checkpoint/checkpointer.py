@@ -25,6 +25,7 @@ from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState,
 from accel_callbacks.distributed.abort import refuse_aborted_group
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.process_control import synchronize
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.modeling.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -138,6 +139,7 @@ class Checkpointer:
         loop.require_own_weights("save_state")
         loop.run.save_began = time.perf_counter() if began is None else began
         saves = loop.saves
+        loop.run.votes.wait()  # with the save, nothing else is under way between the ranks
         if not saves.make_room(when_busy if async_save else "wait"):
             return ""
         step = loop.run.global_step
@@ -229,6 +231,7 @@ class Checkpointer:
             ['model.safetensors']
         """
         _refuse_pickle(safe_serialization)
+        remote_failure.raise_in("save_model")
         training = self.training
         training.loop.require_loaded("save_model")
         require_neighbour("checkpoint_io")
@@ -270,6 +273,7 @@ class Checkpointer:
             {'mean': tensor([1., 1.])}
         """
         _refuse_pickle(safe_serialization)
+        remote_failure.raise_in("save")
         if self._writes_files:
             save_tensors(obj, f)
 

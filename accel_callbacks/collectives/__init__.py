@@ -4,11 +4,15 @@ All functions also work on one process, where at most the container is a new one
 """
 
 from accel_callbacks.collectives.debug import begin as begin
+from accel_callbacks.collectives.group import control_group as control_group
 from accel_callbacks.collectives.group import current_turn as current_turn
 from accel_callbacks.collectives.group import expect_group as expect_group
 from accel_callbacks.collectives.group import explained as explained
 from accel_callbacks.collectives.group import explains_with as explains_with
+from accel_callbacks.collectives.group import group_for as group_for
 from accel_callbacks.collectives.group import has_peers as has_peers
+from accel_callbacks.collectives.group import join_control_group as join_control_group
+from accel_callbacks.collectives.group import leave_control_group as leave_control_group
 from accel_callbacks.collectives.group import on_backend as on_backend
 from accel_callbacks.collectives.group import rank as rank
 from accel_callbacks.collectives.group import refuse_in_turn as refuse_in_turn

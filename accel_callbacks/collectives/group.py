@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -15,12 +16,16 @@ import torch.distributed as dist
 from accel_callbacks.collectives.store import BoundedStore
 
 __all__ = [
+    "control_group",
     "current_turn",
     "exchange",
     "expect_group",
     "explained",
     "explains_with",
+    "group_for",
     "has_peers",
+    "join_control_group",
+    "leave_control_group",
     "on_backend",
     "rank",
     "refuse_in_turn",
@@ -36,6 +41,8 @@ _TURN: ContextVar[str | None] = ContextVar("accel_callbacks_turn", default=None)
 # The store of each default group that this process has had. Global, as the default group is.
 _stores: WeakKeyDictionary[Any, BoundedStore] = WeakKeyDictionary()
 _count = itertools.count()
+# The gloo group beside each default group that serves no tensors of the CPU.
+_control: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # Finds the cause of a failed collective: this room does not know the one that watches the ranks.
 _explain: Callable[[BaseException, str], BaseException] | None = None
 # Ranks of the group that this process has joined, 1 without one. Global, as the default group is.
@@ -130,11 +137,61 @@ class explained(ContextDecorator):
                 raise cause from error
 
 
+def join_control_group() -> bool:
+    """Collective: make a gloo group beside a default group that serves no tensors of the CPU.
+
+    Over NCCL alone, each vote and each object would be copied to the device and back, and the host
+    would wait for all work that is queued there.
+
+    Returns:
+        True if there is such a group, made now or before.
+    """
+    world = dist.group.WORLD
+    if world is None or world in _control:
+        return world is not None
+    if dist.get_world_size() == 1 or _serves_cpu(world):
+        return False
+    _control[world] = dist.new_group(backend="gloo", timeout=_timeout_of(world))
+    return True
+
+
+def leave_control_group() -> None:
+    """Destroy the group that :func:`join_control_group` made; do nothing without one."""
+    group = _control.pop(dist.group.WORLD, None) if dist.is_initialized() else None
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def control_group() -> Any:
+    """Return the group for votes, flags and objects; None for the default group."""
+    return _control.get(dist.group.WORLD) if _control else None
+
+
+def group_for(tensor: torch.Tensor) -> Any:
+    """Return the group that serves a tensor of :func:`on_backend`; None for the default group."""
+    return control_group() if tensor.device.type == "cpu" else None
+
+
+def _serves_cpu(group: Any) -> bool:
+    return any(kind.type == "cpu" for kind in group._device_types)
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """Return the timeout of a group, None if its backend does not tell."""
+    for kind in group._device_types:
+        timeout = getattr(group._get_backend(kind).options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
 def on_backend(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a tensor to a device that the group's backend serves.
+    """Move a tensor to a device that the default group or :func:`control_group` serves.
 
     Our own groups serve the CPU and the accelerator, but a group made by the user may serve one.
     """
+    if tensor.device.type == "cpu" and control_group() is not None:
+        return tensor
     backend = dist.get_backend()
     if backend == "nccl" and tensor.device.type == "cpu":
         return tensor.cuda()
@@ -197,12 +254,12 @@ def exchange(value: T) -> list[T]:
     held: list[Any] = [None] * world_size()
     seal = _Seal()
     try:
-        dist.all_gather_object(held, (value, seal))
+        dist.all_gather_object(held, (value, seal), group=control_group())
     except Exception as error:
         if seal.reached:
             raise
         # The other ranks are in the collective already; complete it with the reason.
-        dist.all_gather_object(held, (_unsendable(error), None))
+        dist.all_gather_object(held, (_unsendable(error), None), group=control_group())
         raise TypeError(_complaint(rank(), held[rank()][0])) from error
     parts = [part for part, _ in held]
     for index, part in enumerate(parts):
@@ -219,12 +276,12 @@ def send_object(value: T, source: int) -> T:
     seal = _Seal()
     box: list[Any] = [(value, seal) if rank() == source else None]
     try:
-        dist.broadcast_object_list(box, src=source)
+        dist.broadcast_object_list(box, src=source, group=control_group())
     except Exception as error:
         if seal.reached or rank() != source:
             raise
         box = [(_unsendable(error), None)]
-        dist.broadcast_object_list(box, src=source)
+        dist.broadcast_object_list(box, src=source, group=control_group())
         raise TypeError(_complaint(source, box[0][0])) from error
     sent = box[0][0]
     if isinstance(sent, _Unsendable):

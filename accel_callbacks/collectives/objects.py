@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from accel_callbacks.collectives.debug import begin
 from accel_callbacks.collectives.group import (
+    control_group,
     exchange,
     explained,
+    group_for,
     on_backend,
     send_object,
     source_of,
@@ -35,7 +37,7 @@ def barrier(*, debug: bool | None = None) -> None:
     """Block until all ranks have reached this point."""
     begin("wait_for_everyone", debug)
     if world_size() > 1:
-        dist.barrier()
+        dist.barrier(group=control_group())
 
 
 def all_objects(value: T, *, operation: str = "all_objects", debug: bool | None = None) -> list[T]:
@@ -52,7 +54,7 @@ def any_process(flag: bool) -> bool:
     if world_size() == 1:
         return flag
     votes = on_backend(torch.tensor([int(flag)], dtype=torch.int32, device="cpu"))
-    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group_for(votes))
     return bool(votes.item())
 
 

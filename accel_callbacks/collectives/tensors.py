@@ -18,6 +18,7 @@ from accel_callbacks.collectives.debug import Call, begin, contents, differences
 from accel_callbacks.collectives.group import (
     exchange,
     explained,
+    group_for,
     on_backend,
     send_object,
     source_of,
@@ -397,12 +398,12 @@ def _all_gather(sent: torch.Tensor, world: int) -> torch.Tensor:
     received = sent.new_empty(world, len(sent))
     try:
         # Into one block: a list makes NCCL gather into a second block, and copy it from there.
-        dist.all_gather_into_tensor(received.view(-1), sent)
+        dist.all_gather_into_tensor(received.view(-1), sent, group=group_for(sent))
     except RuntimeError as error:
         # Backends such as MPI lack it, and say so before they send anything.
         if "support" not in str(error) or "_allgather_base" not in str(error):
             raise
-        dist.all_gather(list(received.unbind(0)), sent)
+        dist.all_gather(list(received.unbind(0)), sent, group=group_for(sent))
     return received
 
 
@@ -413,7 +414,7 @@ def broadcast_tensor(tensor: torch.Tensor, source: int) -> torch.Tensor:
     if world_size() == 1 or local.numel() == 0:
         return local.clone()
     data = _as_bytes(local).clone()
-    dist.broadcast(data, src=source)
+    dist.broadcast(data, src=source, group=group_for(data))
     return _as_tensor(data, local, local.shape)
 
 
@@ -443,7 +444,8 @@ def reduce_tensor(
         if weight is not None and share is not None:
             value = _weighted(value, weight)
         operation = "sum" if reduction == "mean" else reduction
-        dist.all_reduce(value, getattr(dist.ReduceOp, operation.upper()))
+        operator = getattr(dist.ReduceOp, operation.upper())
+        dist.all_reduce(value, operator, group=group_for(value))
         if reduction == "mean":
             value = value / (world if share is None else _beside(share, value))
     if scale != 1:
@@ -476,7 +478,7 @@ def sum_of(value: float | torch.Tensor) -> torch.Tensor:
     else:
         one = torch.tensor(value, dtype=torch.float64, device="cpu")
     total = on_backend(one).to(torch.float64, copy=True)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group_for(total))
     return total
 
 

@@ -64,7 +64,7 @@ def _exchange(*numbers: int) -> list[list[int]]:
     """Collective: return the numbers of all ranks in rank order; equally many on each."""
     own = collectives.on_backend(torch.tensor(numbers, device="cpu"))
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
+    dist.all_gather(parts, own, group=collectives.group_for(own))
     return [part.tolist() for part in parts]
 
 

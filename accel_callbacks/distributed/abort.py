@@ -10,12 +10,13 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,22 +24,26 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks.collectives import BoundedStore, has_peers, rank, store, world_size
+from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import (
     REPORT,
     current_heartbeat,
     is_disconnect,
     stop_heartbeat,
 )
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.errors import DistributedOperationException, LostRankError, RemoteError
 
 __all__ = [
     "abort_all_groups",
     "abort_connections",
+    "abort_devices",
     "abort_group",
     "abort_run",
     "exempt_group",
     "explain",
     "group_is_aborted",
+    "has_device_backend",
     "refuse_aborted_group",
     "rejoin_group",
     "wait_for_exempt_groups",
@@ -52,6 +57,7 @@ _ENDED, _GONE, _AGAIN = "ended", "gone", "again"
 _LONGEST_REPORT = 20_000  # characters; a longer traceback loses its beginning
 _LINGER = 5.0  # seconds that rank 0, which serves the store, waits at exit for its readers
 _SAVE_TIMEOUT = 30.0  # seconds that a save still waits for a rank that neither answers nor reports
+_ABORT_TIMEOUT = 10.0  # seconds that an abort of device collectives may take
 _POLL_EVERY = 1.0  # seconds between polls of the store, where collectives run on a device
 _UNUSED_TAG = 2**31 - 77
 _EXPLAINED = "_accel_explained"  # attribute of an error for which no cause was found
@@ -82,6 +88,7 @@ def abort_run(error: BaseException, where: str) -> BaseException:
         >>> abort_run(ValueError("no data"), "the run")
         ValueError('no data')
     """
+    remote_failure.forget()  # the training thread has an error already
     if not has_peers():
         return error
     global _has_readers
@@ -137,7 +144,7 @@ def explain(error: BaseException, where: str) -> BaseException:
         cause = RuntimeError(
             f"{where}: all ranks live, but one did not come within the timeout of the process "
             f"group: {watch.last_seen(others)}. Check what it does there, or give it longer with "
-            "Accelerator(timeout=...)."
+            f"Accelerator(timeout=...).{dump_hang(rank())}"
         )
     setattr(cause, _EXPLAINED, True)  # not to be looked for again
     return cause
@@ -179,12 +186,14 @@ def refuse_aborted_group(action: str) -> None:
     """Raise if the default process group was aborted, naming what to do instead of ``action``.
 
     Raises:
+        RemoteError: the error of another rank has, and this thread has not raised it yet.
         RuntimeError: an error has aborted the process group.
 
     Example:
         >>> from accel_callbacks.distributed.abort import refuse_aborted_group
         >>> refuse_aborted_group("save_state")
     """
+    remote_failure.raise_in(action)
     if group_is_aborted():
         raise RuntimeError(
             f"{action}: the error that ended the run has aborted the process group. Make a new "
@@ -206,9 +215,7 @@ def abort_group() -> None:
     if not _exit_hook_set:
         atexit.register(_linger_at_exit)
         _exit_hook_set = True
-    for group in _groups():
-        if group not in _exempt:
-            abort_connections(group)
+    _abort([group for group in _groups() if group not in _exempt])
 
 
 def abort_all_groups() -> None:
@@ -219,13 +226,13 @@ def abort_all_groups() -> None:
         >>> abort_all_groups()
     """
     abort_group()
-    for group in list(_exempt):
-        abort_connections(group)
+    _abort(list(_exempt))
 
 
 def _groups() -> list[Any]:
+    """Return all groups of this process, the newest first, as torch aborts them."""
     known = getattr(dist.distributed_c10d, "_world", None)
-    return list(known.pg_map) if known is not None else [dist.group.WORLD]
+    return list(known.pg_map)[::-1] if known is not None else [dist.group.WORLD]
 
 
 def _linger_at_exit() -> None:
@@ -247,10 +254,15 @@ def _linger_at_exit() -> None:
 
 def abort_connections(group: Any) -> None:
     """Make every collective of one group that waits for this rank fail, now and later."""
-    with suppress(Exception):
-        _close_connections(group)
-    with suppress(Exception):
-        _abort_devices(group)
+    _abort([group])
+
+
+def _abort(groups: list[Any]) -> None:
+    # gloo first: it takes milliseconds, and what aborts on a device may hang.
+    for group in groups:
+        with suppress(Exception):
+            _close_connections(group)
+    abort_devices(groups)
 
 
 def _close_connections(group: Any) -> None:
@@ -261,16 +273,74 @@ def _close_connections(group: Any) -> None:
     """
     for other in sorted({*dist.get_process_group_ranks(group)} - {rank()}):
         with suppress(RuntimeError):
-            work = dist.irecv(torch.empty(1, device="cpu"), other, group=group, tag=_UNUSED_TAG)
+            nothing = torch.empty(1, device="cpu")  # not the script's default device
+            work = dist.irecv(nothing, other, group=group, tag=_UNUSED_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
 
 
-def _abort_devices(group: Any) -> None:
-    """Abort the communicators of NCCL and of other device backends."""
-    for kind in group._device_types:
-        if kind.type != "cpu":
-            group._get_backend(kind).abort()
+def abort_devices(groups: Iterable[Any] | None = None) -> bool:
+    """Abort the communicators of NCCL and of other device backends; return whether that ended.
+
+    It is done on a thread: NCCL's abort may wait for ranks of the same machine that do not abort,
+    and hooks, trackers and the end of this process are not to wait with it.
+
+    Args:
+        groups: the process groups; all if None.
+
+    Example:
+        >>> from accel_callbacks.distributed.abort import abort_devices
+        >>> abort_devices([])
+        True
+    """
+    backends: list[Any] = []
+    for group in _groups() if groups is None else groups:
+        with suppress(Exception):
+            kinds = [kind for kind in group._device_types if kind.type != "cpu"]
+            own = [group._get_backend(kind) for kind in kinds]
+            backends += [one for one in own if not any(one is other for other in backends)]
+    if not backends:
+        return True
+    thread = threading.Thread(target=_abort_backends, args=(backends,), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, and starts no thread any more
+        _abort_backends(backends)
+        return True
+    thread.join(_ABORT_TIMEOUT)
+    if thread.is_alive():
+        print(
+            f"[accel] the abort of the device's collectives has not ended within "
+            f"{_ABORT_TIMEOUT:.0f} s; going on without it",
+            file=sys.stderr,
+            flush=True,
+        )
+    return not thread.is_alive()
+
+
+def _abort_backends(backends: list[Any]) -> None:
+    with _together(backends):
+        for backend in backends:
+            with suppress(Exception):  # gloo on a device has none
+                backend.abort()
+
+
+@contextmanager
+def _together(backends: list[Any]) -> Iterator[None]:
+    """Context manager: abort several communicators of NCCL as one group.
+
+    Aborts of different communicators, one after the other, may wait for each other on the ranks;
+    `torch.distributed.distributed_c10d._abort_process_group` groups them for the same reason.
+    """
+    nccl = next((one for one in backends if hasattr(one, "_group_start")), None)
+    if nccl is None or not hasattr(nccl, "_group_end"):  # another backend, or another torch
+        yield
+        return
+    nccl._group_start()
+    try:
+        yield
+    finally:
+        nccl._group_end()
 
 
 def exempt_group(group: Any, until: Callable[[], None] | None) -> None:
@@ -321,6 +391,15 @@ def _cut_if_rank_lost(group: Any) -> None:
     abort_connections(group)
 
 
+def has_device_backend(group: Any) -> bool:
+    """Return whether a group has a backend such as NCCL, whose collectives run on a device.
+
+    gloo has none: it serves the tensors of devices too, from the host.
+    """
+    kinds = (kind for kind in group._device_types if kind.type != "cpu")
+    return any(group._get_backend(kind).name() != "gloo" for kind in kinds)
+
+
 def watch_for_failures() -> Callable[[], None]:
     """Watch for errors of other ranks if collectives run on a device; return what stops it.
 
@@ -344,8 +423,16 @@ def _watch(notes: BoundedStore, stopped: threading.Event) -> None:
     while not stopped.wait(_POLL_EVERY):
         with suppress(Exception):
             if notes.check([REPORT]):
-                abort_group()
+                _follow(json.loads(notes.get(REPORT)))
                 return
+
+
+def _follow(report: dict[str, Any]) -> None:
+    """Abort this rank because of the error that another one has published."""
+    if report["rank"] != rank():
+        # Before the abort, which lets the training thread go on.
+        remote_failure.note(lambda where: RemoteError(**report))
+    abort_group()
 
 
 def rejoin_group(backend: str, timeout: timedelta | None) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
+from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import current_heartbeat
 from accel_callbacks.errors import DistributedOperationException, RemoteError
 
@@ -96,7 +97,7 @@ def share_failure(error: BaseException | None, where: str) -> None:
             raise RuntimeError(
                 f"ranks {late} did not come to {where} within the timeout of the process group"
                 f"{_last_seen(late)}: check what they do there, or give them longer with "
-                "Accelerator(timeout=...)."
+                f"Accelerator(timeout=...).{dump_hang(collectives.rank())}"
             ) from problem
         raise
     for failed, report in enumerate(reports):

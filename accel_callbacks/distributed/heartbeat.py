@@ -29,8 +29,11 @@ import torch.distributed as dist
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives.store import BoundedStore, read_keys
+from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.process_exit import fate_of, host_id
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.stack import SaveCalls, call_of_torch, frame_of, place_of
+from accel_callbacks.errors import LostRankError
 
 __all__ = [
     "REPORT",
@@ -344,10 +347,13 @@ class Heartbeat:
             with suppress(Exception):
                 first = self._store.compare_set(_LOST, "", text).decode() == text
         peer = self._peers.get(-1 if lost.rank is None else lost.rank, _Peer())
+        dumps = "" if peer.status else dump_hang(self._rank)  # before the abort
         if first and peer.status not in _ORDERLY:
-            print(f"[accel] {lost}", file=sys.stderr, flush=True)
+            print(f"[accel] {lost}{dumps and f'.{dumps}'}", file=sys.stderr, flush=True)
         # gloo notices by itself that a process has ended; nothing notices one that hangs.
         if lost.rank != self._rank and not peer.status:
+            # Before the abort, which lets the training thread go on.
+            remote_failure.note(lambda where: LostRankError(str(lost), rank=lost.rank, where=where))
             self._abort()
             threading.Thread(target=self._end_process, daemon=True).start()
 

@@ -402,7 +402,15 @@ class ProcessControl:
         return None
 
     def wait_for_everyone(self) -> None:
-        """Block until all ranks have reached this point."""
+        """Block until all ranks have reached this point.
+
+        The hosts meet, over gloo: work that is queued on a device may still run. Accelerate's is a
+        barrier of NCCL, which waits for that too; to measure time, synchronize the device before.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> Accelerator(cpu=True).wait_for_everyone()
+        """
         collectives.barrier(debug=self.debug)
 
     def split_between_processes(

@@ -26,6 +26,7 @@ __all__ = ["GroupOptions", "agree_on_attempt", "backend_for", "join_group", "sto
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.2  # seconds between polls of the store
 _UP = "accel_callbacks/up"  # key that rank 0 sets in the store that it serves
+_CONNECTING = ("gloo", "unable to find interface", "unable to find address")  # in gloo's errors
 _SCHEMES = ("env", "tcp", "file")
 # Stores by rendezvous address, and the number of groups made over each. Global, because the
 # default group is global to the process too.
@@ -111,14 +112,31 @@ def join_group(
     with _imported_meanwhile("checkpoint_io"):
         store = _store_of_next_group(url, rank, world, timeout, env)
         store.set_timeout(timeout)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=options.timeout,
-        )
+        try:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world,
+                timeout=options.timeout,
+            )
+        except RuntimeError as error:
+            if not any(sign in str(error).lower() for sign in _CONNECTING):
+                raise
+            raise RuntimeError(_interface_advice(str(error), env)) from error
     return backend
+
+
+def _interface_advice(text: str, env: Mapping[str, str]) -> str:
+    """Return the error text for ranks that gloo cannot connect."""
+    first = next(iter(text.splitlines()), "").rstrip(". ")
+    named = env.get("GLOO_SOCKET_IFNAME")
+    where = f"the interface {named}" if named else "the address that its host name leads to"
+    return (
+        f"gloo cannot connect the processes: {first}. This one listens at {where}. Set "
+        "GLOO_SOCKET_IFNAME on each machine to the interface by which the others reach it, such "
+        "as eth0."
+    )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import (
     abort_all_groups,
+    abort_devices,
     explain,
     group_is_aborted,
+    has_device_backend,
     rejoin_group,
     wait_for_exempt_groups,
 )
@@ -187,6 +190,8 @@ def resolve_topology(
         # need the store later, so it is called here to keep the numbers equal on all ranks.
         collectives.store()
         collectives.expect_group(_current.world_size)
+        if collectives.join_control_group():
+            _leave_group_at_exit()
         collectives.explains_with(explain)
         start_heartbeat(abort_all_groups, not store_outlives("env://", os.environ))
     register_daemon_thread()
@@ -260,18 +265,40 @@ def _join(
     device: torch.device, rank: int, world: int, options: GroupOptions, env: Mapping[str, str]
 ) -> str:
     """Join the group, and destroy it at exit at the latest."""
-    global _owns_group, _exit_hook_set, _joined_with
+    global _owns_group, _joined_with
     backend = join_group(device, rank, world, options, env)
     _owns_group, _joined_with = True, options
+    _leave_group_at_exit()
+    return backend
+
+
+def _leave_group_at_exit() -> None:
+    global _exit_hook_set
     if not _exit_hook_set:
         atexit.register(_leave_at_exit)
         _exit_hook_set = True
-    return backend
 
 
 def _leave_at_exit() -> None:
     end_daemon_threads()  # they use the group
+    if _ends_with_error() and _computes_on_device():
+        # `destroy_process_group` may flush what is queued on the device, and so wait for ranks that
+        # wait for this one; the launcher ends those once this process is gone.
+        stop_heartbeat()
+        abort_devices()
+        return
     destroy_topology()
+
+
+def _ends_with_error() -> bool:
+    """Return whether an error that nothing has caught ends this process."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def _computes_on_device() -> bool:
+    """Return whether the group that was joined here has a backend such as NCCL."""
+    group = _default_group() if _owns_group and _has_joined_group() else None
+    return group is not None and has_device_backend(group)
 
 
 def _rejoin(asked: GroupOptions) -> None:
@@ -324,6 +351,7 @@ def destroy_topology() -> None:
         wait_for_exempt_groups()
         gc.collect()
         dist.destroy_process_group()
+    collectives.leave_control_group()  # beside a group of the script's, which stays
     _owns_group = False
 
 

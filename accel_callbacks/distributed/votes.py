@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -11,6 +13,8 @@ __all__ = ["KINDS", "Trigger", "Votes"]
 
 #: The kinds of requests, in the order in which they are carried out.
 KINDS = ("save", "preempt", "stop", "end_epoch")
+_WHERE = "the vote at the end of the step"
+Agreed = dict[str, tuple[str, int]]  # kind of request: its reason, and the rank that asked
 
 
 class Votes:
@@ -18,6 +22,9 @@ class Votes:
 
     Without a vote, a rank that receives a signal or whose timer expires would save or stop one
     step before the others, and they would wait for it in their next collective.
+
+    A vote that is begun at one boundary and read at the next travels during the step in between, so
+    that no rank waits for the slowest one at each boundary.
 
     Example:
         >>> from accel_callbacks.distributed.votes import Votes
@@ -29,10 +36,17 @@ class Votes:
         {}
     """
 
-    __slots__ = ("asked",)
+    __slots__ = ("_ballot", "_sent", "asked")
 
     def __init__(self) -> None:
         self.asked: dict[str, str] = {}
+        self._sent: dict[str, str] = {}  # what this rank asked for in the vote that was begun
+        self._ballot: _Ballot | None = None
+
+    @property
+    def pending(self) -> bool:
+        """True while a vote is begun and not read; on all ranks alike."""
+        return self._ballot is not None
 
     def ask(self, kind: str, reason: str) -> None:
         """Request an action for the next step boundary; the first reason is kept."""
@@ -41,34 +55,70 @@ class Votes:
     def withdraw(self, kind: str) -> None:
         """Withdraw this rank's request."""
         self.asked.pop(kind, None)
+        self._sent.pop(kind, None)
 
-    def agree(self) -> dict[str, tuple[str, int]]:
+    def begin(self) -> None:
+        """Collective: begin a vote, for :meth:`read` at the next step boundary."""
+        self._sent, self.asked = self.asked, {}
+        self._ballot = _Ballot(self._sent)
+
+    def wait(self) -> None:
+        """Collective: wait until a vote that was begun is over; it is still to be read."""
+        if self._ballot is not None:
+            self._ballot.is_any()
+
+    def read(self) -> Agreed:
+        """Collective: the requests of the vote that was begun, none without one.
+
+        Requests that were made since are granted with them.
+        """
+        ballot, self._ballot = self._ballot, None
+        if ballot is None or not ballot.is_any():
+            return {}
+        asked, self.asked, self._sent = {**self.asked, **self._sent}, {}, {}
+        return _chosen(collectives.all_objects(asked, operation="votes"))
+
+    def agree(self) -> Agreed:
         """Collective: the requests of all ranks, each with its first reason and that rank.
 
         It costs one small all-reduce; the reasons are gathered only if there is a request.
         """
-        asked, self.asked = self.asked, {}
         if collectives.world_size() == 1:
-            requests = [asked]
-        elif not _any_request(asked):
-            return {}
-        else:
-            requests = collectives.all_objects(asked, operation="votes")
-        return {
-            kind: next((one[kind], rank) for rank, one in enumerate(requests) if kind in one)
-            for kind in KINDS
-            if any(kind in one for one in requests)
-        }
+            asked, self.asked = self.asked, {}
+            return _chosen([asked])
+        if agreed := self.read():
+            return agreed
+        self.begin()
+        return self.read()
 
 
-@collectives.explained("the vote at the end of the step")
-def _any_request(asked: dict[str, str]) -> bool:
-    """Return whether any rank has a request."""
-    collectives.begin("votes")
-    ballot = torch.tensor([int(kind in asked) for kind in KINDS], dtype=torch.int32, device="cpu")
-    ballot = collectives.on_backend(ballot)
-    dist.all_reduce(ballot, dist.ReduceOp.MAX)
-    return any(ballot.tolist())
+def _chosen(requests: Sequence[Mapping[str, str]]) -> Agreed:
+    """Return each kind of request with the reason of the lowest rank, and that rank."""
+    return {
+        kind: next((one[kind], rank) for rank, one in enumerate(requests) if kind in one)
+        for kind in KINDS
+        if any(kind in one for one in requests)
+    }
+
+
+class _Ballot:
+    """An all-reduce of what each rank asks for."""
+
+    @collectives.explained(_WHERE)
+    def __init__(self, asked: Container[str]) -> None:
+        collectives.begin("votes")
+        flags = torch.tensor([int(k in asked) for k in KINDS], dtype=torch.int32, device="cpu")
+        self._flags = collectives.on_backend(flags)
+        group = collectives.group_for(self._flags)
+        self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    @collectives.explained(_WHERE)
+    def is_any(self) -> bool:
+        """Wait, and return whether any rank has a request."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return any(self._flags.tolist())
 
 
 class Trigger:

@@ -7,17 +7,20 @@ import shlex
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
 from accel_callbacks.launch.rendezvous import Host
 from accel_callbacks.launch.resolve import Resolved
 
 __all__ = [
     "OWN_STORES",
+    "RECORDER_PREFIX",
     "changed_environment",
     "child_environment",
     "exports",
     "loopback_variables",
     "rank_variables",
+    "recorder_variables",
 ]
 
 _VISIBLE_DEVICES = {
@@ -31,6 +34,10 @@ _VISIBLE_DEVICES = {
 
 #: Keeps torch from sharing one store among all attempts; ours makes one for each.
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+#: Each rank's dump of the flight recorder has this name, and its rank behind it.
+RECORDER_PREFIX = "flight_recorder_rank_"
+_RENAMED_IN = (2, 10)  # the torch in which the recorder's variables have their newer names
 
 
 def rank_variables(
@@ -77,6 +84,40 @@ def loopback_variables() -> dict[str, str]:
     if not hasattr(socket, "if_nameindex") or "lo" not in dict(socket.if_nameindex()).values():
         return {}
     return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def recorder_variables(log_dir: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which torch's flight recorder writes its dumps into a folder.
+
+    Args:
+        log_dir: the folder.
+        environment: of this process; what it has of them, under either name, is kept.
+
+    Example:
+        >>> from accel_callbacks.launch.environment import recorder_variables
+        >>> recorder_variables("logs", {})["TORCH_NCCL_DUMP_ON_TIMEOUT"]
+        '1'
+    """
+    prefix = os.path.join(os.path.abspath(log_dir), RECORDER_PREFIX)
+    wanted = [
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",) * 2, "1"),
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix),
+    ]
+    older = _torch_version() < _RENAMED_IN
+    return {
+        names[older]: value
+        for names, value in wanted
+        if not any(name in environment for name in names)
+    }
+
+
+def _torch_version() -> tuple[int, int]:
+    try:
+        major, minor, *_ = version("torch").split(".")
+        return int(major), int(minor)
+    except (PackageNotFoundError, ValueError):
+        return _RENAMED_IN
 
 
 def exports(env: Mapping[str, str]) -> list[str]:

@@ -29,6 +29,7 @@ from accel_callbacks.launch.environment import (
     loopback_variables,
 )
 from accel_callbacks.launch.fork_safety import isolated_launcher
+from accel_callbacks.launch.interface import gloo_variables
 
 __all__ = ["ErrorReports", "ForkPlan", "ForkedWorker", "LineBuffered", "PackedResult", "run_forked"]
 
@@ -138,6 +139,8 @@ def _environment(plan: ForkPlan) -> dict[str, str]:
     chosen = {"OMP_NUM_THREADS": str(plan.threads), **OWN_STORES}
     if plan.machines == 1:
         chosen |= loopback_variables()
+    else:
+        chosen |= gloo_variables(plan.endpoint.rpartition(":")[0], os.environ)
     return {**chosen, **{k: os.environ[k] for k in chosen if k in os.environ}, **plan.environment}
 
 

@@ -15,7 +15,9 @@ from accel_callbacks.launch.environment import (
     exports,
     loopback_variables,
     rank_variables,
+    recorder_variables,
 )
+from accel_callbacks.launch.interface import gloo_variables
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.rendezvous import (
     Host,
@@ -169,6 +171,10 @@ def build_plan(
     chosen = {} if "static" in rendezvous.words else dict(OWN_STORES)
     if rendezvous.most == 1:
         chosen |= loopback_variables()
+    else:
+        chosen |= gloo_variables(rendezvous.address, host.environment)
+    if settings.log_dir is not None and not settings.use_cpu and host.count_devices():
+        chosen |= recorder_variables(settings.log_dir, host.environment)
     env |= {name: value for name, value in chosen.items() if name not in host.environment}
     torchrun = _torchrun_words(resolved, rendezvous, extras)
     return AgentPlan(torchrun, program, env, rendezvous, settings.log_dir, quiet, extras)
@@ -248,9 +254,8 @@ def _task_plan(
         *(place.rank, place.tasks, place.local_rank, place.tasks_here, address, port)
     )
     env = child_environment(resolved, host, _cores_of_a_task(place, host))
-    if one_machine:
-        chosen = loopback_variables()
-        env |= {name: value for name, value in chosen.items() if name not in host.environment}
+    chosen = loopback_variables() if one_machine else gloo_variables(address, host.environment)
+    env |= {name: value for name, value in chosen.items() if name not in host.environment}
     return DirectPlan(tuple(program.reporting_command()), env | variables)
 
 

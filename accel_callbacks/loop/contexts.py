@@ -20,7 +20,8 @@ from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.errors import RemoteError, ResumeError, nearest
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.passes import Passes
@@ -77,6 +78,7 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         self._lent = ExitStack()
 
     def __enter__(self) -> Evaluate:
+        remote_failure.raise_in("evaluate")
         # Lent before the hooks at the start and until those at the end, so that all see the same
         # weights.
         with ExitStack() as lent:
@@ -96,6 +98,12 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         for module, mode in self._modes:
             module.training = mode
         with self._lent:
+            try:
+                if error is None:
+                    remote_failure.raise_in("evaluate")
+            except RemoteError:
+                self._passes.end_evaluation(self._stage, failed=True)
+                raise
             self._passes.end_evaluation(self._stage, failed=error is not None)
 
     def _borrowed(self, checkpoint: str) -> BorrowedWeights:

@@ -159,6 +159,7 @@ class Loop:
         stepped: optimizers that stepped since the global step was last counted.
         progress: training loaders that delivered since the last micro-batch began.
         deferred: hooks to be fired by the next call of the script.
+        drain_votes: carries out a vote that is under way at the end of a run.
         saves: saves of the training state, also in the background.
         stages: the open evaluations, the innermost last.
         used_loaders: the loaders of each phase.
@@ -209,6 +210,7 @@ class Loop:
         self._unsettled: deque[tuple[torch.optim.Optimizer, StepFinding] | None] = deque()
         self.outer: DataLoaderShard | None = None
         self.own = OwnBatches(optimizers, schedulers)
+        self.drain_votes: Callable[[], None] = lambda: None
         self._cut_short = self._passed = self._ignores_stop = False
         # Of random generators: how to capture it, and what it was where a stop cut an epoch short.
         self.capture_random: Callable[[], Any] | None = None
@@ -477,6 +479,7 @@ load_state() takes the newest valid one.
     def finish_fit(self) -> None:
         """Fire the hooks of a run that succeeds; if one raises, the run is not over yet."""
         self.settle()  # an evaluation after the end of the run may have left hooks too
+        self.drain_votes()
         if self._train_started:
             self.fire("on_train_end")
         # A run succeeds only if its last save does, so the wait comes before on_fit_end.

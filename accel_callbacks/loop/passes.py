@@ -36,6 +36,7 @@ class Passes:
         self.boundary = StepBoundary(loop)
         self._loop = loop
         loop.own.connect(self._begin_own_batch, self._end_own_batch)
+        loop.drain_votes = self.boundary.drain
 
     def iterate(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate a prepared loader, as the phase of the loop says."""
@@ -115,6 +116,8 @@ class Passes:
         """Iterate training data, with the hooks of batches, and of epochs in a plain loop."""
         loop, run = self._loop, self._loop.run
         loop.withdraw_consumed_stop()
+        if run.votes.pending and not loop.in_window:  # the pass before was left by `break`
+            self.boundary.drain()
         if run.should_stop:
             return
         loop.begin_training()
@@ -180,6 +183,8 @@ class Passes:
                 loader.done = loader.finished
                 loop.close_plain_epoch(loader.epoch)
         loop.settle()
+        if run.votes.pending and not loop.in_window:
+            self.boundary.drain()
 
     def _ends_before_batch(self) -> bool:
         """Return whether the batch that was announced is left out, with the rest of its epoch."""
@@ -222,7 +227,8 @@ class Passes:
             for hook in hooks:
                 hook(loop.run, loop.model, outputs, batch, index)
         if loop.dispatch.can_vote or loop.run.votes.asked:
-            return self.boundary.vote_within_epoch()
+            # A loop that was left, and one over data of its own, may have had its last boundary.
+            return self.boundary.vote_within_epoch(last=loop.outer is None or loop.outer.on_last)
         return False
 
     def _evaluation_pass(self, loader: DataLoaderShard) -> Iterator[Any]:

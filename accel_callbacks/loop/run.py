@@ -448,7 +448,7 @@ class TrainingRun(TrainerAttributes):
 
         With one process it takes effect after the batch, or the gradient window that is open.
         With several, the request is put to the vote at the next step boundary (where a callback
-        declares ``can_vote``) or epoch end.
+        declares ``can_vote``), on which the ranks act one step later, or at the epoch's end.
 
         Args:
             reason: shown at the end of the run and kept in :attr:`stop_reason`.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.distributed.abort import explain
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.first_steps import FirstSteps
@@ -94,6 +95,8 @@ class StepEngine:
             tensor(0., requires_grad=True)
         """
         loop = self._loop
+        if remote_failure.pending is not None:
+            remote_failure.raise_in("backward")
         if loop.half_loaded is not None:
             loop.require_loaded("backward")
         if loop.outer is None and not loop.stages:

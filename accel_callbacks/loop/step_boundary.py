@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from accel_callbacks import collectives
+from accel_callbacks.distributed.votes import Agreed
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.warning import warn
 
@@ -38,23 +39,43 @@ class StepBoundary:
         if loop.saves.pending and not loop.in_window and loop.in_lockstep:
             loop.saves.poll()
 
-    def vote_within_epoch(self) -> bool:
-        """Vote at a step boundary, if a callback may; return whether the epoch ends here."""
+    def vote_within_epoch(self, last: bool) -> bool:
+        """Vote at a step boundary, if a callback may; return whether the epoch ends here.
+
+        With several ranks the vote travels during the next step, and is read at its end.
+
+        Args:
+            last: no boundary of this pass follows, so the ranks decide at once.
+        """
         loop = self._loop
         if loop.in_window or not loop.in_lockstep:
             return False
+        alone = collectives.world_size() == 1
         # With several ranks, a request of one rank waits for a place that all ranks come to:
         # without a voting callback that is the end of the epoch.
-        alone = collectives.world_size() == 1 and loop.run.votes.asked
-        return (loop.dispatch.can_vote or bool(alone)) and "end_epoch" in self.vote()
+        if not (loop.dispatch.can_vote or (alone and loop.run.votes.asked)):
+            return False
+        if alone or last or loop.dispatch.votes_at_once:
+            return "end_epoch" in self.vote()
+        agreed = self._carry_out(loop.run.votes.read())
+        if not loop.run.should_stop and "end_epoch" not in agreed:
+            loop.run.votes.begin()
+        return "end_epoch" in agreed
 
     def vote(self) -> Collection[str]:
         """Collective: save, preempt or stop, if any rank has asked for it; return what was asked.
 
         The end of an epoch is left to the caller, as only a pass can be cut short.
         """
+        return self._carry_out(self._loop.run.votes.agree())
+
+    def drain(self) -> None:
+        """Collective: carry out a vote that was begun, where no step boundary follows."""
+        if self._loop.run.votes.pending:
+            self._carry_out(self._loop.run.votes.read())
+
+    def _carry_out(self, agreed: Agreed) -> Collection[str]:
         loop, run = self._loop, self._loop.run
-        agreed = run.votes.agree()
         if not agreed:
             return ()
         loop.begin_fit()  # a request may come before the first batch

@@ -352,6 +352,27 @@ def test_two_machines_listen_at_the_address_that_was_named(machines, monkeypatch
     assert "all interfaces" not in machines.read("log0") + machines.read("log1")
 
 
+@pytest.mark.parametrize("named", ["by the route", "by NCCL_SOCKET_IFNAME"])
+def test_gloo_is_where_the_machines_reach_each_other(machines, monkeypatch, named):
+    """As Debian has it: on each machine its own name is a loopback address."""
+    monkeypatch.setenv("GROUP", "own")
+    if named == "by NCCL_SOCKET_IFNAME":
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^lo")
+    (machines.folder / "held.py").write_text(HELD)
+    nodes = []
+    for one, name in enumerate(NAMES):
+        machines.hosts = machines.folder / f"hosts{one}"
+        machines.hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        command = [*LAUNCHERS["accel"], "--num_machines", "2", "--num_processes", "2"]
+        command += ["--machine_rank", str(one), "--main_process_ip", "10.77.0.1", "held.py"]
+        nodes.append(machines.start(one, command, f"log{one}"))
+    machines.wait_for("rank 0 of 2 has met", "log0", "log1")
+    machines.wait_for("rank 1 of 2 has met", "log0", "log1")
+    (machines.folder / "go").touch()
+    for one, node in enumerate(nodes):
+        ended_well(machines, node, f"log{one}")
+
+
 @pytest.mark.parametrize("words", [[], ["--max_restarts", "1"]])
 def test_one_machine_of_a_network_listens_on_loopback(machines, monkeypatch, words):
     monkeypatch.setenv("GROUP", "own")

@@ -38,5 +38,5 @@ def train() -> tuple[list[int], int]:
     return seen, run.global_step
 
 
-def test_c14_both_ranks_end_the_epoch_after_the_step(pool):
-    assert pool.run(train) == [([2, 4], 6), ([2, 4], 6)]
+def test_c14_both_ranks_end_the_epoch_a_step_later(pool):
+    assert pool.run(train) == [([3, 4], 7), ([3, 4], 7)]

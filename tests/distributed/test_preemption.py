@@ -49,7 +49,7 @@ def signalled(folder: str | None, rank: int, at: int) -> list:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_process_is_a_checkpoint_of_both_that_goes_on_bitwise(pool, tmp_path, rank):
     folder = str(tmp_path / "checkpoints")
-    assert pool.run(signalled, folder, rank, 9) == [[9, 75, True]] * 2
+    assert pool.run(signalled, folder, rank, 9) == [[10, 75, True]] * 2
     resumed = pool.run(signalled, folder, rank, 0)
     assert resumed == pool.run(signalled, None, rank, 0)
     assert [last for last, _ in resumed] == [18, 18]
@@ -98,7 +98,7 @@ def saves_by_the_clock(folder: str) -> list:
 
 
 def test_a_clock_saves_on_all_processes_at_the_step_of_the_main_one(pool, tmp_path):
-    expected = ["clock/step-00000003", "clock/step-00000008", "other/step-00000008"]
+    expected = ["clock/step-00000004", "clock/step-00000008", "other/step-00000008"]
     for saved in pool.run(saves_by_the_clock, str(tmp_path)):
         assert sorted(saved) == expected
 
@@ -118,7 +118,7 @@ def asked_by_one(folder: str) -> list:
 
 def test_a_process_that_asks_for_a_checkpoint_gets_it_on_all(pool, tmp_path):
     saved = pool.run(asked_by_one, str(tmp_path))
-    assert saved == [["asked/step-00000002", "asked/step-00000008"]] * 2
+    assert saved == [["asked/step-00000003", "asked/step-00000008"]] * 2
 
 
 def out_of_time() -> list:
@@ -132,7 +132,7 @@ def out_of_time() -> list:
 
 
 def test_the_time_of_one_process_stops_both_at_one_step(pool):
-    assert pool.run(out_of_time) == [[3, "the time is up: trained for 1:00:00"]] * 2
+    assert pool.run(out_of_time) == [[4, "the time is up: trained for 1:00:00"]] * 2
 
 
 def logged_on_the_main_process() -> list:
@@ -145,7 +145,7 @@ def logged_on_the_main_process() -> list:
 
 def test_a_metric_of_the_main_process_alone_is_no_missed_metric(pool):
     assert (
-        pool.run(logged_on_the_main_process) == [[3, "loss did not improve on 1 in 2 checks"]] * 2
+        pool.run(logged_on_the_main_process) == [[4, "loss did not improve on 1 in 2 checks"]] * 2
     )
 
 

@@ -149,7 +149,7 @@ def stops() -> list:
 
 
 def test_a_stop_asked_for_by_one_rank_ends_all_at_the_same_step(pool):
-    assert pool.run(stops) == [[3, 0, "rank 1 has had enough"]] * 2
+    assert pool.run(stops) == [[4, 0, "rank 1 has had enough"]] * 2
 
 
 def early_stop_on_local_values() -> list:

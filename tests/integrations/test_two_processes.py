@@ -58,7 +58,7 @@ def stop_one() -> int:
 
 
 def test_a_wish_of_one_process_stops_both(pool: Any) -> None:
-    assert pool.run(stop_one) == [3, 3]
+    assert pool.run(stop_one) == [4, 4]
 
 
 def save_best(folder: str) -> tuple[list[str], int]:

@@ -149,6 +149,7 @@ class Dispatcher:
         """Set the entries, and rebuild the table of hooks."""
         self.entries, self._order = entries, order
         self.can_vote = self._voter_retired or any(entry.votes for entry in entries)
+        self.votes_at_once = any(entry.votes_at_once for entry in entries)
         first = [entry for entry in order if not entry.runs_last]
         exit_order = [*reversed(first), *(entry for entry in order if entry.runs_last)]
         for hook in HOOKS:
@@ -188,7 +189,11 @@ class Dispatcher:
         Raises:
             ValueError: such a callback is missing on some ranks.
         """
-        names = [entry.name for entry in self._order if entry.votes or entry.collective]
+        names = [
+            f"{entry.name} (votes at once)" if entry.votes_at_once else entry.name
+            for entry in self._order
+            if entry.votes or entry.collective
+        ]
         first, *others = collectives.all_objects(names)
         for rank, here in enumerate(others, start=1):
             if here != first:
@@ -329,6 +334,7 @@ class Entry:
         self.after = (*_declared_targets(callback, "after"), *options.after)
         self.saves = saves(callback)
         self.votes = bool(getattr(callback, "can_vote", False))
+        self.votes_at_once = self.votes and bool(getattr(callback, "votes_at_once", False))
         self.saves_alike = bool(getattr(callback, "saves_alike", False))
         self.runs_last = bool(getattr(callback, "runs_last", False))
         self.collective = self.saves or bool(getattr(callback, "collective", False))

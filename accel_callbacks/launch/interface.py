@@ -1,0 +1,108 @@
+"""The network interface that gloo takes on several machines, so that it agrees with NCCL's."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+__all__ = ["gloo_variables", "interface_towards", "named_interfaces"]
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+def gloo_variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which gloo takes the right interface; empty if it cannot be told.
+
+    gloo alone takes the address that the name of the machine leads to: 127.0.1.1 by the
+    ``/etc/hosts`` of Debian, or a card from which other machines cannot be reached. So it follows
+    ``NCCL_SOCKET_IFNAME`` if that names one interface, else the route to the main machine.
+
+    Args:
+        address: of the main machine.
+        environment: of this process; a ``GLOO_SOCKET_IFNAME`` in it is kept.
+
+    Example:
+        >>> from accel_callbacks.launch.interface import gloo_variables
+        >>> gloo_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "eth1"})
+        {}
+    """
+    if "GLOO_SOCKET_IFNAME" in environment or not hasattr(socket, "if_nameindex"):
+        return {}
+    existing = [name for _, name in socket.if_nameindex()]
+    asked = environment.get("NCCL_SOCKET_IFNAME", "")
+    named = named_interfaces(asked, existing)
+    if len(named) == 1:
+        return {"GLOO_SOCKET_IFNAME": named[0]}
+    routed = interface_towards(address, existing)
+    if routed is None or (asked and routed not in named):
+        return {}
+    return {"GLOO_SOCKET_IFNAME": routed}
+
+
+def named_interfaces(text: str, existing: Sequence[str]) -> list[str]:
+    """Return the interfaces that a value of ``NCCL_SOCKET_IFNAME`` stands for.
+
+    It is a list of prefixes; ``=`` in front makes them whole names, and ``^`` excludes them.
+
+    Args:
+        text: the value.
+        existing: the interfaces of this machine.
+
+    Example:
+        >>> from accel_callbacks.launch.interface import named_interfaces
+        >>> cards = ["lo", "eth0", "eth1", "ib0"]
+        >>> [named_interfaces(text, cards) for text in ("eth", "=eth1", "^eth,lo", "")]
+        [['eth0', 'eth1'], ['eth1'], ['ib0'], []]
+    """
+    excludes = text.startswith("^")
+    text = text.removeprefix("^")
+    exact = text.startswith("=")
+    words = [word for word in text.removeprefix("=").split(",") if word]
+    if not words:
+        return []
+
+    def matches(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words)
+
+    if excludes:
+        return [name for name in existing if not matches(name) and name != "lo"]
+    return [name for name in existing if matches(name)]
+
+
+def interface_towards(address: str, existing: Sequence[str]) -> str | None:
+    """Return the interface with the route to a machine, None without one, or if it is loopback.
+
+    Nothing is sent.
+
+    Args:
+        address: its address or name.
+        existing: the interfaces of this machine.
+
+    Example:
+        >>> from accel_callbacks.launch.interface import interface_towards
+        >>> interface_towards("127.0.0.1", ["lo"]) is None
+        True
+    """
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(address), 1))
+        own = probe.getsockname()[0]
+        if not ipaddress.ip_address(own).is_loopback:
+            return next((name for name in existing if _address_of(name, probe) == own), None)
+    return None
+
+
+def _address_of(name: str, probe: socket.socket) -> str | None:
+    """Return the first IPv4 address of an interface, None without one."""
+    import fcntl
+
+    with suppress(OSError):
+        answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", os.fsencode(name)))
+        return socket.inet_ntoa(answer[20:24])
+    return None
