@@ -139,7 +139,8 @@ class TrainingState:
 
     def _random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return the state of the random generators, and of those that belong to the loaders."""
-        rng = capture_rng(self.device, devices_of(self.models))
+        others = () if self.device.type == "cpu" else devices_of(self.models)
+        rng = capture_rng(self.device, others)
         return rng, [loader.random_state() for loader in self.loaders]
 
     def _run_position(self) -> dict[str, Any]:
