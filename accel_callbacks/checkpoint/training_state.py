@@ -139,8 +139,7 @@ class TrainingState:
 
     def _random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return the state of the random generators, and of those that belong to the loaders."""
-        others = () if self.device.type == "cpu" else devices_of(self.models)
-        rng = capture_rng(self.device, others)
+        rng = capture_rng(self.device, devices_of(self.models))
         return rng, [loader.random_state() for loader in self.loaders]
 
     def _run_position(self) -> dict[str, Any]:
