@@ -20,6 +20,7 @@ from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.local_files import base_name, split_path
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
 

@@ -308,8 +308,8 @@ class CheckpointFolder:
         never removed, nor is a damaged one that is newer. Checkpoints of other runs are not
         touched, nor are files that this package did not name, except those that
         `metadata["extra_files"]` of a removed checkpoint lists. A checkpoint that a save has locked
-        is skipped. Anything that cannot be removed is a warning, and so is a path to keep that names
-        nothing here.
+        is skipped. Anything that cannot be removed is a warning, and so is a path to keep
+        that names nothing here.
 
         Args:
             keep: a policy such as `keep_last(3) | keep_every(1000)`, which selects from this run's

@@ -377,8 +377,7 @@ def _unlock(descriptor: int) -> None:
 def _held_error(path: str) -> CheckpointConflictError:
     """Return the error for a folder that another saver has locked."""
     return CheckpointConflictError(
-        f"another process is saving to {path} right now; "
-        "give each job a folder of its own or wait"
+        f"another process is saving to {path} right now; give each job a folder of its own or wait"
     )
 
 
