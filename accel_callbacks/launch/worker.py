@@ -145,9 +145,11 @@ def _write_record(message: str, text: str) -> None:
     import time
 
     try:
-        from accel_callbacks.local_files import replace
+        from accel_callbacks import local_files
+
+        rename: Any = local_files.replace
     except ImportError:  # the script has changed sys.path
-        from os import replace
+        rename = os.replace
 
     path, now = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time()
     if not path or os.path.exists(path):
@@ -156,7 +158,7 @@ def _write_record(message: str, text: str) -> None:
     try:
         with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as out:
             json.dump({"message": {"message": message, "extraInfo": extra}}, out)
-        replace(f"{path}.part", path)
+        rename(f"{path}.part", path)
     except OSError:
         return  # such as a full disk: the traceback is still printed
 

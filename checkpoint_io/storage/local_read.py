@@ -89,7 +89,7 @@ def open_regular(path: str, scratch: Scratch | None = None) -> Iterator[LocalRea
 
 def forget_pages(path: str) -> None:
     """Drop a file from the page cache, so that the next read comes from the disk."""
-    if sys.platform == "win32" or not hasattr(os, "posix_fadvise"):
+    if sys.platform in ("win32", "darwin") or not hasattr(os, "posix_fadvise"):
         return
     with suppress(OSError):  # some filesystems refuse the advice; then the cache is read again
         descriptor = os.open(path, _READ)
