@@ -176,11 +176,11 @@ def make_folders(path: str) -> None:
 def sync_file(descriptor: int) -> None:
     """Flush a file to the disk itself, past the kernel and the drive's cache."""
     if sys.platform != "win32":
-        import fcntl
+        with suppress(ImportError, OSError):  # not supported by every filesystem
+            import fcntl
 
-        full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync stops at the drive's cache
-        if full is not None:
-            with suppress(OSError):  # not supported by every filesystem
+            full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync stops at the drive's cache
+            if full is not None:
                 fcntl.fcntl(descriptor, full)
                 return
     os.fsync(descriptor)
