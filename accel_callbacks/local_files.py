@@ -31,8 +31,8 @@ FILE_IN_USE = (
     "and the indexer"
 )
 _LOCAL = ("file", "local")
-_IN_USE = (5, 32)  # winerror: access denied, sharing violation
-_NOT_FOUND = (3, 206)  # winerror: path not found, file name too long
+_ACCESS_DENIED, _SHARING_VIOLATION = 5, 32  # winerror
+_PATH_NOT_FOUND, _NAME_TOO_LONG = 3, 206  # winerror
 _LONGEST_PATH = 259  # of Windows, without the terminating zero
 _LONGEST_FOLDER = 247
 _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.37)  # seconds
@@ -123,11 +123,9 @@ def _is_in_use(error: OSError, path: str | os.PathLike[str]) -> bool:
     """Return whether Windows refused because another program has the file open."""
     code = getattr(error, "winerror", None)
     # "access denied" is also what it says of a folder, and of a file that is read-only
-    return code in _IN_USE and (code == 32 or not os.path.exists(path) or _is_writable(path))
-
-
-def _is_writable(path: str | os.PathLike[str]) -> bool:
-    return os.path.isfile(path) and os.access(path, os.W_OK)
+    return code == _SHARING_VIOLATION or (
+        code == _ACCESS_DENIED and os.path.isfile(path) and os.access(path, os.W_OK)
+    )
 
 
 def windows_advice(error: OSError, path: str) -> str | None:
@@ -136,7 +134,7 @@ def windows_advice(error: OSError, path: str) -> str | None:
         return FILE_IN_USE
     length = len(os.path.abspath(path))
     code = getattr(error, "winerror", None)
-    if code == 206 or (code in _NOT_FOUND and length > _LONGEST_FOLDER):
+    if code == _NAME_TOO_LONG or (code == _PATH_NOT_FOUND and length > _LONGEST_FOLDER):
         return (
             f"the path has {length} characters, and Windows takes {_LONGEST_PATH} "
             f"({_LONGEST_FOLDER} for a folder) unless long paths are enabled (LongPathsEnabled in "

@@ -147,6 +147,15 @@ def test_a_missing_right_is_not_waited_for(
     assert call.calls == 1
 
 
+def test_a_folder_that_may_not_be_made_is_not_called_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "makedirs", Refusing(os.makedirs, 1, refused(5)))
+    with pytest.raises(PermissionError) as got:
+        checkpoint_io.local_files.make_folders(str(tmp_path / "a"))
+    assert "another program" not in str(got.value)
+
+
 def test_a_removal_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = checkpoint_io.local_files
     (tmp_path / "a").touch()

@@ -158,13 +158,13 @@ def test_a_failed_batch_leaves_no_files(tmp_path: Path, windows_files: None) -> 
 
 @pytest.fixture
 def file_in_use(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Renames over a file are refused, as while a scanner has it open."""
+    """Renames are refused, as while a scanner has one of the files open."""
     tried = []
 
     def refuses(old: str, new: str) -> None:
         tried.append(new)
         error = PermissionError(errno.EACCES, "Access is denied", new)
-        error.winerror = 5  # type: ignore[attr-defined]
+        error.winerror = 32  # type: ignore[attr-defined]
         raise error
 
     monkeypatch.setattr(os, "replace", refuses)
