@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -46,11 +47,11 @@ class Refusing:
     def __init__(self, real: Callable[..., None], times: int, error: OSError) -> None:
         self.real, self.times, self.error, self.calls = real, times, error, 0
 
-    def __call__(self, *args: object) -> None:
+    def __call__(self, *args: Any, **options: Any) -> None:
         self.calls += 1
         if self.calls <= self.times:
             raise self.error
-        self.real(*args)
+        self.real(*args, **options)
 
 
 @pytest.mark.parametrize(
