@@ -24,6 +24,9 @@ FORBIDDEN_ARROWS = {
 }
 MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/torch_pickle.py"}
 MAY_WRITE_ENVIRON = {"accel_callbacks/launch/environment.py"}
+RENAMES_AND_SYNCS = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync"}
+#: Runs before this package can be imported, and falls back.
+MAY_RENAME = {"accel_callbacks/launch/worker.py"}
 #: Files that import each other, those imports included that run late or only for type checkers.
 #: Each entry is one whole circle. The list only shrinks.
 ALLOWED_CIRCLES: list[set[str]] = [
@@ -316,6 +319,17 @@ def uses_of_the_default_device(tree: ast.AST) -> list[tuple[int, str]]:
     return found
 
 
+def system_calls(tree: ast.AST) -> list[str]:
+    """Uses of the system's own rename and sync, by line."""
+    names = _real_names(tree)
+    return [
+        f"line {node.lineno}: {name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+        and (name := _full_name(node, names)) in RENAMES_AND_SYNCS
+    ]
+
+
 def undocumented(owner: object) -> list[str]:
     """Names in ``__all__`` that are ours and have no docstring with an example."""
     missing = []
@@ -419,6 +433,20 @@ def test_all_that_may_follow_the_default_device_does() -> None:
 def test_the_packages_agree_which_line_is_the_users() -> None:
     # None of them may import another for it.
     assert len({(ROOT / package / "warning.py").read_text() for package in PACKAGES}) == 1
+
+
+def test_the_packages_agree_on_local_files() -> None:
+    assert len({(ROOT / package / "local_files.py").read_text() for package in PACKAGES}) == 1
+
+
+@every_file
+def test_renames_and_syncs_are_those_of_local_files(name: str) -> None:
+    # Windows needs patience for a rename, and macOS a call of its own for a sync.
+    uses = system_calls(parse(FILES[name]))
+    if name in MAY_RENAME or name.endswith("/local_files.py"):
+        assert uses
+    else:
+        assert uses == [], f"{name}: use {name.partition('/')[0]}.local_files"
 
 
 def test_files_are_named_after_things() -> None:
@@ -529,6 +557,12 @@ def test_walker_sees_gerunds() -> None:
 def test_walker_sees_plain_warnings(line: str) -> None:
     assert plain_warnings(ast.parse(line)) == [1]
     assert plain_warnings(ast.parse("from loggers.warning import warn; warn('text')")) == []
+
+
+def test_walker_sees_renames_and_syncs() -> None:
+    assert system_calls(tree_of("import os as o; o.replace(a, b)")) == ["line 1: os.replace"]
+    assert system_calls(tree_of("from os import fsync; fsync(0)")) == ["line 1: os.fsync"]
+    assert system_calls(tree_of("text.replace(a, b); dataclasses.replace(c)")) == []
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from accel_callbacks.launch.environment import (
 )
 from accel_callbacks.launch.fork_safety import isolated_launcher
 from accel_callbacks.launch.interface import gloo_variables
+from accel_callbacks.local_files import replace
 
 __all__ = ["ErrorReports", "ForkPlan", "ForkedWorker", "LineBuffered", "PackedResult", "run_forked"]
 
@@ -471,7 +472,7 @@ class ErrorReports:
         report = _Report(rank, when, secondary, summary, text, self._dead_peers(rank))
         temporary = self.folder / f"{rank}.new"
         temporary.write_text(json.dumps(report._asdict()))
-        os.replace(temporary, self.folder / f"{rank}.json")
+        replace(temporary, self.folder / f"{rank}.json")
         return text
 
     def _dead_peers(self, rank: int) -> list[int]:
