@@ -157,7 +157,8 @@ def join_control_group() -> bool:
 
 def leave_control_group() -> None:
     """Destroy the group that :func:`join_control_group` made; do nothing without one."""
-    group = _control.pop(dist.group.WORLD, None) if dist.is_initialized() else None
+    world = dist.group.WORLD if dist.is_initialized() else None
+    group = None if world is None else _control.pop(world, None)
     if group is not None:
         dist.destroy_process_group(group)
 

@@ -470,7 +470,7 @@ class Fallback(Generic[T]):
         # Rank 0 scans again for every attempt, since a prune may remove checkpoints meanwhile, and
         # a save may replace one: with its new id it is another one.
         group = self._group
-        looked = Outcome.of(lambda: self._candidates() if group.rank == 0 else ([], []))
+        looked = Outcome.of(lambda: self._look(tried, skip) if group.rank == 0 else (None, []))
         report = looked.to_plain()
         answer = group.broadcast_object((report["value"], report["error"]))
         if answer[1] is not None:
@@ -478,12 +478,26 @@ class Fallback(Generic[T]):
                 raise looked.error
             raise CheckpointError(f"could not list {self._url}: {answer[1]}") from looked.error
         found, self._broken = answer[0]
-        left = [list(one) for one in found if list(one) not in tried and one[0] not in skip]
-        return left[-1] if left else None
+        return None if found is None else list(found)
 
-    def _candidates(self) -> tuple[list[list[str]], list[str]]:
+    def _look(
+        self, tried: Collection[list[str]], skip: Collection[str]
+    ) -> tuple[list[str] | None, list[str]]:
+        """Return path and id of the newest one not yet tried, if any, and the broken paths."""
+        before = None
+        while True:
+            entries = self._survey()
+            valid, broken = self._sort(entries)
+            left = [one for one in valid if one not in tried and one[0] not in skip]
+            # A prune removes what was just listed, because a save has made a newer one: as long as
+            # the folder changes, it is too early to say that there is none.
+            seen = {(entry.path, entry.status) for entry in entries}
+            if left or seen == before:
+                return left[-1] if left else None, broken
+            before = seen
+
+    def _sort(self, entries: Sequence[FolderEntry]) -> tuple[list[list[str]], list[str]]:
         """Return path and id of the valid checkpoints, oldest first, and the broken paths."""
-        entries = self._survey()
         for entry in entries:
             if entry.status in ("broken", "unfinished") and entry.path not in self._warned:
                 self._warned.add(entry.path)

@@ -23,7 +23,7 @@ from accel_callbacks.distributed.topology import destroy_topology
 
 pytestmark = pytest.mark.distributed
 TIMEOUT = timedelta(seconds=25)
-CALLS = ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object",
+CALLS = ("all_reduce", "all_gather_into_tensor", "broadcast", "barrier", "all_gather_object",
          "broadcast_object_list")  # fmt: skip
 
 
