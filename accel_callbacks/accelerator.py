@@ -97,7 +97,8 @@ class Accelerator(ProcessControl, MediaLogging):
         debug: compare the operands of all ranks before each collective method, and raise with a
             table of the ranks that differ instead of hanging; off by default. ``ACCEL_DEBUG=1``
             covers the functions too.
-        device_placement: move models and batches to the device, on by default.
+        device_placement: move models, the states of optimizers, and batches to the device, on by
+            default.
         log_with: names (``"jsonl"``, ``"tensorboard"``, ``"wandb"``) or instances of trackers.
         project_dir: folder of the run's logs and checkpoints.
         project_config: the same with more options; instead of ``project_dir``.
@@ -403,6 +404,7 @@ class Accelerator(ProcessControl, MediaLogging):
             [one for one in args if isinstance(one, torch.optim.Optimizer)],
             [one for one in args if _is_scheduler(one)],
             _names(forward_methods),
+            left_in_place={id(one) for one, place in placed if not self._placement(place)},
         )
         for one, place in placed:
             if isinstance(one, (DataLoader, SkipDataLoader)):
@@ -437,10 +439,18 @@ class Accelerator(ProcessControl, MediaLogging):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare one optimizer; see :meth:`prepare`. Its state moves to the parameters' device."""
-        prepared: AcceleratedOptimizer = self._preparer.prepare(optimizers=[optimizer])[
-            id(optimizer)
-        ]
+        """Prepare one optimizer; see :meth:`prepare`.
+
+        Args:
+            optimizer: the optimizer.
+            device_placement: move its state to where the parameters are; the Accelerator's setting
+                if ``None``.
+        """
+        ready = self._preparer.prepare(
+            optimizers=[optimizer],
+            left_in_place=() if self._placement(device_placement) else {id(optimizer)},
+        )
+        prepared: AcceleratedOptimizer = ready[id(optimizer)]
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:

@@ -238,7 +238,7 @@ def _numbers(wide: Any) -> list[float]:
     if not wide.is_cuda:
         return wide.tolist()  # type: ignore[no-any-return]
     torch = sys.modules["torch"]
-    host = torch.empty(wide.shape, dtype=wide.dtype, pin_memory=True)
+    host = torch.empty(wide.shape, dtype=wide.dtype, device="cpu", pin_memory=True)
     host.copy_(wide, non_blocking=True)
     copied = torch.cuda.Event(blocking=True)
     copied.record(torch.cuda.current_stream(wide.device))

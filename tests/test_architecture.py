@@ -64,6 +64,21 @@ HEAVY = [
 ]
 PICKLERS = ["pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"]
 UNSAFE_CALLS = {"torch.load", "torch.save", "eval", "exec", "builtins.eval", "builtins.exec"}
+#: Functions of torch whose result is on the default device, unless another one is given.
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full"),
+    *("linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range", "tensor"),
+    *("scalar_tensor", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "zeros"),
+    *("sparse_compressed_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor", "tril_indices"),
+    *("triu_indices", "bartlett_window", "blackman_window", "hamming_window", "hann_window"),
+    *("kaiser_window", "Generator"),
+}
+#: Uses that follow ``torch.set_default_device`` on purpose: file and function. What else we make is
+#: for collectives and for the host, where a default device would move it to the accelerator.
+MAY_FOLLOW_THE_DEFAULT_DEVICE = {
+    # The memory that a user asks for, in place of a call of torch.empty.
+    ("accel_callbacks/utils/operations.py", "torch.empty"),
+}
 ENVIRON_WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 
 
@@ -279,6 +294,28 @@ def plain_warnings(tree: ast.AST) -> list[int]:
     ]
 
 
+def uses_of_the_default_device(tree: ast.AST) -> list[tuple[int, str]]:
+    """Lines and names of torch's factories that are used without ``device=``."""
+    names = _real_names(tree)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    given = {
+        id(call.func)
+        for call in calls
+        if any(key.arg == "device" for key in call.keywords)
+        or (call.args and _full_name(call.func, names) == "torch.Generator")
+    }
+    called = {id(call.func) for call in calls}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and id(node) not in given:
+            package, _, factory = _full_name(node, names).rpartition(".")
+            # A type may be named without being made.
+            is_made = factory != "Generator" or id(node) in called
+            if package == "torch" and factory in FACTORIES and is_made:
+                found.append((node.lineno, f"torch.{factory}"))
+    return found
+
+
 def undocumented(owner: object) -> list[str]:
     """Names in ``__all__`` that are ours and have no docstring with an example."""
     missing = []
@@ -361,6 +398,22 @@ def test_a_warning_finds_the_line_of_the_user(name: str) -> None:
         assert len(lines) == 1
     else:
         assert lines == [], f"{name}: use warn of {name.partition('/')[0]}.warning"
+
+
+@every_file
+def test_what_we_make_does_not_follow_the_default_device(name: str) -> None:
+    uses = uses_of_the_default_device(parse(FILES[name]))
+    wrong = [one for one in uses if (name, one[1]) not in MAY_FOLLOW_THE_DEFAULT_DEVICE]
+    assert wrong == [], f"{name}: give device=, such as 'cpu' for what ranks exchange"
+
+
+def test_all_that_may_follow_the_default_device_does() -> None:
+    uses = {
+        (name, used)
+        for name in {name for name, _ in MAY_FOLLOW_THE_DEFAULT_DEVICE}
+        for _, used in uses_of_the_default_device(parse(FILES[name]))
+    }
+    assert uses == MAY_FOLLOW_THE_DEFAULT_DEVICE
 
 
 def test_the_packages_agree_which_line_is_the_users() -> None:
@@ -503,6 +556,35 @@ def test_walker_sees_environ_writes(line: str) -> None:
 )
 def test_walker_lets_reads_pass(line: str) -> None:
     assert environ_writes(tree_of(line)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.tensor([1])",
+        "torch.Generator().manual_seed(1)",
+        "from torch import zeros; zeros(2)",
+        "import torch as t; t.full((2,), 1)",
+        "make = torch.ones",
+    ],
+)
+def test_walker_sees_uses_of_the_default_device(line: str) -> None:
+    assert len(uses_of_the_default_device(ast.parse(line))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.tensor([1], device=here)",
+        "torch.Generator('cpu')",
+        "isinstance(one, torch.Generator)",
+        "torch.frombuffer(data, dtype=kind)",
+        "tensor.new_zeros(2)",
+        "def f(x: torch.Generator | None): pass",
+    ],
+)
+def test_walker_lets_a_device_that_is_given_pass(line: str) -> None:
+    assert uses_of_the_default_device(ast.parse(line)) == []
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ class FiniteCheck:
 
     def _start_copy(self) -> None:
         """Start the copy to the host; only reading the result waits for it."""
-        host = torch.empty(self._flags.shape, dtype=self._flags.dtype, pin_memory=True)
+        host = torch.empty(
+            self._flags.shape, dtype=self._flags.dtype, device="cpu", pin_memory=True
+        )
         host.copy_(self._flags, non_blocking=True)
         self._event = torch.Event(self._flags.device)
         self._event.record()
@@ -183,7 +185,7 @@ class FiniteCheck:
         parts = []
         if loss_bad:
             value = float("nan") if self._loss is None else float(self._loss)
-            here = not torch.isfinite(torch.tensor(value)) and self._loss is not None
+            here = not torch.isfinite(torch.tensor(value, device="cpu")) and self._loss is not None
             parts.append(f"the loss is {value}" if here else "the loss of another rank is bad")
         if gradients_bad:
             names = [] if self._gradients is None else self._gradients.bad_names(known)

@@ -98,8 +98,10 @@ def peak_flops_of(device_name: str, precision: str) -> float | None:
     return None
 
 
-def matmul_precision(mixed_precision: str, model: torch.nn.Module | None) -> str:
+def matmul_precision(mixed_precision: str, model: torch.nn.Module | None) -> str | None:
     """Return the precision of matrix products, as :func:`peak_flops_of` names it.
+
+    ``None`` if torch cannot tell it.
 
     Args:
         mixed_precision: that of the Accelerator.
@@ -117,7 +119,21 @@ def matmul_precision(mixed_precision: str, model: torch.nn.Module | None) -> str
     named = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if first is not None and first.dtype in named:
         return named[first.dtype]
-    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    try:
+        return "tf32" if _multiplies_in_tf32() else "fp32"
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _multiplies_in_tf32() -> bool:
+    # torch.get_float32_matmul_precision raises once a script has used these newer settings. "none"
+    # is what the setting above it says.
+    matmul: Any = torch.backends.cuda.matmul
+    for owner in (matmul, torch.backends):
+        precision = getattr(owner, "fp32_precision", "none")
+        if precision != "none":
+            return bool(precision == "tf32")
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 class _NoModuleTracker:

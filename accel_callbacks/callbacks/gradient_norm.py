@@ -178,7 +178,7 @@ def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> to
         sharding = (getattr(dense, "device_mesh", None), getattr(dense, "placements", None))
         by_sharding.setdefault(sharding, []).append(dense.detach())
     if not by_sharding:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     return _combined([_norm(same, norm_type) for same in by_sharding.values()], norm_type)
 
 

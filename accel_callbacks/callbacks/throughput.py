@@ -137,7 +137,7 @@ class Throughput(ResumableState):
             device = run.accelerator.device
             name = torch.get_device_module(device).get_device_name(device)
             precision = matmul_precision(run.accelerator.mixed_precision, model)
-            self._peak = peak_flops_of(name, precision)
+            self._peak = None if precision is None else peak_flops_of(name, precision)
 
     # --- the clock ----------------------------------------------------------------------------
 

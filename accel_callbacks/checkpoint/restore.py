@@ -30,7 +30,7 @@ from accel_callbacks.checkpoint.selection import Selection, all_keys
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.data.stream import with_local_state
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.distributed.rng import restore_rng
+from accel_callbacks.distributed.rng import devices_of, restore_rng
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.logging import notice
 from accel_callbacks.strategies.optimizer_state import parameter_names
@@ -156,7 +156,7 @@ class InPlaceReads:
         """Make a tensor for a state, sharded like its parameter if it has the same shape."""
         # torch moves the step count to where the optimizer wants it.
         if parameter is None or key == "step":
-            target = torch.empty(view.shape, dtype=view.dtype)
+            target = torch.empty(view.shape, dtype=view.dtype, device="cpu")
         elif view.shape == tuple(parameter.shape):
             target = torch.empty_like(parameter, dtype=view.dtype, requires_grad=False)
         else:
@@ -471,7 +471,7 @@ def apply(training: TrainingState, ready: Ready, selection: Selection) -> None:
     if selection.takes("window"):
         _restore_window(training, local.get("window"), selection)
     if "rng" in local and selection.takes("rng"):
-        restore_rng(local["rng"], training.device)
+        restore_rng(local["rng"], training.device, devices_of(training.models))
 
 
 def _restore_place(training: TrainingState, ready: Ready, selection: Selection) -> None:

@@ -16,7 +16,7 @@ from accel_callbacks.checkpoint.registered import PreHooks, Registered
 from accel_callbacks.checkpoint.tensor_file import local_path, writable_folder
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.stream import split_local_states
-from accel_callbacks.distributed.rng import capture_rng
+from accel_callbacks.distributed.rng import capture_rng, devices_of
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
@@ -139,7 +139,8 @@ class TrainingState:
 
     def _random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return the state of the random generators, and of those that belong to the loaders."""
-        return capture_rng(self.device), [loader.random_state() for loader in self.loaders]
+        rng = capture_rng(self.device, devices_of(self.models))
+        return rng, [loader.random_state() for loader in self.loaders]
 
     def _run_position(self) -> dict[str, Any]:
         """Return the position of the run; a batch without a loader counts once it has worked."""

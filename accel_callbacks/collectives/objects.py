@@ -51,7 +51,7 @@ def any_process(flag: bool) -> bool:
     begin("any_process")
     if world_size() == 1:
         return flag
-    votes = on_backend(torch.tensor([int(flag)], dtype=torch.int32))
+    votes = on_backend(torch.tensor([int(flag)], dtype=torch.int32, device="cpu"))
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes.item())
 

@@ -103,7 +103,7 @@ def numbers_to_tensors(data: T) -> T:
 def _tensor_of_numbers(numbers: tuple[Any, ...]) -> torch.Tensor:
     exact = torch.float64 if any(isinstance(number, float) for number in numbers) else None
     complexes = any(isinstance(number, complex) for number in numbers)
-    return torch.tensor(numbers, dtype=torch.complex128 if complexes else exact)
+    return torch.tensor(numbers, dtype=torch.complex128 if complexes else exact, device="cpu")
 
 
 def sizes_on_all(data: Any) -> list[list[int]] | None:
@@ -134,7 +134,8 @@ def _compare(operation: str, alike: list[str], own: list[int]) -> list[list[int]
     """
     # One small all-gather of a digest in the usual case; the objects follow only if it differs.
     text = repr((alike, own)).encode()
-    mark = torch.tensor(list(hashlib.blake2b(text, digest_size=16).digest()), dtype=torch.uint8)
+    digest = list(hashlib.blake2b(text, digest_size=16).digest())
+    mark = torch.tensor(digest, dtype=torch.uint8, device="cpu")
     marks = gather_tensor(on_backend(mark)).reshape(world_size(), -1)
     if bool((marks == marks[0]).all()):
         return None
@@ -443,7 +444,8 @@ def reduce_tensor(
 @explained("reduce")
 def sum_of(value: float | torch.Tensor) -> torch.Tensor:
     """Return the sum of a number over all ranks, in double precision."""
-    total = on_backend(torch.as_tensor(value).detach()).to(torch.float64, copy=True)
+    own = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+    total = on_backend(own.detach()).to(torch.float64, copy=True)
     dist.all_reduce(total)
     return total
 

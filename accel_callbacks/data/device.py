@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
+from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_callbacks.collectives.nested import leaves, map_leaves
+from accel_callbacks.collectives.nested import map_leaves
 from accel_callbacks.data.sources import Delivery
 
 __all__ = ["Feed", "device_feed", "send_to_device"]
@@ -123,6 +127,9 @@ def _moved(pairs: Pairs, device: torch.device, non_blocking: bool) -> Pairs:
 class StreamFeed:
     """Copy one batch ahead, on a side stream.
 
+    At the peak three batches are on the device: the one that the script still holds, the one that
+    it asks for, and the one that is being copied.
+
     Args:
         device: the target device.
         module: the torch module of that device type, for example ``torch.cuda``.
@@ -133,11 +140,14 @@ class StreamFeed:
         self._module = module
 
     def __call__(self, pairs: Pairs) -> Pairs:
-        side = self._module.Stream(self._device)
-        ahead: tuple[Any, Delivery, Any] | None = None
+        device = self._device
+        if device.index is None and hasattr(self._module, "current_device"):
+            device = torch.device(device.type, self._module.current_device())
+        side = _side_stream(self._module, device)
+        ahead: tuple[_Ahead, Delivery, Any] | None = None
         for batch, delivery in pairs:
             with self._module.stream(side):
-                copy = _send_tensors(batch, self._device)
+                copy = _Ahead(batch, self._device)
                 copied = side.record_event()
             if ahead is not None:
                 yield self._hand_over(*ahead)
@@ -145,33 +155,131 @@ class StreamFeed:
         if ahead is not None:
             yield self._hand_over(*ahead)
 
-    def _hand_over(self, batch: Any, delivery: Delivery, copied: Any) -> tuple[Any, Delivery]:
+    def _hand_over(self, ahead: _Ahead, delivery: Delivery, copied: Any) -> tuple[Any, Delivery]:
         """Return the batch for the computing stream, which waits for the copy."""
         stream = self._module.current_stream(self._device)
         stream.wait_event(copied)
-        for tensor in _tensors_in(batch):
+        for tensor in ahead.tensors.values():
             if tensor.device.type == self._device.type:
                 # The caching allocator would reuse the memory for the next copy on the side
                 # stream as soon as the tensor is freed, while kernels still read it.
                 tensor.record_stream(stream)
-        # Objects with their own ``to`` hide their tensors, so they are copied on this stream.
-        return send_to_device(batch, self._device, non_blocking=True), delivery
+        batch = ahead.batch
+        if ahead.is_partial:
+            batch = send_to_device(batch, self._device, non_blocking=True)
+        return batch, delivery
 
 
-def _send_tensors(item: Any, device: torch.device) -> Any:
-    """Return the structure with its tensors being copied; other objects with ``to`` are not."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device, non_blocking=True)
-    if isinstance(item, _Movable):
+@cache
+def _side_stream(module: Any, device: torch.device) -> Any:
+    """Return the stream of copies to a device, the same one in each pass.
+
+    The caching allocator keeps memory by stream: each new stream would hold its own batches.
+    """
+    return module.Stream(device)
+
+
+class _Ahead:
+    """A batch that is being copied to a device, on the stream that is current when it is made.
+
+    Objects with ``to`` are copied too where their tensors can be found, because the memory of each
+    tensor must be kept until the computing stream has read it.
+
+    Attributes:
+        batch: the copy.
+        tensors: the dense tensors in it, by their ``id``.
+        is_partial: it has objects whose tensors are not known, still to be moved.
+    """
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        self._device = device
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.is_partial = False
+        self.batch = self._send(batch)
+
+    def _send(self, item: Any) -> Any:
+        return map_leaves(item, self._send_leaf, _is_sent)
+
+    def _send_leaf(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            copied = item.to(self._device, non_blocking=True)
+            self._keep(copied)
+            return copied
+        if isinstance(item, MutableMapping) and getattr(item, "device", None) is None:
+            # Such as a BatchEncoding, whose own `to` changes the dataset's object. Not a mapping
+            # with a device, such as a TensorDict: it keeps its entries there.
+            item = _like(item, {key: self._send(entry) for key, entry in item.items()})
+        if _tensors_of(item):
+            item = _send_object(item, self._device, non_blocking=True)
+        tensors = _tensors_of(item)
+        self.is_partial = self.is_partial or not tensors
+        for tensor in tensors:
+            self._keep(tensor)
         return item
-    return map_leaves(item, lambda one: _send_tensors(one, device), _is_movable)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        self.tensors.update((id(part), part) for part in _dense_parts(tensor))
 
 
-def _is_movable(item: Any) -> bool:
-    return isinstance(item, _Movable)
+def _is_sent(item: Any) -> bool:
+    return isinstance(item, (torch.Tensor, _Movable))
 
 
-def _tensors_in(item: Any) -> list[torch.Tensor]:
-    """Return the tensors, except those inside of objects with their own ``to``."""
-    found = (leaf.value for leaf in leaves(item, _is_movable))
-    return [one for one in found if isinstance(one, torch.Tensor)]
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that a tensor is made of: ``record_stream`` takes no others."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        inner = (getattr(tensor, name) for name in names)
+        return [part for one in inner if one is not None for part in _dense_parts(one)]
+    if tensor.is_nested:
+        return [tensor.values()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def _tensors_of(item: Any) -> list[torch.Tensor]:
+    """Return the tensors in an object's attributes, and in the containers and objects there.
+
+    None are returned of an object that leads to very many others, such as to its dataset.
+    """
+    found: dict[int, torch.Tensor] = {}
+    seen: dict[int, Any] = {}  # held, so that no id is used again
+    pending = [item]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, torch.Tensor):
+            found[id(one)] = one
+        elif id(one) not in seen and not isinstance(one, _NO_HOLDERS):
+            if len(seen) == _MOST_OBJECTS:
+                return []
+            seen[id(one)] = one
+            pending.extend(_parts_of(one))
+    return list(found.values())
+
+
+_MOST_OBJECTS = 1000
+# What holds no tensor of a batch, or leads out of it.
+_NO_HOLDERS = (str, bytes, int, float, complex, type, ModuleType, FunctionType, type(None))
+
+
+def _parts_of(item: Any) -> list[Any]:
+    """Return the entries of a container and the attributes of an object."""
+    parts: list[Any] = []
+    if isinstance(item, Mapping):
+        parts += item.values()
+    elif isinstance(item, (list, tuple, set, frozenset, deque)):
+        parts += item
+    parts += getattr(item, "__dict__", {}).values()
+    for kind in type(item).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            inside = name.startswith("__") and not name.endswith("__")
+            mangled = f"_{kind.__name__.lstrip('_')}{name}" if inside else name
+            if name != "__dict__" and name != "__weakref__":
+                parts.append(getattr(item, mangled, None))
+    return parts

@@ -97,7 +97,7 @@ def _pack(batch: Any) -> tuple[Any, torch.Tensor]:
         return place
 
     layout = map_tensors(batch, slot)
-    data = torch.empty(end, dtype=torch.uint8)
+    data = torch.empty(end, dtype=torch.uint8, device="cpu")
     for place, tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         data[place.start : place.start + place.size] = flat

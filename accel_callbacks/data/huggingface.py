@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accel_callbacks import collectives
+from accel_callbacks.data.base_seed import seeded_generator
 from accel_callbacks.data.iterable import IterableShards, has_state
 from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.sampler import mix_seed
@@ -61,7 +62,7 @@ def own_shards(loader: DataLoader[Any], batch_size: int | None, setting: Setting
 
 def _exchange(*numbers: int) -> list[list[int]]:
     """Collective: return the numbers of all ranks in rank order; equally many on each."""
-    own = collectives.on_backend(torch.tensor(numbers))
+    own = collectives.on_backend(torch.tensor(numbers, device="cpu"))
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
     return [part.tolist() for part in parts]
@@ -134,7 +135,7 @@ class AgreedSource(StatefulSource):
 
     def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
         """Return a generator that differs between ranks, and is the same after a resume."""
-        return torch.Generator().manual_seed(mix_seed(seed, epoch, self._setting.rank))
+        return seeded_generator(mix_seed(seed, epoch, self._setting.rank))
 
     def restore(self, state: State | None) -> None:
         """Store where to resume; ``None`` is the beginning."""

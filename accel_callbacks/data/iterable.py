@@ -87,7 +87,7 @@ class IterableShards(IterableDataset["Piece | None"]):
         self._questions: WorkerQuestions | None = None
         # (epoch, seed, even) in shared memory: persistent workers keep their copy of this object
         # over epochs, and would not see a plain attribute change.
-        self._pass = torch.tensor([0, 0, 1])
+        self._pass = torch.tensor([0, 0, 1], device="cpu")
         self._pass.share_memory_()  # type: ignore[no-untyped-call]
 
     @property

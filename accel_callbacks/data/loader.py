@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from accel_callbacks.data.base_seed import base_seed_generator, draw_base_seed
 from accel_callbacks.data.device import Feed
 from accel_callbacks.data.order import Record
 from accel_callbacks.data.sources import Delivery, Source
@@ -165,16 +166,15 @@ class DataLoaderShard(DataLoader[Any]):
             self._drawn_early = self._draw_base_seed()
         return self._events.iterate(self)
 
-    def _draw_base_seed(self) -> torch.Generator:
+    def _draw_base_seed(self) -> torch.Generator | None:
         """Draw the base seed now, and return a generator that gives it again.
 
         torch draws it in ``iter``, and all else of a pass at the first ``next``; it is the same
         but for loaders that are zipped.
         """
-        own = self._user_generator
-        again = torch.Generator()
-        again.set_state((torch.default_generator if own is None else own).get_state())
-        torch.empty((), dtype=torch.int64).random_(generator=own)
+        again = base_seed_generator(self._user_generator)
+        if again is not None:
+            draw_base_seed(self._user_generator)
         return again
 
     def __len__(self) -> int:

@@ -57,7 +57,7 @@ class SeedableRandomSampler(RandomSampler):
         generator: torch.Generator | None = None,
         data_seed: int | None = None,
     ) -> None:
-        super().__init__(data_source, replacement, num_samples, torch.Generator())
+        super().__init__(data_source, replacement, num_samples, torch.Generator(device="cpu"))
         seeded = torch.default_generator if generator is None else generator
         self.initial_seed = seeded.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
@@ -76,7 +76,8 @@ class SeedableRandomSampler(RandomSampler):
         """Return the order of an epoch, a function of the seed and the epoch alone."""
         assert isinstance(self.generator, torch.Generator)
         self.generator.manual_seed(seed + epoch)
-        return list(super().__iter__())
+        with torch.device("cpu"):  # torch.randperm would follow the default device
+            return list(super().__iter__())
 
 
 class BatchSamplerShard(BatchSampler):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from accel_callbacks import collectives
+from accel_callbacks.data.base_seed import draw_base_seed, seeded_generator
 from accel_callbacks.data.order import (
     GLOBAL,
     Draws,
@@ -515,7 +516,7 @@ class ShareSource:
 
     def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
         """Return a generator that differs between ranks and after each resume."""
-        return torch.Generator().manual_seed(mix_seed(seed, epoch, position, self._plan.rank))
+        return seeded_generator(mix_seed(seed, epoch, position, self._plan.rank))
 
     # --- the start of a pass --------------------------------------------------------------------
 
@@ -576,7 +577,7 @@ class ShareSource:
         if early:
             draws.open()
         if base:
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            draw_base_seed(self._loader.generator)
             if early and self._loader.num_workers:
                 draws.open()
         return draws.take(None)

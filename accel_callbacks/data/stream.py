@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from accel_callbacks.data.base_seed import base_seed_generator, seeded_generator
 from accel_callbacks.data.iterable import CollateShare, IterableShards, Piece
 from accel_callbacks.data.order import (
     Generators,
@@ -143,10 +144,10 @@ class StreamSource(StatefulSource):
 
     def worker_generator(self, seed: int, epoch: int, position: int) -> torch.Generator:
         """Return a generator that is the same on all ranks and after a resume, as the stream."""
-        generator = torch.Generator()
-        if self._fresh or self._base is None:
-            return generator.manual_seed(mix_seed(seed, epoch))
-        set_packed_state(generator, self._base)
+        generator = seeded_generator(mix_seed(seed, epoch))
+        if not self._fresh and self._base is not None:
+            with suppress(RuntimeError):  # it was drawn on a device of another type
+                set_packed_state(generator, self._base)
         return generator
 
     # --- the start of a pass --------------------------------------------------------------------
@@ -221,10 +222,9 @@ class StreamSource(StatefulSource):
         if record is not None:
             self._base = record.get("base")
         elif workers_start or self.fresh_workers:
-            own = self._loader.generator
-            drawn_from = torch.default_generator if own is None else own
             records = self._workers and self.draws_base_seed
-            self._base = packed_state(drawn_from) if records else None
+            drawn_from = base_seed_generator(self._loader.generator) if records else None
+            self._base = None if drawn_from is None else packed_state(drawn_from)
 
     def _begin(self, seed: int, epoch: int, position: int) -> None:
         again = self._begun == (epoch, position)

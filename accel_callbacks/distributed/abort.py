@@ -261,7 +261,7 @@ def _close_connections(group: Any) -> None:
     """
     for other in sorted({*dist.get_process_group_ranks(group)} - {rank()}):
         with suppress(RuntimeError):
-            work = dist.irecv(torch.empty(1), other, group=group, tag=_UNUSED_TAG)
+            work = dist.irecv(torch.empty(1, device="cpu"), other, group=group, tag=_UNUSED_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
 

@@ -22,6 +22,7 @@ from accel_callbacks.warning import warn
 __all__ = [
     "RNGType",
     "capture_rng",
+    "devices_of",
     "restore_rng",
     "set_seed",
     "synchronize_rng_state",
@@ -66,11 +67,16 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
             )
 
 
-def capture_rng(device: torch.device) -> dict[str, Any]:
-    """Return the state of the generators of Python, NumPy, torch and the device.
+def capture_rng(device: torch.device, others: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """Return the state of the generators of Python, NumPy, torch and the devices.
 
     Each is held as bytes: a checkpoint then needs no tensor file for this rank, and does not go
     through 625 numbers one by one.
+
+    Args:
+        device: the device of this process.
+        others: more devices that it computes on. Of no other device the state is asked, which
+            would take memory there.
 
     Example:
         >>> import random, torch
@@ -96,11 +102,24 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         module = torch.get_device_module(device)
         state[device.type] = _bytes(module.get_rng_state(*_device_args(device)))
+    if more := {
+        str(other): _bytes(torch.get_device_module(other).get_rng_state(*_device_args(other)))
+        for other in _other_devices(device, others)
+    }:
+        state["other_devices"] = more
     return state
 
 
-def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what :func:`capture_rng` returned, now or in versions that kept arrays and lists."""
+def restore_rng(
+    state: Mapping[str, Any], device: torch.device, others: Iterable[torch.device] = ()
+) -> None:
+    """Restore what :func:`capture_rng` returned, now or in versions that kept arrays and lists.
+
+    Args:
+        state: the state.
+        device: the device of this process.
+        others: more devices that it computes on; those of which there is no state are left.
+    """
     version, words, gauss = state["python"]
     random.setstate((version, _words(words), gauss))
     torch.set_rng_state(_tensor(state["torch"]))
@@ -113,6 +132,40 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
     if device.type in state:
         module = torch.get_device_module(device)
         module.set_rng_state(_tensor(state[device.type]), *_device_args(device))
+    for other in _other_devices(device, others):
+        if (found := state.get("other_devices", {}).get(str(other))) is not None:
+            torch.get_device_module(other).set_rng_state(_tensor(found), *_device_args(other))
+
+
+def devices_of(models: Iterable[torch.nn.Module]) -> set[torch.device]:
+    """Return the devices of the parameters of models.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.distributed.rng import devices_of
+        >>> devices_of([torch.nn.Linear(1, 1)])
+        {device(type='cpu')}
+    """
+    return {parameter.device for model in models for parameter in model.parameters()}
+
+
+def _other_devices(device: torch.device, others: Iterable[torch.device]) -> list[torch.device]:
+    """Return the devices that have random numbers of their own, without ``device``."""
+    own = _index(device)
+    found = {one for one in others if _has_generator(one) and _index(one) != own}
+    return sorted(found, key=str)
+
+
+def _has_generator(device: torch.device) -> bool:
+    return device.type != "cpu" and hasattr(getattr(torch, device.type, None), "get_rng_state")
+
+
+def _index(device: torch.device) -> tuple[str, int | None]:
+    """Return type and index of a device; without an index it is the current one."""
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device.type, device.index
+    current = getattr(torch.get_device_module(device), "current_device", None)
+    return device.type, 0 if current is None else int(current())
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -39,6 +39,7 @@ from accel_callbacks.warning import warn
 __all__ = [
     "DistributedType",
     "Topology",
+    "current_device_index",
     "destroy_topology",
     "is_initialized",
     "own_accelerator",
@@ -235,13 +236,24 @@ def _check_group(here: Topology, asked: GroupOptions) -> None:
 
 
 def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topology:
-    joined = _group_ranks(env)
+    joined = _group_ranks(env, cpu=cpu)
     if joined is not None:
-        return Topology(pick_device(cpu, joined[2]), *joined, backend=dist.get_backend())
+        own = str(dist.get_backend_config())
+        device = pick_device(cpu, joined[2], can_share=_can_share(own))
+        return Topology(device, *joined, backend=dist.get_backend())
     rank, world, local_rank, local_world = _ranks_from(env)
-    device = pick_device(cpu, local_rank)
+    if world == 1 and "LOCAL_RANK" not in env:
+        device = pick_device(cpu, None)
+    else:
+        device = pick_device(cpu, local_rank, can_share=_can_share(options.backend))
     backend = _join(device, rank, world, options, env) if world > 1 else None
     return Topology(device, rank, world, local_rank, local_world, backend)
+
+
+def _can_share(backend: str | None) -> bool:
+    """Return whether several processes may compute on one device: NCCL refuses it."""
+    kind = own_accelerator()
+    return bool(kind is not None and backend and backend_for(kind, backend) == "gloo")
 
 
 def _join(
@@ -332,12 +344,21 @@ def process_rank() -> tuple[int, int, int, int]:
     return _group_ranks(os.environ) or _ranks_from(os.environ)
 
 
-def _group_ranks(env: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+def _group_ranks(env: Mapping[str, str], cpu: bool = False) -> tuple[int, int, int, int] | None:
     """Return the ranks of the existing process group, None without one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     rank, world = dist.get_rank(), dist.get_world_size()
-    return rank, world, _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", world)
+    on_cpu = cpu or own_accelerator() is None
+    count = 0 if on_cpu else torch.accelerator.device_count()
+    index = next((name for name in ("LOCAL_RANK", *_TASK_INDEX) if name in env), None)
+    if index is not None:
+        local_rank = _number(env, index, rank)
+    else:
+        # Device 0 is also the current one of a script that has not chosen any.
+        local_rank = current_device_index() or rank % count if count else rank
+    local_world = min(world, count) if count else world
+    return rank, world, local_rank, _number(env, "LOCAL_WORLD_SIZE", local_world)
 
 
 def _ranks_from(env: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -384,15 +405,17 @@ def own_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def pick_device(cpu: bool, local_rank: int) -> torch.device:
+def pick_device(cpu: bool, local_rank: int | None, *, can_share: bool = False) -> torch.device:
     """Return the device of a local rank, and make it torch's current device.
 
     Args:
         cpu: use the CPU even where there is an accelerator.
-        local_rank: index among the processes of this machine, and so the index of its device.
+        local_rank: index among the processes of this machine, and so the index of its device;
+            ``None`` for a process alone, which keeps the device that the script has made current.
+        can_share: where there are fewer devices than processes, several use the same one.
 
     Raises:
-        RuntimeError: this machine has fewer devices.
+        RuntimeError: this machine has fewer devices, and they cannot be shared.
 
     Example:
         >>> from accel_callbacks.distributed.topology import pick_device
@@ -402,13 +425,19 @@ def pick_device(cpu: bool, local_rank: int) -> torch.device:
     kind = None if cpu else own_accelerator()
     if kind is None:
         return torch.device("cpu")
+    if local_rank is None:
+        local_rank = current_device_index()
     count = torch.accelerator.device_count()
     if count == 1 and _has_one_device_per_task(local_rank):
         local_rank = 0
+    if local_rank >= count and can_share:
+        local_rank %= count
     if local_rank >= count:
         raise RuntimeError(
             f"local rank {local_rank} has no device: this machine shows {count}. Start at most "
-            f"{count} processes here, or pass --cpu to `accel launch`."
+            f"{count} processes here, pass --cpu to `accel launch`, or let processes share a "
+            'device with backend="gloo". If each process sees its own device only, set LOCAL_RANK '
+            "to 0 for each."
         )
     device = torch.device(kind.type, local_rank)
     select_device(device)
@@ -436,3 +465,17 @@ def select_device(device: torch.device) -> None:
         # torch 2.6 has only the older name.
         select = getattr(torch.accelerator, "set_device_index", None)
         (select or torch.accelerator.set_device_idx)(device.index or 0)
+
+
+def current_device_index() -> int:
+    """Return the index of torch's current accelerator device, 0 unless the script has set another.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.distributed.topology import current_device_index
+        >>> not torch.accelerator.is_available() or current_device_index() >= 0
+        True
+    """
+    # torch 2.6 has only the older name.
+    current = getattr(torch.accelerator, "current_device_index", None)
+    return int((current or torch.accelerator.current_device_idx)())

@@ -65,7 +65,7 @@ class Votes:
 def _any_request(asked: dict[str, str]) -> bool:
     """Return whether any rank has a request."""
     collectives.begin("votes")
-    ballot = torch.tensor([int(kind in asked) for kind in KINDS], dtype=torch.int32)
+    ballot = torch.tensor([int(kind in asked) for kind in KINDS], dtype=torch.int32, device="cpu")
     ballot = collectives.on_backend(ballot)
     dist.all_reduce(ballot, dist.ReduceOp.MAX)
     return any(ballot.tolist())

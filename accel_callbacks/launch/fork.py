@@ -392,7 +392,7 @@ class _Packer(ForkingPickler):
 
 def _unpack(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 

@@ -176,8 +176,9 @@ def _probe(devices: bool, threads: int, writing: int) -> None:
         os.write(writing, f"{_devices() if devices else 0}\n".encode())
         if threads > 1:
             torch.set_num_threads(threads)
-            torch.ones(1 << 18).exp_().sum()
-            torch.ones(256, 256) @ torch.ones(256, 256)
+            torch.ones(1 << 18, device="cpu").exp_().sum()
+            square = torch.ones(256, 256, device="cpu")
+            square @ square
             os.write(writing, b"threads\n")
     finally:
         os._exit(0)

@@ -139,7 +139,7 @@ def _summed(count: Count) -> Count:
         return count
     if isinstance(count, torch.Tensor):
         return collectives.reduce(count, "sum")
-    return float(collectives.reduce(torch.tensor(count, dtype=torch.float64), "sum"))
+    return float(collectives.reduce(torch.tensor(count, dtype=torch.float64, device="cpu"), "sum"))
 
 
 class GradientWindow:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
+from accel_callbacks.collectives.nested import is_tensor, map_leaves
 from accel_callbacks.errors import nearest
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
@@ -79,6 +81,7 @@ class Preparer:
         self._schedulers = schedulers
         self._first_steps = first_steps
         self._scheduler_options = scheduler_options
+        self._left_in_place: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def prepare(
         self,
@@ -86,8 +89,17 @@ class Preparer:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         schedulers: Sequence[Any] = (),
         forward_methods: Sequence[str] = (),
+        *,
+        left_in_place: Collection[int] = (),
     ) -> dict[int, Any]:
         """Prepare the objects of one call; what is prepared already comes back as it is.
+
+        Args:
+            requests: the models.
+            optimizers: the optimizers; their states move to where the parameters are.
+            schedulers: the schedulers.
+            forward_methods: methods of the models that are called besides the model itself.
+            left_in_place: the ``id`` of each optimizer whose state is not moved.
 
         Returns:
             The prepared objects by the ``id`` of those that were given.
@@ -123,6 +135,12 @@ class Preparer:
                 self._strategy.mark_forward_methods(prepared[id(inner)], own)
         for given, optimizer in zip(optimizers, set_up.optimizers, strict=True):
             ready[id(given)] = self._optimizer(optimizer)
+            if id(given) in left_in_place:
+                self._left_in_place.add(optimizer)
+        # All of them: the model of one that was prepared before may only have moved now.
+        for known in self._optimizers if requests or optimizers else ():
+            if known.optimizer not in self._left_in_place:
+                _move_state(known.optimizer)
         for given, scheduler in zip(schedulers, set_up.schedulers, strict=True):
             ready[id(given)] = self._scheduler(scheduler)
         # An optimizer may be prepared after its model: a teacher without one is no hook's model.
@@ -172,6 +190,35 @@ class Preparer:
         prepared = AcceleratedScheduler(scheduler, own, self._loop, **self._scheduler_options)
         self._schedulers.append(prepared)
         return prepared
+
+
+# The second is of NAdam.
+_HOST_SCALARS = {"step", "mu_product"}
+
+
+def _move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move the state of each parameter to the parameter's device, by the rules of torch.
+
+    ``load_state_dict(state_dict())`` would do it too, but it also casts the state to the dtype of
+    the parameter, replaces the groups, and calls hooks and overrides that expect a checkpoint.
+    """
+    for group in optimizer.param_groups:
+        # Else the host reads these scalars at each step, and the optimizer makes them there.
+        counts_on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if isinstance(state, MutableMapping):
+                for key, value in state.items():
+                    if counts_on_device or key not in _HOST_SCALARS:
+                        moved = _on_device(value, parameter.device)
+                        if moved is not value:
+                            state[key] = moved
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    return map_leaves(
+        value, lambda tensor: tensor if tensor.device == device else tensor.to(device), is_tensor
+    )
 
 
 def _check_methods(models: Sequence[torch.nn.Module], names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from accel_callbacks.distributed.rng import capture_rng, restore_rng
+from accel_callbacks.distributed.rng import capture_rng, devices_of, restore_rng
 
 __all__ = ["undisturbed_eval"]
 
@@ -18,7 +18,7 @@ def undisturbed_eval(models: Sequence[torch.nn.Module], device: torch.device) ->
 
     Args:
         models: those that the block may call.
-        device: its generator is restored, as are those of the host.
+        device: its generator is restored, as are those of the host and of the models' devices.
 
     Example:
         >>> import torch
@@ -31,7 +31,8 @@ def undisturbed_eval(models: Sequence[torch.nn.Module], device: torch.device) ->
         True
     """
     device = torch.device("cpu") if device.type == "meta" else device
-    rng = capture_rng(device)
+    devices = devices_of(models)
+    rng = capture_rng(device, devices)
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
@@ -41,4 +42,4 @@ def undisturbed_eval(models: Sequence[torch.nn.Module], device: torch.device) ->
     finally:
         for module, mode in modes:
             module.training = mode
-        restore_rng(rng, device)
+        restore_rng(rng, device, devices)

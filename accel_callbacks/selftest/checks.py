@@ -63,8 +63,8 @@ def small_model(seed: int = 3, dropout: float = 0.0) -> nn.Module:
 
 def samples(count: int) -> TensorDataset:
     """Return inputs and targets, the same on all ranks."""
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(count, 8, generator=generator)
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    inputs = torch.randn(count, 8, generator=generator, device="cpu")
     return TensorDataset(inputs, inputs[:, :4] * 2 - 1)
 
 
@@ -224,7 +224,7 @@ class _Wide(Dataset[torch.Tensor]):
         return self._count
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((_WIDE,), index, dtype=torch.int64)
+        return torch.full((_WIDE,), index, dtype=torch.int64, device="cpu")
 
 
 def repeats(lab: Lab) -> str:
@@ -257,8 +257,8 @@ def precision_holds(lab: Lab) -> str:
     """Check the dtype of layers, their distance to fp32, and that training lowers the loss."""
     accel = lab.configured()
     name = accel.config.mixed_precision
-    generator = torch.Generator().manual_seed(2)
-    one, other = torch.randn(2, 64, 64, generator=generator).to(accel.device)
+    generator = torch.Generator(device="cpu").manual_seed(2)
+    one, other = torch.randn(2, 64, 64, generator=generator, device="cpu").to(accel.device)
     with accel.autocast():
         product = one @ other
     expect = Expectations()
@@ -278,8 +278,8 @@ def _train(accel: Accelerator) -> tuple[torch.Tensor, torch.Tensor, list[float]]
     inner = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).to(accel.device)
     model, optimizer = accel.prepare(inner, torch.optim.Adam(inner.parameters(), lr=0.02))
     before = flat_weights(inner).clone()
-    generator = torch.Generator().manual_seed(4)
-    batch = torch.randn(32, 16, generator=generator).to(accel.device)
+    generator = torch.Generator(device="cpu").manual_seed(4)
+    batch = torch.randn(32, 16, generator=generator, device="cpu").to(accel.device)
     losses = []
     for _ in range(12 * accel.config.gradient_accumulation_steps):
         with accel.accumulate(model):

@@ -72,7 +72,7 @@ def joined(models: Sequence[Joinable], follow: Callable[[int], None]) -> Iterato
         # torch leaves joining enabled, and a later forward on a single rank would hang.
         for model, config in zip(models, before, strict=True):
             model._join_config = config
-    last = collectives.gather(torch.tensor([finish.was_last])).tolist()
+    last = collectives.gather(torch.tensor([finish.was_last], device="cpu")).tolist()
     if not all(last):
         follow(max(rank for rank, one in enumerate(last) if one))
 

@@ -190,7 +190,7 @@ def _temporary_folder(owner: object) -> str:
 
 def _pairs(samples: int) -> torch.Tensor:
     """Return pairs of numbers."""
-    return torch.linspace(-1.0, 1.0, 2 * samples).reshape(samples, 2)
+    return torch.linspace(-1.0, 1.0, 2 * samples, device="cpu").reshape(samples, 2)
 
 
 def _two_layers() -> torch.nn.Module:

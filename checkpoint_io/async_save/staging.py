@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import weakref
 from collections.abc import Sequence
@@ -15,6 +16,10 @@ from checkpoint_io.errors import CheckpointWarning
 from checkpoint_io.warning import warn
 
 _ALIGNMENT = 64  # bytes; a cache line, and at least the alignment of any dtype
+# Global, as memory belongs to the process.
+_blocks: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # that forks do not have
+_inherited: list[mmap.mmap] = []
+_watches_forks = False
 
 Layout = tuple[list[torch.Size], list[torch.dtype]]
 
@@ -23,7 +28,8 @@ class HostBuffers:
     """One block of host memory with a copy of each tensor of a save.
 
     The block is reused by the next save, unless shapes or dtypes change. It is pinned if a tensor
-    is on a CUDA device, so that the copies run asynchronously, all at the same time.
+    is on a CUDA device, so that the copies run asynchronously, all at the same time. A forked
+    process, such as a worker of a DataLoader, does not have it, and allocates one of its own.
 
     Example:
         >>> import torch
@@ -38,6 +44,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._layout: Layout | None = None
         self._pinned = False
+        self._process = os.getpid()
         self._copies: list[torch.Tensor] = []
         self._unpin: weakref.finalize[Any, Any] | None = None
         self.nbytes = 0
@@ -47,7 +54,7 @@ class HostBuffers:
         layout = [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
         host = all(tensor.is_cpu for tensor in tensors)
         pinned = not host and any(tensor.is_cuda for tensor in tensors)
-        if (layout, pinned) != (self._layout, self._pinned):
+        if (layout, pinned, os.getpid()) != (self._layout, self._pinned, self._process):
             self.free()  # first: host memory may not hold two copies of the state
             self._allocate(layout, pinned)
         with torch.no_grad():
@@ -76,7 +83,7 @@ class HostBuffers:
             begins.append(end)
             length = math.prod(shape) * dtype.itemsize
             end += -(-length // _ALIGNMENT) * _ALIGNMENT
-        block = torch.empty(end, dtype=torch.uint8, device="cpu")
+        block = _host_block(end)
         if pinned and end and _pin(block):
             # This object holds the block, so the block is unpinned before it is freed.
             self._unpin = weakref.finalize(self, _unpin, block.data_ptr(), os.getpid())
@@ -86,6 +93,32 @@ class HostBuffers:
             for begin, shape, dtype in zip(begins, *layout, strict=True)
         ]
         self._layout, self._pinned, self.nbytes = layout, pinned, end
+        self._process = os.getpid()
+
+
+def _host_block(nbytes: int) -> torch.Tensor:
+    """Allocate host memory that a fork does not copy, where the system has such memory.
+
+    The device goes on writing to pinned pages after a fork: the copy on write must not give this
+    process others. And the pages of a save are not held twice while workers live.
+    """
+    global _watches_forks
+    if nbytes and hasattr(mmap, "MADV_DONTFORK") and hasattr(os, "register_at_fork"):
+        if not _watches_forks:
+            os.register_at_fork(after_in_child=_keep_inherited)
+            _watches_forks = True
+        with suppress(OSError):
+            # of its own pages: whatever shared one with the block would be missing in a fork
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_DONTFORK)
+            _blocks.add(memory)
+            return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _keep_inherited() -> None:
+    """Keep the blocks of the parent: to free one unmaps what a fork has at its address by now."""
+    _inherited.extend(_blocks)
 
 
 def _pin(block: torch.Tensor) -> bool:

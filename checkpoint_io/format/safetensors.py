@@ -12,6 +12,7 @@ import torch
 
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.format import json as jsonio
+from checkpoint_io.format.pinned import read_ahead, streams_of
 
 # Older versions of torch lack some dtypes (float8_e8m0fnu came with 2.7).
 _CANDIDATES = {
@@ -53,6 +54,7 @@ ALIGNMENT = 4096  # a header ends at a multiple of it, so that tensor data start
 MAX_DIMS = 64  # of a tensor in a file or manifest that is read
 MAX_HEADER = 100_000_000  # limit of the safetensors library
 PIECE = 16 << 20  # bytes that are copied to the host at a time
+_READ_AHEAD_FROM = 1 << 20  # bytes; smaller tensors are not worth pinned memory
 _quote = json.encoder.encode_basestring_ascii
 
 
@@ -96,21 +98,39 @@ def layout(
 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview[int]]:
-    """Yield the bytes of a tensor in C order; a tensor that needs a copy is copied in pieces."""
+    """Yield the bytes of a tensor in C order; a tensor that needs a copy is copied in pieces.
+
+    The bytes of a piece are valid until the next one is asked for.
+    """
     if not tensor.numel():
         return
+    module = streams_of(tensor.device) if tensor.nbytes >= _READ_AHEAD_FROM else None
+    if module is None:
+        yield from map(view_of, _parts(tensor))
+    else:
+        for host in read_ahead(_parts(tensor), module, PIECE):
+            view: memoryview[int] = as_bytes(host).numpy().data
+            yield view
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what a tensor is made of in C order: all of it, or parts of at most a piece."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
-        ready = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-        count = flat.numel() if ready else max(1, PIECE // tensor.element_size())
+        count = flat.numel() if _is_ready(tensor) else max(1, PIECE // tensor.element_size())
         for begin in range(0, flat.numel(), count):
-            yield view_of(flat[begin : begin + count])
+            yield flat[begin : begin + count]
     elif tensor.nbytes <= PIECE or tensor.dim() == 0:
-        yield view_of(tensor)
+        yield tensor
     else:
         rows = PIECE * tensor.shape[0] // tensor.nbytes
         for begin in range(0, tensor.shape[0], max(1, rows)):
-            yield from host_pieces(tensor[begin : begin + rows] if rows else tensor[begin])
+            yield from _parts(tensor[begin : begin + rows] if rows else tensor[begin])
+
+
+def _is_ready(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of a contiguous tensor can be read where they are."""
+    return tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
 
 
 def view_of(tensor: torch.Tensor) -> memoryview[int]:

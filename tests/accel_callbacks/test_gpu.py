@@ -102,9 +102,9 @@ def test_the_copy_of_the_next_batch_does_not_wait_for_the_computation():
     rows = [torch.full((1 << 22,), float(index)).pin_memory() for index in range(3)]
 
     class Watching(StreamFeed):
-        def _handed_over(self, batch, delivery, event):
+        def _hand_over(self, ahead, delivery, event):
             copied.append(event)
-            return super()._handed_over(batch, delivery, event)
+            return super()._hand_over(ahead, delivery, event)
 
     feed = Watching(device, torch.cuda)((row, Delivery(1, 1)) for row in rows)
     first, _ = next(feed)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
+from checkpoint_io.async_save import staging
 from checkpoint_io.async_save.staging import HostBuffers
 
 DTYPES = [
@@ -110,3 +116,107 @@ def test_tensors_on_a_device_are_copied_into_pinned_memory_and_are_of_this_momen
         assert torch.equal(copies[0], torch.full((1 << 20,), value))
         assert all(copy.is_pinned() for copy in copies)
     buffers.free()
+
+
+# --- forks ------------------------------------------------------------------------------------
+
+needs_madvise = pytest.mark.skipif(
+    not (hasattr(mmap, "MADV_DONTFORK") and Path("/proc/self/smaps").exists()),
+    reason="this system has no memory that forks do not have, or does not tell",
+)
+
+
+def flags_of(address: int) -> set[str]:
+    """What the kernel has noted of the memory at an address, as in proc(5)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(f"no memory at {address:#x}")
+
+
+@needs_madvise
+def test_forks_do_not_have_the_copies_but_all_that_is_beside_them():
+    buffers = HostBuffers()
+    copies = buffers.fill([torch.ones(3), torch.ones(1 << 20)])
+    assert all("dc" in flags_of(copy.data_ptr()) for copy in copies)  # "do not copy on fork"
+    first, last = copies[0].data_ptr(), copies[1].data_ptr() + copies[1].nbytes
+    assert first % mmap.PAGESIZE == 0, "or the memory of others would be missing in a fork too"
+    end = -(-last // mmap.PAGESIZE) * mmap.PAGESIZE
+    probe = torch.ones(1 << 16)
+    assert not first <= probe.data_ptr() < end
+    assert "dc" not in flags_of(probe.data_ptr())
+
+
+class Snapshots(Dataset[list[float]]):
+    """Uses the parent's buffers in a worker, where their memory is missing."""
+
+    def __init__(self, buffers: HostBuffers, tensors: list[torch.Tensor]) -> None:
+        self.buffers, self.tensors = buffers, tensors
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [copy.sum().item() for copy in self.buffers.fill(self.tensors)]
+
+
+@pytest.mark.parametrize("count", [4, 1 << 20])
+def test_a_forked_worker_copies_into_memory_of_its_own(count):
+    buffers, tensors = HostBuffers(), [torch.ones(count), torch.ones(2)]
+    copies = buffers.fill(tensors)
+    loader = DataLoader(
+        Snapshots(buffers, tensors),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    assert list(loader) == [[float(count), 2.0]]
+    assert [copy.sum().item() for copy in copies] == [float(count), 2.0]
+
+
+class Reused(Dataset[str]):
+    """Maps memory where the parent's block was, and then frees what it has inherited of it."""
+
+    def __init__(self, buffers: HostBuffers, address: int, nbytes: int) -> None:
+        self.buffers: HostBuffers | None = buffers
+        self.address, self.nbytes = address, nbytes
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> str:
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        readable, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        place = libc.mmap(self.address, self.nbytes, readable, private, -1, 0)
+        if place != self.address:
+            return f"{self.address:#x} is not free in the fork"
+        ctypes.memset(place, 7, self.nbytes)
+        assert self.buffers is not None
+        self.buffers.free()
+        self.buffers = None
+        gc.collect()
+        return str(ctypes.string_at(place, self.nbytes) == bytes([7]) * self.nbytes)
+
+
+@needs_madvise
+def test_a_fork_frees_no_memory_that_is_its_own_by_now():
+    buffers = HostBuffers()
+    address = buffers.fill([torch.ones(1 << 20)])[0].data_ptr()
+    data = Reused(buffers, address, buffers.nbytes)
+    del buffers
+    loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert list(loader) == ["True"]
+
+
+def test_without_such_memory_copies_are_in_plain_memory(monkeypatch):
+    def refuses(*args, **kwargs):
+        raise OSError("no memory of this kind")
+
+    monkeypatch.setattr(staging.mmap, "mmap", refuses)
+    (copy,) = HostBuffers().fill([torch.ones(4)])
+    assert copy.tolist() == [1.0] * 4

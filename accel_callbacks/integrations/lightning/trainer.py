@@ -404,7 +404,7 @@ class MetricsView(dict[str, torch.Tensor]):
 def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach()
-    return torch.tensor(float(value))
+    return torch.tensor(float(value), device="cpu")
 
 
 class _SchedulerView:

@@ -108,7 +108,7 @@ class LoggedValues:
         if isinstance(value, torch.Tensor):
             value = value.detach()
         if sync_dist and not _is_metric(value):
-            value = run.accelerator.reduce(torch.as_tensor(value), reduction)
+            value = run.accelerator.reduce(_as_tensor(value), reduction)
         if on_step or (on_epoch and not in_batch and not _is_metric(value)):
             forked = on_step and on_epoch and in_batch
             now = value._forward_cache if _is_metric(value) else value
@@ -122,7 +122,7 @@ class LoggedValues:
             self._pending[name] = _Pending(value, 1, "metric", forked)
             return
         weight = batch_size if reduction == "mean" else 1
-        total = torch.as_tensor(value, dtype=torch.get_default_dtype()) * weight
+        total = _as_tensor(value).to(torch.get_default_dtype()) * weight
         if before is not None:
             total = _REDUCTIONS[reduction](before.total, total.to(before.total.device))
             weight += before.weight  # type: ignore[assignment]
@@ -138,6 +138,10 @@ class LoggedValues:
             {f"{name}_epoch" if pending[name].forked else name: v for name, v in values.items()}
         )
         run.callback_metrics.update(values)
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def _result(one: _Pending) -> Any:

@@ -214,6 +214,61 @@ def test_the_precision_of_products():
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.fixture
+def tf32_settings():
+    """The holders of torch's newer settings, which are restored: older functions raise after it."""
+    found = [torch.backends.cuda.matmul, torch.backends]
+    found = [one for one in found if hasattr(one, "fp32_precision")]
+    before = [one.fp32_precision for one in found]
+    yield found
+    for one, value in zip(found, before, strict=True):
+        one.fp32_precision = value
+
+
+def test_the_precision_of_products_that_was_set_by_the_newer_names(tf32_settings):
+    if not tf32_settings:
+        pytest.skip("this torch has the older setting only")
+    matmul, every = tf32_settings
+    fp32 = torch.nn.Linear(1, 1)
+    matmul.fp32_precision = "tf32"
+    assert matmul_precision("no", fp32) == "tf32"
+    matmul.fp32_precision = "ieee"
+    assert matmul_precision("no", fp32) == "fp32"
+    matmul.fp32_precision, every.fp32_precision = "none", "tf32"
+    assert matmul_precision("no", fp32) == "tf32"
+    every.fp32_precision = "none"
+    assert matmul_precision("no", fp32) == "fp32"
+
+
+def test_a_precision_that_torch_does_not_tell_costs_the_mfu_and_not_the_training(
+    monkeypatch, tf32_settings
+):
+    def refuses() -> str:
+        raise RuntimeError("a mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
+    for owner in tf32_settings:
+        owner.fp32_precision = "none"
+    assert matmul_precision("no", torch.nn.Linear(1, 1)) is None
+
+    class Gpu:
+        """Stands in for torch.cuda."""
+
+        def get_device_name(self, device):
+            return "NVIDIA H100 80GB HBM3"
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Gpu())
+    speed = Throughput(log_every_n_steps=1)
+    accel, model, optimizer, data = make(speed)
+    monkeypatch.setattr(type(accel), "device", torch.device("cuda"))
+    with accel.run("speed"):
+        for batch in data:
+            accel.backward(model(batch).sum())
+            optimizer.step()
+    assert "throughput/tflops" in speed.rates
+    assert "throughput/mfu" not in speed.rates
+
+
 # --- time ----------------------------------------------------------------------------------------
 
 

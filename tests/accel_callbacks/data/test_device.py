@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, prepare_data_loader
+from accel_callbacks.data import device as device_feeds
 from accel_callbacks.data.device import StreamFeed, device_feed, send_to_device
 from accel_callbacks.data.sources import Delivery
 
@@ -77,8 +79,11 @@ class FakeModule:
     def __init__(self):
         self.log = []
         self.inside = None
+        self.streams = 0
+        self.recorded = []
 
     def Stream(self, device):
+        self.streams += 1
         return FakeStream("side", self)
 
     def current_stream(self, device):
@@ -119,7 +124,10 @@ def module(monkeypatch):
 
     def record_stream(tensor, stream):
         assert tensor.device == META
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise NotImplementedError("record_stream is for dense tensors, as on CUDA")
         fake.log.append(("record", stream.name))
+        fake.recorded.append(tensor)
 
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     return fake
@@ -172,6 +180,147 @@ def test_without_streams_or_without_non_blocking_batches_are_just_moved():
         feed = device_feed(META, non_blocking)
         assert not isinstance(feed, StreamFeed)
         assert [batch["x"].device for batch, _ in feed(pairs(2))] == [META, META]
+
+
+def test_all_passes_over_all_loaders_copy_on_one_stream(module):
+    for _ in range(3):
+        assert len(list(StreamFeed(META, module)(pairs(2)))) == 2
+    assert module.streams == 1, "the caching allocator keeps memory by stream"
+
+
+def fed(module, *batches):
+    source = ((batch, Delivery(1, 1)) for batch in batches)
+    return [batch for batch, _ in StreamFeed(META, module)(source)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: torch.eye(4).to_sparse(), 2),
+        (lambda: torch.eye(4).to_sparse_csr(), 3),
+        (lambda: torch.eye(4).to_sparse_csc(), 3),
+        (lambda: torch.eye(4).to_sparse_bsr((2, 2)), 3),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            2,
+        ),
+    ],
+    ids=["COO", "CSR", "CSC", "BSR", "jagged"],
+)
+def test_the_dense_parts_of_other_tensors_are_kept_until_they_are_computed_with(
+    module, make, parts
+):
+    ((moved,),) = fed(module, [make()])
+    assert moved.device == META
+    assert moved.layout is make().layout
+    kept = {id(one) for one in module.recorded}
+    assert len(kept) >= parts
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_dense_part_of_a_nested_tensor_is_its_memory():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])  # not on "meta"
+    (part,) = device_feeds._dense_parts(nested)
+    assert not part.is_nested
+    assert part.data_ptr() == nested.unbind()[0].data_ptr()
+
+
+class Encoding(collections.UserDict):
+    """As a BatchEncoding of transformers: a mapping whose ``to`` changes it in place."""
+
+    def __init__(self, data, note="note"):
+        super().__init__(data)
+        self.note = note
+
+    def to(self, device, non_blocking=False):
+        self.data = {
+            key: one.to(device) if isinstance(one, torch.Tensor) else one
+            for key, one in self.data.items()
+        }
+        return self
+
+
+def test_a_mapping_with_a_way_to_move_is_copied_ahead_and_the_datasets_own_stays(module):
+    own = Encoding({"x": torch.ones(2), "deep": [torch.ones(1)], "words": ["a"]})
+    feed = StreamFeed(META, module)((one, Delivery(1, 1)) for one in [own, own])
+    batch, _ = next(feed)
+    assert module.log[2:] == [("wait", "main", 0), ("record", "main"), ("record", "main")]
+    assert type(batch) is Encoding
+    assert (batch.note, batch["words"]) == ("note", ["a"])
+    assert batch["x"].device == batch["deep"][0].device == META
+    assert own["x"].device.type == own["deep"][0].device.type == "cpu"
+
+
+class Graph:
+    """As a graph: tensors in attributes, and in objects there."""
+
+    def __init__(self, module, store):
+        self.module, self.store = module, store
+
+    def to(self, device, non_blocking=False):
+        self.module.log.append(("moved", self.module.inside))
+        return Graph(self.module, self.store.to(device))
+
+
+class Store:
+    __slots__ = ("__edges", "nodes")
+
+    def __init__(self, nodes, edges):
+        self.nodes, self.__edges = nodes, edges
+
+    def to(self, device):
+        return Store([one.to(device) for one in self.nodes], self.__edges.to(device))
+
+    def tensors(self):
+        return [*self.nodes, self.__edges]
+
+
+def test_an_object_whose_tensors_can_be_found_is_copied_ahead(module):
+    graphs = [Graph(module, Store([torch.ones(2)], torch.ones(3))) for _ in range(2)]
+    moved = fed(module, *graphs)
+    assert [entry for entry in module.log if entry[0] == "moved"] == [("moved", "side")] * 2
+    tensors = [tensor for graph in moved for tensor in graph.store.tensors()]
+    assert {id(one) for one in tensors} <= {id(one) for one in module.recorded}
+    assert {one.device for one in tensors} == {META}
+
+
+def test_an_object_that_hides_its_tensors_is_moved_where_it_is_used(module):
+    class Hidden(Opaque):
+        def to(self, device):
+            module.log.append(("moved", module.inside))
+            return super().to(device)
+
+    assert [one[0].place for one in fed(module, [Hidden()], [Hidden()])] == ["meta", "meta"]
+    assert [entry for entry in module.log if entry[0] == "moved"] == [("moved", None)] * 2
+
+
+def test_an_object_that_leads_to_very_much_is_not_searched_at_each_batch(module):
+    rows = [[index] for index in range(5000)]
+    graph = Graph(module, Store([torch.ones(1)], torch.ones(1)))
+    graph.dataset = rows
+    (moved,) = fed(module, graph)
+    assert ("moved", None) in module.log
+    assert moved.store.nodes[0].device == META
+
+
+def test_a_batch_is_freed_without_the_garbage_collector(module):
+    collector = gc.isenabled()
+    gc.disable()
+    try:
+        feed = StreamFeed(META, module)(pairs(3))
+        batch, _ = next(feed)
+        alive = weakref.ref(batch["x"])
+        module.recorded.clear()
+        del batch
+        next(feed)
+        next(feed)
+        module.recorded.clear()
+        assert alive() is None
+    finally:
+        if collector:
+            gc.enable()
 
 
 # --- in a loader ----------------------------------------------------------------------------
@@ -227,6 +376,7 @@ def test_device_placement_and_put_on_device_decide_whether_batches_are_moved():
 def test_no_batch_is_kept_after_it_was_delivered(module):
     alive = []
     for batch, _ in StreamFeed(META, module)(pairs(4)):
+        module.recorded.clear()
         alive = [one for one in alive if one() is not None]
         assert len(alive) <= 1
         alive.append(weakref.ref(batch["x"]))

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator
-from accel_callbacks.distributed.rng import capture_rng, restore_rng
+from accel_callbacks.checkpoint import restore, training_state
+from accel_callbacks.distributed.rng import capture_rng, devices_of, restore_rng
+from accel_callbacks.modeling import undisturbed
 from checkpoint_io import load
 
 CPU = torch.device("cpu")
@@ -93,3 +95,92 @@ def test_another_bit_generator_in_the_place_of_numpys_is_kept():
         assert np.random.rand(3).tolist() == first
     finally:
         np.random.set_bit_generator(before)
+
+
+# --- several devices --------------------------------------------------------------------------
+
+
+class Gpus:
+    """Stands in for torch.cuda: a generator for each device, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def of(self, device: torch.device) -> torch.Generator:
+        return self.generators.setdefault(device, torch.Generator(device="cpu"))
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.of(device).get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.of(device).set_state(state)
+
+    def draw(self, *devices: torch.device) -> list[float]:
+        return [torch.rand((), generator=self.of(device)).item() for device in devices]
+
+
+FIRST, SECOND, THIRD = (torch.device("cuda", index) for index in range(3))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    fake = Gpus()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    return fake
+
+
+def test_the_generators_of_all_devices_that_are_named_are_kept_and_no_other_is_asked(gpus):
+    gpus.draw(FIRST, SECOND)
+    state = capture_rng(torch.device("cuda"), {CPU, FIRST, SECOND, torch.device("meta")})
+    assert set(gpus.generators) == {torch.device("cuda"), FIRST, SECOND}
+    assert list(state["other_devices"]) == ["cuda:1"]
+    first = gpus.draw(torch.device("cuda"), SECOND)
+    restore_rng(state, torch.device("cuda"), {SECOND})
+    assert gpus.draw(torch.device("cuda"), SECOND) == first
+
+
+def test_states_of_devices_that_are_not_used_any_more_are_left(gpus):
+    gpus.draw(SECOND, THIRD)
+    state = capture_rng(CPU, {SECOND})
+    drawn = gpus.draw(SECOND)
+    restore_rng(state, CPU)
+    assert gpus.draw(SECOND) != drawn, "it was not restored"
+    before = gpus.of(THIRD).get_state()
+    restore_rng(state, CPU, {SECOND, THIRD})
+    assert gpus.draw(SECOND) == drawn
+    assert torch.equal(gpus.of(THIRD).get_state(), before), "there is no state of it"
+    older = {name: one for name, one in state.items() if name != "other_devices"}
+    restore_rng(older, CPU, {SECOND})
+
+
+def test_one_device_is_kept_as_in_older_versions():
+    assert "other_devices" not in capture_rng(CPU, {CPU})
+
+
+def test_a_checkpoint_has_the_generators_of_the_devices_of_a_model(gpus, tmp_path, monkeypatch):
+    model = torch.nn.Linear(1, 1)
+    accel = Accelerator(cpu=True)
+    accel.prepare(model)
+    places = {CPU, FIRST, SECOND}
+    for module in (training_state, restore):
+        monkeypatch.setattr(module, "devices_of", lambda models: places if models else set())
+    accel.save_state(tmp_path / "c")
+    drawn = gpus.draw(FIRST, SECOND)
+    accel.load_state(tmp_path / "c")
+    assert gpus.draw(FIRST, SECOND) == drawn
+
+
+def test_an_evaluation_leaves_the_generators_of_the_models_devices(gpus, monkeypatch):
+    monkeypatch.setattr(undisturbed, "devices_of", lambda models: {SECOND})
+    state = gpus.of(SECOND).get_state()
+    with undisturbed.undisturbed_eval([torch.nn.Linear(1, 1)], CPU):
+        gpus.draw(SECOND)
+    assert torch.equal(gpus.of(SECOND).get_state(), state)
+
+
+def test_the_devices_of_models_are_those_of_their_parameters():
+    models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")]
+    assert devices_of(models) == {CPU, torch.device("meta")}
