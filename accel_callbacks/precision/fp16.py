@@ -24,7 +24,7 @@ class FP16(Autocast):
             :class:`accel_callbacks.AutocastKwargs`.
 
     Raises:
-        ValueError: the device has no autocast to float16.
+        ValueError: the device has no autocast to float16, or this torch cannot unscale there.
 
     Example:
         >>> import torch
@@ -41,6 +41,8 @@ class FP16(Autocast):
         super().__init__(device, handlers)
         options = self.handlers.get(GradScalerKwargs, GradScalerKwargs())
         self.scaler = torch.amp.GradScaler(device.type, **options.to_kwargs())
+        if device.type == "mps" and options.enabled:
+            _check_scaler(device)
         self.scales_loss = options.enabled
         self._unscaled: set[int] = set()
         self._stepped = False
@@ -81,9 +83,12 @@ class FP16(Autocast):
         self._unscaled.discard(id(optimizer))
         found = self.scaler._found_inf_per_device(optimizer)
         overflow = any(float(flag) > 0 for flag in found.values())
-        result = self.scaler.step(optimizer)
         self._stepped = True
-        return not overflow, result
+        if overflow and self.device.type == "mps":
+            # The scaler leaves the skip to a fused optimizer, which does not do it on MPS before
+            # pytorch#186360.
+            return False, None
+        return not overflow, self.scaler.step(optimizer)
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip the step; the scale is still updated by overflows in the unused gradients."""
@@ -118,3 +123,18 @@ class FP16(Autocast):
             self.scaler.update()
             self._unscaled.clear()
             self._stepped = False
+
+
+def _check_scaler(device: torch.device) -> None:
+    """Refuse a torch whose scaler fails in the first step: in 2.6 and 2.7 it needs float64."""
+    weight = torch.nn.Parameter(torch.zeros(1, device=device))
+    weight.grad = torch.zeros(1, device=device)
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(torch.zeros(1, device=device))
+    try:
+        scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+    except (TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        raise ValueError(
+            f"mixed_precision='fp16' does not work on {device} with torch {torch.__version__}, "
+            "which cannot unscale gradients there: use 'bf16', or torch 2.8 or newer."
+        ) from error
