@@ -199,20 +199,7 @@ def _where(rank: int, failure: Failure, log: Path | None, shown: bool) -> str:
         return f"its output: {log}"
     what = "traceback" if _message(failure) and failure.exitcode > 0 else "output"
     above = "" if shown else f"its {what} is above, on standard error of rank {rank}; "
-    if not redirects_work():
-        return above.rstrip("; ") or "torch cannot keep the output of each rank apart on this system"
     return f"{above}to keep the output of each rank apart, add --log_dir logs --tee 3"
-
-
-def redirects_work() -> bool:
-    """Return whether the installed torch writes the output of a rank to a file on this system.
-
-    Example:
-        >>> import sys
-        >>> from accel_callbacks.launch.report import redirects_work
-        >>> redirects_work() or sys.platform in ("darwin", "win32")
-        True
-    """
 
 
 def _log_file(log_dir: str | None, local_rank: int) -> Path | None:
