@@ -20,6 +20,7 @@ from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.checkpoint.project import path_in
 from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.local_files import base_name, split_path
 from accel_callbacks.logging import notice
 from accel_callbacks.warning import warn
 
@@ -355,11 +356,11 @@ class Checkpoint(ResumableState):
         names = {info.name: info.path for info in infos}
         normal = [info.path for info in infos if not is_exception_checkpoint(info.name)]
         last = normal[-1] if normal else resumed
-        if resumed is not None and _split(resumed)[1] in names:
-            last = names[_split(resumed)[1]]
+        if resumed is not None and base_name(resumed) in names:
+            last = names[base_name(resumed)]
         if (best := self._record.best_path) is not None:
-            name = _split(best)[1]
-            beside = None if resumed is None else _split(resumed)[0] + name
+            name = base_name(best)
+            beside = None if resumed is None else split_path(resumed)[0] + name
             for path in (names.get(name), beside, best):
                 if path is not None and self._is_best(path, run.run_id):
                     return last, path, self._record.best_score
@@ -451,12 +452,6 @@ def _valid_in(folder: CheckpointFolder) -> list[CheckpointInfo]:
     """Return the valid checkpoints of a folder, oldest first, without a word about the others."""
     found = [entry.info for entry in folder.survey() if entry.status == "valid"]
     return sorted(found, key=lambda info: (info.manifest.generation, info.manifest.created))
-
-
-def _split(url: str) -> tuple[str, str]:
-    """Return the folder of a path or URL, with its slash, and the name in it."""
-    head, slash, name = url.rstrip("/").rpartition("/")
-    return head + slash, name
 
 
 def _position(run: TrainingRun) -> Position:
@@ -630,7 +625,7 @@ class Retention:
             return
         protected = () if resumed_from is None else (resumed_from,)
         try:
-            folder.prune(self, run_id=run_id, protect=protected)
+            folder.prune(self, run_id=run_id, protect=protected, missing_ok=True)
         except Exception as error:  # each storage backend raises its own errors
             # The new checkpoint is durable; old ones that stay only take up space.
             problem = f"{type(error).__name__}: {error}"

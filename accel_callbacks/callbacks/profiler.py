@@ -12,7 +12,7 @@ import torch
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.checkpoint.project import path_in
-from accel_callbacks.checkpoint.tensor_file import local_path
+from accel_callbacks.local_files import local_path
 from accel_callbacks.profiler import ProfileKwargs
 from accel_callbacks.warning import warn
 

@@ -13,6 +13,7 @@ from accel_callbacks.checkpoint.async_save import SaveCallbacks
 from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.local_files import base_name
 from accel_callbacks.loop.run import TrainingRun
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ def number_of(path: str) -> int | None:
         >>> number_of("runs/checkpoints/checkpoint_12"), number_of("runs/best")
         (12, None)
     """
-    found = _NUMBERED.fullmatch(path.rstrip("/").rsplit("/", 1)[-1])
+    found = _NUMBERED.fullmatch(base_name(path))
     return int(found[1]) if found else None
 
 
@@ -313,6 +314,6 @@ def _retention(folder: CheckpointFolder, limit: int | None, run: TrainingRun) ->
         return [info for info in infos if info.path not in gone]
 
     def prune() -> None:
-        folder.prune(choose, run_id=run_id, protect=protect)
+        folder.prune(choose, run_id=run_id, protect=protect, missing_ok=True)
 
     return SaveCallbacks(cleanup=prune)

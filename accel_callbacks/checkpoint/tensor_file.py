@@ -11,28 +11,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["local_path", "save_tensors", "save_text", "writable_folder"]
+from accel_callbacks.local_files import (
+    advised,
+    local_path,
+    make_folders,
+    remove,
+    replace,
+    sync_folder,
+    sync_path,
+)
+
+__all__ = ["save_tensors", "save_text", "writable_folder"]
 
 _INSTEAD = (
     "save() writes flat dicts of tensors, as safetensors. Use save_state() for the training state, "
     "register_for_checkpointing() for objects of your own, checkpoint_io.save() for nested state, "
     "json for plain values."
 )
-
-
-def local_path(url: str) -> str | None:
-    """Return the path that a URL names on this machine, None for a remote URL.
-
-    Example:
-        >>> from accel_callbacks.checkpoint.tensor_file import local_path
-        >>> local_path("file:///runs/digits"), local_path("s3://bucket/digits")
-        ('/runs/digits', None)
-    """
-    # Not that of `checkpoint_io`: `accel.save` works where a file of the user hides that package.
-    protocol, found, rest = url.partition("://")
-    if found and protocol not in ("file", "local"):
-        return None
-    return os.path.expanduser(rest if found else url)
 
 
 @contextmanager
@@ -53,8 +48,6 @@ def writable_folder(url: str) -> Iterator[str]:
     if path is None:
         yield url
         return
-    from checkpoint_io.storage import make_folders
-
     path = os.path.abspath(path)
     make_folders(path)
     try:
@@ -69,6 +62,8 @@ def save_tensors(
     obj: Any, place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Write a flat dict of tensors as a safetensors file, in one step where the store can.
+
+    A local file is synced to the disk: it survives a power cut once this returns.
 
     Args:
         obj: names to tensors, on any device; tied ones are written under each name.
@@ -105,7 +100,7 @@ def save_tensors(
 
 
 def save_text(text: str, place: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Write a text file in UTF-8, in one step where the store can.
+    """Write a text file in UTF-8, in one step where the store can; a local one is synced.
 
     Args:
         text: the content.
@@ -147,13 +142,17 @@ def _checked(obj: Any) -> dict[str, torch.Tensor]:
 
 
 def _replace_local(path: str, write: Callable[[str], object]) -> None:
-    """Write a file beside the path, and put it there in one step."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    """Write a file beside the path and sync it, then put it there in one step."""
+    folder = os.path.dirname(os.path.abspath(path))
+    make_folders(folder)
     temporary = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        write(temporary)
-        os.replace(temporary, path)
+        with advised(temporary):
+            write(temporary)
+        sync_path(temporary)
+        replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            os.remove(temporary)
+            remove(temporary)
         raise
+    sync_folder(folder)

@@ -13,10 +13,11 @@ from accel_callbacks import collectives
 from accel_callbacks.checkpoint.frozen_weights import fingerprints
 from accel_callbacks.checkpoint.project import ProjectConfiguration
 from accel_callbacks.checkpoint.registered import PreHooks, Registered
-from accel_callbacks.checkpoint.tensor_file import local_path, writable_folder
+from accel_callbacks.checkpoint.tensor_file import writable_folder
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.stream import split_local_states
 from accel_callbacks.distributed.rng import capture_rng, devices_of
+from accel_callbacks.local_files import local_path
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision

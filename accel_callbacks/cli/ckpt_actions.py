@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import sys
 import warnings
 from argparse import Namespace
@@ -123,7 +124,7 @@ def _instead(place: str, options: Mapping[str, Any]) -> str:
 
 def _row(entry: checkpoint_io.FolderEntry, root: str) -> tuple[str, ...]:
     """Return the cells of one entry, its name as seen from the folder that was asked for."""
-    name = entry.path.removeprefix(root).lstrip("/")
+    name = entry.path.removeprefix(root).lstrip(f"/{os.sep}")
     status = f"{entry.status}: {entry.reason}" if entry.reason else entry.status
     if entry.manifest is None:
         return name, "-", "-", "-", "-", "-", "-", status

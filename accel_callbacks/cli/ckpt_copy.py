@@ -18,6 +18,7 @@ import numpy as np
 
 import checkpoint_io
 from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.utils.text import printable, size_of
 from checkpoint_io import Manifest
 from checkpoint_io.folder import extra_files
@@ -118,10 +119,10 @@ class _Pieces:
 
 def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[str, Any]) -> int:
     """Copy the checkpoint, and print the place of the copy."""
-    place, target = args.place.rstrip("/"), args.target
-    if target.endswith("/"):
-        here = os.path.abspath(place) if protocol_of(place) == "file" else place  # such as "."
-        target += here.rsplit("/", 1)[-1]
+    place, target = args.place, args.target
+    if target.endswith("/") or ("://" not in target and target.endswith(os.sep)):
+        here = local_path(place)
+        target += base_name(place if here is None else os.path.abspath(here))  # such as "."
     if not target_options and protocol_of(place) == protocol_of(target):
         target_options = options
     origin, goal = open_store(args.place, options), open_store(target, target_options)

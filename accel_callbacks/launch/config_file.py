@@ -13,6 +13,7 @@ from typing import Any
 from accel_callbacks.errors import nearest
 from accel_callbacks.launch.option import Option, SettingsError, shown
 from accel_callbacks.launch.settings import all_options
+from accel_callbacks.local_files import remove, replace, sync_file, sync_folder
 
 __all__ = [
     "GONE",
@@ -360,20 +361,22 @@ def write_config(path: str | os.PathLike[str], values: Mapping[str, Any]) -> Pat
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
             raise SettingsError(f"{_named(path)}: is a folder; name a file in it")
-        with open(temporary, "x", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-        os.replace(temporary, target)
+        replace(temporary, target)
+        with suppress(OSError):  # a folder that may not be read cannot be synced
+            sync_folder(str(target.parent))
     except OSError as error:
         raise SettingsError(
             f"{_named(path)}: cannot be written: {error.strerror}; --config_file names another"
         ) from None
     finally:
         with suppress(OSError):
-            temporary.unlink()
+            remove(temporary)
     return target
 
 

@@ -30,10 +30,12 @@ from accel_callbacks.launch.environment import (
     loopback_variables,
 )
 from accel_callbacks.launch.fork_safety import isolated_launcher
+from accel_callbacks.local_files import replace
 
 __all__ = ["ErrorReports", "ForkPlan", "ForkedWorker", "LineBuffered", "PackedResult", "run_forked"]
 
 _HERE = Path(__file__).parent
+_SIGKILL = 9  # without a name on Windows
 _AFTERMATH = (signal.SIGTERM, signal.SIGABRT)  # the failure of another rank can lead to these
 
 
@@ -477,7 +479,7 @@ class ErrorReports:
         report = _Report(rank, when, secondary, summary, text, self._dead_peers(rank))
         temporary = self.folder / f"{rank}.new"
         temporary.write_text(json.dumps(report._asdict()))
-        os.replace(temporary, self.folder / f"{rank}.json")
+        replace(temporary, self.folder / f"{rank}.json")
         return text
 
     def _dead_peers(self, rank: int) -> list[int]:
@@ -520,7 +522,7 @@ def _error(rank: int, where: str, details: str) -> RemoteError:
 
 def _how(code: int | None) -> str:
     """Describe how a process ended that left no report."""
-    if code == -signal.SIGKILL or code is None:
+    if code is None or code == -_SIGKILL:
         name = "it was killed by SIGKILL" if code is not None else "it was killed, or left at once"
         return f"{name}, which often means out of memory: try smaller batches or fewer processes"
     if code >= 0:

@@ -191,10 +191,10 @@ def _start_method(where: str, function: Callable[..., Any], args: Sequence[Any])
         return "fork"
     if not _can_spawn(function, args):
         raise RuntimeError(
-            f"{where} starts new processes on macOS, as forks are not safe there, and they can take "
-            "only a function that they can import, with arguments that can be pickled: save the "
-            f"function to a .py file and import it from there. Or accept forks: set {_FORK_ANYWAY}="
-            "YES before this process starts."
+            f"{where} starts new processes on macOS, as forks are not safe there. They need a "
+            "function that they can import, and arguments that can be pickled: save the function "
+            f"to a .py file and import it from there. Or accept forks: set {_FORK_ANYWAY}=YES "
+            "before this process starts."
         )
     return "spawn"
 

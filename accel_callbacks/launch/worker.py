@@ -144,6 +144,13 @@ def _write_record(message: str, text: str) -> None:
     import json
     import time
 
+    try:
+        from accel_callbacks import local_files
+
+        rename: Any = local_files.replace
+    except ImportError:  # the script has changed sys.path
+        rename = os.replace
+
     path, now = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time()
     if not path or os.path.exists(path):
         return
@@ -151,7 +158,7 @@ def _write_record(message: str, text: str) -> None:
     try:
         with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as out:
             json.dump({"message": {"message": message, "extraInfo": extra}}, out)
-        os.replace(f"{path}.part", path)
+        rename(f"{path}.part", path)
     except OSError:
         return  # such as a full disk: the traceback is still printed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 import tokenize
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
+from accel_callbacks.local_files import remove, sync_file
+from accel_callbacks.local_files import replace as replace_file
 from accel_callbacks.migrate.script import analyse, migrate_script
 from accel_callbacks.migrate.source import (
     Edit,
@@ -228,18 +231,19 @@ class MovedFile:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(new)
                 file.flush()
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
             status = os.stat(target)
             os.chmod(temporary, status.st_mode & 0o7777)
-            with suppress(AttributeError, PermissionError):
-                os.chown(temporary, status.st_uid, status.st_gid)
+            if sys.platform != "win32":
+                with suppress(PermissionError):
+                    os.chown(temporary, status.st_uid, status.st_gid)
             with open(target, "rb") as now:
                 if now.read() != self.data:
                     raise ValueError("has changed since it was read: run this again")
-            os.replace(temporary, target)
+            replace_file(temporary, target)
         except BaseException:
             with suppress(OSError):
-                os.unlink(temporary)
+                remove(temporary)
             raise
 
 

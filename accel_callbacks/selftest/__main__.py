@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from accel_callbacks.distributed.topology import destroy_topology, process_rank
+from accel_callbacks.local_files import replace
 from accel_callbacks.selftest.check import Check, Lab
 from accel_callbacks.selftest.checks import CHECKS
 from accel_callbacks.selftest.runner import Outcome, run_checks
@@ -87,7 +88,7 @@ class _Report:
         temporary = f"{self._path}.part"
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
-        os.replace(temporary, self._path)
+        replace(temporary, self._path)
 
 
 def _line(outcome: Outcome) -> str:

@@ -22,6 +22,7 @@ from checkpoint_io.group import ProcessGroupLike, SingleProcess
 from checkpoint_io.loader.lazy import CheckpointReader, open_checkpoint
 from checkpoint_io.loader.load import Checkpoint, Request, Steps, load_in_steps, load_request
 from checkpoint_io.loader.selection import Only, Rename
+from checkpoint_io.local_files import base_name
 from checkpoint_io.outcome import Outcome, describe_failures
 from checkpoint_io.saver.save import SaveJob, prepare_save
 from checkpoint_io.sharding.local_tensors import Replicated
@@ -29,6 +30,8 @@ from checkpoint_io.storage.open import child_name, open_store
 from checkpoint_io.warning import warn
 
 __all__ = ["CheckpointFolder"]
+
+_MOST_LISTED = 5
 
 T = TypeVar("T")
 Paths = Collection[str | os.PathLike[str]]
@@ -71,7 +74,8 @@ class CheckpointFolder:
     ) -> None:
         text = os.fspath(url)
         # "memory://" and "/" are roots, whose slashes belong to them
-        self.url = text if text.endswith("://") else text.rstrip("/") or "/"
+        slashes = "/" if "://" in text else f"/{os.sep}"
+        self.url = text if text.endswith("://") else text.rstrip(slashes) or "/"
         self._options = dict(storage_options or {})
         self._report = on_warning or _warn
         self._store = open_store(text, self._options)
@@ -296,6 +300,7 @@ class CheckpointFolder:
         protect: Paths = (),
         in_progress: Paths = (),
         dry_run: bool = False,
+        missing_ok: bool = False,
     ) -> builtins.list[str]:
         """Remove the checkpoints of a run that are not kept, and the leftovers of its killed saves.
 
@@ -303,31 +308,37 @@ class CheckpointFolder:
         never removed, nor is a damaged one that is newer. Checkpoints of other runs are not
         touched, nor are files that this package did not name, except those that
         `metadata["extra_files"]` of a removed checkpoint lists. A checkpoint that a save has locked
-        is skipped. Anything that cannot be removed is a warning.
+        is skipped. Anything that cannot be removed is a warning, and so is a path to keep
+        that names nothing here.
 
         Args:
             keep: a policy such as `keep_last(3) | keep_every(1000)`, which selects from this run's
-                valid checkpoints, oldest first; or the paths (or names) to keep.
+                valid checkpoints, oldest first; or the paths (or names) to keep. Of a path, its
+                last component counts, in any case of its letters.
             run_id: only checkpoints with this `metadata["run_id"]` are considered.
             protect: paths to keep regardless of the policy, such as the one resumed from.
             in_progress: paths that a save is writing to; skipped.
             dry_run: only return what would be removed.
+            missing_ok: do not warn about paths to keep that name nothing in this folder.
 
         Returns:
             The paths of the checkpoints that were removed.
         """
-        busy = {base_name(path) for path in in_progress}
-        entries = [entry for entry in self.survey() if entry.name not in busy]
+        survey = self.survey()
+        names = [entry.name for entry in survey]
+        report = _ignore if missing_ok else self._report
+        busy = _named(in_progress, names, "in_progress", _ignore)
+        entries = [entry for entry in survey if entry.name not in busy]
         valid = [entry.info for entry in entries if entry.status == "valid"]
         own = [info for info in valid if info.manifest.metadata.get("run_id") == run_id]
         own.sort(key=age_order)
-        kept = {base_name(path) for path in protect} | {info.name for info in own[-1:]}
+        kept = _named(protect, names, "protect", report) | {info.name for info in own[-1:]}
         kept |= _newer_broken(entries, own)
         if callable(keep):
             kept |= {info.name for info in keep(own)}
         else:  # a str is itself a collection, of letters
             paths = [keep] if isinstance(keep, (str, os.PathLike)) else keep
-            kept |= {base_name(path) for path in paths}
+            kept |= _named(paths, names, "keep", report)
         return Pruning(self._store, run_id, kept, self._report, dry_run).run(entries)
 
 
@@ -344,9 +355,28 @@ def _newer_broken(
     }
 
 
-def base_name(path: str | os.PathLike[str]) -> str:
-    """Return the last segment of a path or URL."""
-    return os.fspath(path).rstrip("/").rsplit("/", 1)[-1]
+def _named(
+    paths: Paths, names: Sequence[str], option: str, report: Callable[[str], None]
+) -> builtins.set[str]:
+    """Return the names in a folder that paths stand for; report those that stand for none."""
+    found: set[str] = set()
+    for path in paths:
+        # APFS and NTFS take names that differ in case for one
+        wanted = base_name(path).casefold()
+        same = {name for name in names if name.casefold() == wanted}
+        if not same:
+            there = ", ".join(names[-_MOST_LISTED:]) or "nothing"
+            more = "..., " if len(names) > _MOST_LISTED else ""
+            report(
+                f"{option}={os.fspath(path)!r} names no checkpoint of this folder, which has "
+                f"{more}{there}: it keeps nothing"
+            )
+        found |= same
+    return found
+
+
+def _ignore(text: str) -> None:
+    """Report nothing."""
 
 
 def _warn(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,6 @@ EXTRAS = {
     "sftp": "sftp", "ssh": "sftp",
 }  # fmt: skip
 OBJECT_STORES = frozenset(name for name, extra in EXTRAS.items() if extra != "sftp")
-_LOCAL = ("file", "local")
 
 
 class Span(NamedTuple):
@@ -128,13 +126,6 @@ class Store(Protocol):
 def protocol_of(url: str) -> str:
     """Return the part before `://`, "file" for a path."""
     return url.split("://", 1)[0] if "://" in url else "file"
-
-
-def local_path(url: str) -> str | None:
-    """Return the path that a URL or path names on this machine, None for a remote URL."""
-    if protocol_of(url) not in _LOCAL:
-        return None
-    return os.path.expanduser(url.split("://", 1)[-1])
 
 
 def driver_advice(url: str) -> str:

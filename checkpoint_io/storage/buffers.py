@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +17,10 @@ _BY_HAND = 64 * 1024  # below that, releasing the GIL costs more than the copy
 
 def aligned(length: int) -> memoryview[int]:
     """Return new page-aligned memory, as direct IO requires."""
-    private = getattr(mmap, "MAP_PRIVATE", None)  # the default, MAP_SHARED, is slower
-    if private is None:
+    if sys.platform == "win32":
         return memoryview(mmap.mmap(-1, length))
-    return memoryview(mmap.mmap(-1, length, flags=private | mmap.MAP_ANONYMOUS))
+    # the default, MAP_SHARED, is slower
+    return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def copy_into(target: memoryview[int], source: memoryview[int]) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import ModuleType
 
 from checkpoint_io.errors import CheckpointConflictError
+from checkpoint_io.local_files import make_folders, remove, replace, sync_file, sync_folder
 from checkpoint_io.storage.base import (
     Deliver,
     Span,
@@ -21,17 +26,15 @@ from checkpoint_io.storage.local_read import LocalFetch, LocalReader, forget_pag
 from checkpoint_io.storage.local_write import (
     SMALL_FILE,
     explained,
-    make_folders,
     open_output,
-    sync_file,
-    sync_folder,
 )
 
-__all__ = ["LocalStore", "local_folder", "make_folders", "sync_file", "sync_folder"]
+__all__ = ["LocalStore", "local_folder"]
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS)
 _LOCK_TRIES = 100
+_LOCK_PAUSE = 0.01  # seconds, while Windows still removes a lock file
 _MOST_UNSYNCED = 64  # open files
 # O_EXCL and O_NOFOLLOW: never write into a file, or through a link, that somebody else put there
 _CREATE = (
@@ -89,12 +92,13 @@ class LocalStore:
                 if batch is None and sync_name:
                     sync_folder(self._path)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(path)
-            raise
-        finally:
             if not kept:
-                os.close(descriptor)
+                with suppress(OSError):
+                    os.close(descriptor)  # first: Windows removes no file that is open
+            _discard(path)
+            raise
+        if not kept:
+            os.close(descriptor)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -177,8 +181,7 @@ class LocalStore:
                 raise conflict_error(self._at(name))
             self.rename(temporary, name)
         except BaseException:
-            with suppress(OSError):
-                self._unlink(temporary)
+            _discard(self._at(temporary))
             raise
 
     def reconnect(self) -> None:
@@ -187,7 +190,7 @@ class LocalStore:
     def rename(self, old: str, new: str) -> None:
         """Rename atomically and make the new name durable."""
         with explained(self._at(new)):
-            os.replace(self._at(old), self._at(new))
+            replace(self._at(old), self._at(new))
             sync_folder(self._path)
 
     def open(self, name: str) -> AbstractContextManager[LocalReader]:
@@ -224,7 +227,7 @@ class LocalStore:
         path = self._at(name)
         try:
             with explained(path):
-                os.unlink(path)
+                remove(path)
         except FileNotFoundError:
             return False
         return True
@@ -265,16 +268,23 @@ class _Batch:
                 _sync(descriptor, path)
 
     def remove(self) -> None:
-        """Remove the files, last written first: the first one names the run."""
-        for _, path in reversed(self._files):
-            with suppress(OSError):
-                os.unlink(path)
+        """Close and remove the files, last written first: the first one names the run."""
+        paths = [path for _, path in reversed(self._files)]
+        self.close()
+        for path in paths:
+            _discard(path)
 
     def close(self) -> None:
         """Close the files."""
         for descriptor, _ in self._files:
             os.close(descriptor)
         self._files.clear()
+
+
+def _discard(path: str) -> None:
+    """Remove what a failed write has left, if there is anything."""
+    with suppress(OSError):
+        remove(path)
 
 
 def _sync(descriptor: int, path: str) -> None:
@@ -299,22 +309,25 @@ def local_folder(store: Store) -> str | None:
 def folder_lock(path: str) -> Iterator[None]:
     """Hold the lock of a folder, created if missing, during the block.
 
+    Windows cannot open folders: there the lock is that of a file beside the folder.
+
     CheckpointConflictError if another process, or another thread of this one, holds it. Where
-    folders cannot be locked (Windows, some network filesystems) the block runs without a lock.
+    there are no locks (some network filesystems) the block runs without one.
     """
     make_folders(path)
-    if os.name == "nt":
-        yield
+    try:
+        import fcntl  # noqa: F401
+    except ImportError:
+        with _file_lock(path):
+            yield
         return
-    import fcntl
-
     descriptor = _locked(path)
     try:
         yield
     finally:
         # unlock explicitly: closing is not enough if a child forked meanwhile holds a copy
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            _unlock(descriptor)
         os.close(descriptor)
 
 
@@ -341,15 +354,82 @@ def _locked(path: str) -> int:
 
 def _lock(descriptor: int, path: str) -> None:
     """Take the lock without waiting; do nothing on a filesystem without locks."""
+    if sys.platform == "win32":
+        return
     import fcntl
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD:
-            raise CheckpointConflictError(
-                f"another process is saving to {path} right now; "
-                "give each job a folder of its own or wait"
-            ) from None
+            raise _held_error(path) from None
         if error.errno not in _NO_LOCKS:
             raise
+
+
+def _unlock(descriptor: int) -> None:
+    """Release the lock for all copies of the descriptor."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _held_error(path: str) -> CheckpointConflictError:
+    """Return the error for a folder that another saver has locked."""
+    return CheckpointConflictError(
+        f"another process is saving to {path} right now; give each job a folder of its own or wait"
+    )
+
+
+@contextmanager
+def _file_lock(path: str) -> Iterator[None]:
+    """Hold the lock of a folder by that of a file beside it, which is removed at the end."""
+    # not inside: the folder is removed while it is locked, and Windows keeps a file that is open
+    folder, name = os.path.split(path)
+    at = os.path.join(folder, f".{name}.lock")
+    try:
+        locks: ModuleType = importlib.import_module("msvcrt")
+        descriptor = _locked_file(locks, at, path)
+    except ImportError:
+        descriptor = None
+    if descriptor is None:
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            locks.locking(descriptor, locks.LK_UNLCK, 1)
+        os.close(descriptor)
+        with suppress(OSError):  # Windows refuses if another saver has opened it meanwhile
+            os.unlink(at)
+
+
+def _locked_file(locks: ModuleType, at: str, path: str) -> int | None:
+    """Create, open and lock the file, and return its descriptor; None where that is impossible."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    for _ in range(_LOCK_TRIES):
+        try:
+            descriptor = os.open(at, flags, 0o666)
+        except PermissionError:  # no right to create it; or Windows still removes the last one
+            time.sleep(_LOCK_PAUSE)
+            continue
+        try:
+            locks.locking(descriptor, locks.LK_NBLCK, 1)
+            # the holder before may have removed the file between open and lock
+            if os.path.samestat(os.fstat(descriptor), os.stat(at)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _HELD:
+                raise _held_error(path) from None
+            if error.errno in _NO_LOCKS:
+                return None
+            raise
+        os.close(descriptor)
+    return None

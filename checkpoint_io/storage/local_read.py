@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -68,6 +69,8 @@ class LocalReader:
 def open_regular(path: str, scratch: Scratch | None = None) -> Iterator[LocalReader]:
     """Open a regular file for reading; refuse links and devices."""
     try:
+        if not hasattr(os, "O_NOFOLLOW") and stat.S_ISLNK(os.lstat(path).st_mode):  # Windows
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
         descriptor = os.open(path, _READ)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -86,7 +89,7 @@ def open_regular(path: str, scratch: Scratch | None = None) -> Iterator[LocalRea
 
 def forget_pages(path: str) -> None:
     """Drop a file from the page cache, so that the next read comes from the disk."""
-    if not hasattr(os, "posix_fadvise"):
+    if sys.platform in ("win32", "darwin") or not hasattr(os, "posix_fadvise"):
         return
     with suppress(OSError):  # some filesystems refuse the advice; then the cache is read again
         descriptor = os.open(path, _READ)

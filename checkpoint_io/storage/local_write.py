@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Protocol
 
+from checkpoint_io.local_files import FILE_IN_USE, windows_advice
 from checkpoint_io.storage.buffers import BufferPool, copy_into
 from checkpoint_io.threads import Worker, start_worker
 
@@ -239,7 +241,7 @@ def _switch_direct(descriptor: int, on: bool) -> bool:
     """Turn direct IO on or off; return False if this system or filesystem has none."""
     # set on the open file: open(O_CREAT | O_DIRECT) leaves an empty file behind where it fails
     flag = getattr(os, "O_DIRECT", 0)
-    if not flag:
+    if not flag or sys.platform == "win32":
         return False
     import fcntl
 
@@ -263,50 +265,6 @@ def as_bytes(data: memoryview[int]) -> memoryview[int]:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def make_folders(path: str) -> None:
-    """Create a folder and its parents, and sync each parent that got a new entry."""
-    missing = []
-    while not os.path.isdir(path):
-        missing.append(path)
-        parent = os.path.dirname(path)
-        if parent == path:
-            break
-        path = parent
-    for folder in reversed(missing):
-        os.makedirs(folder, exist_ok=True)  # another rank may have created it
-        sync_folder(os.path.dirname(folder))
-
-
-def sync_file(descriptor: int) -> None:
-    """Flush a file to the disk itself, past the kernel and the drive's cache."""
-    try:
-        import fcntl
-
-        full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync stops at the drive's cache
-    except ImportError:
-        full = None
-    if full is not None:
-        with suppress(OSError):
-            fcntl.fcntl(descriptor, full)
-            return
-    os.fsync(descriptor)
-
-
-def sync_folder(path: str) -> None:
-    """Make names that were created in or removed from a folder durable, where possible."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # some network filesystems do not support fsync on folders
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def explained(path: str) -> Iterator[None]:
     """Add advice to an OSError raised in the block."""
@@ -321,7 +279,9 @@ def explained(path: str) -> Iterator[None]:
 
 def _advised(error: OSError, path: str) -> OSError:
     """Return an error of the same class with the path and advice; the given one if it has both."""
-    advice = _ADVICE.get(error.errno or 0)
+    if FILE_IN_USE in str(error):
+        return error
+    advice = windows_advice(error, path) or _ADVICE.get(error.errno or 0)
     if advice is None or advice in str(error):
         return error
     text = error.strerror or os.strerror(error.errno or 0)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoint_io.local_files import local_path
 from checkpoint_io.storage.base import (
     OBJECT_STORES,
     RangeReader,
@@ -41,6 +42,8 @@ def open_store(
     options = dict(storage_options or {})
     if not options and os.name == "posix" and ":" not in text:
         return LocalStore(text)  # as fsspec would say, after ten times as long
+    if os.sep == "\\" and (local := local_path(text)) is not None:
+        return LocalStore(local)  # drives and shares; fsspec takes some of them for relative paths
     transfer = _transfer(options.pop("transfer", "auto"), protocol)
     if protocol in OBJECT_STORES:
         # a cached listing hides what other processes wrote

@@ -11,8 +11,8 @@ from checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.format.safetensors import MAX_HEADER
 from checkpoint_io.loader.lazy import TensorView, open_checkpoint
+from checkpoint_io.local_files import local_path, split_path
 from checkpoint_io.progress import TransferProgress
-from checkpoint_io.storage.base import local_path
 from checkpoint_io.storage.local import LocalStore, local_folder
 from checkpoint_io.storage.open import Store, open_store
 from checkpoint_io.weights.dcp import DCP_METADATA, DcpSource
@@ -53,13 +53,11 @@ def open_weights(
 
 def _split(text: str) -> tuple[str, str | None]:
     """Return folder and file name of a path or URL; None for the file if it names a folder."""
-    trimmed = text.rstrip("/" + os.sep)
-    at = max(trimmed.rfind(slash) for slash in ("/", os.sep))
-    folder, name = trimmed[: at + 1] or ".", trimmed[at + 1 :]
+    folder, name = split_path(text)
     looks_like_file = any(kind.fullmatch(name) for kind in (_SAFETENSORS, _TORCH, _INDEX))
     path = local_path(text)
     is_folder = path is not None and os.path.isdir(path)
-    return (folder, name) if looks_like_file and not is_folder else (text, None)
+    return (folder or ".", name) if looks_like_file and not is_folder else (text, None)
 
 
 def _open_folder(
@@ -175,7 +173,7 @@ def _blob(folder: str, name: str, blobs: str) -> str | None:
         target = os.readlink(os.path.join(folder, name))
     except OSError:  # not a link
         return None
-    match = _BLOB.fullmatch(target)
+    match = _BLOB.fullmatch(target.replace(os.sep, "/"))
     if match is None or os.path.normpath(os.path.join(folder, target)) != os.path.join(
         blobs, match[1]
     ):

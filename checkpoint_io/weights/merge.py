@@ -17,6 +17,7 @@ from checkpoint_io.errors import (
 from checkpoint_io.folder.folder import CheckpointFolder
 from checkpoint_io.format.names import MANIFEST, parse_size
 from checkpoint_io.format.safetensors import NAMES
+from checkpoint_io.local_files import split_path
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.collect import identity
 from checkpoint_io.storage.local import local_folder
@@ -136,10 +137,14 @@ def _near(url: str, options: Mapping[str, Any] | None) -> str:
 
 def _check_destination(source: WeightSource, store: Store, overwrite: bool) -> None:
     """Raise CheckpointConflictError for the source itself, and for a folder that is in use."""
-    places = {source.where.rstrip("/"), source.where.rpartition("/")[0]}
-    here = store.url.rstrip("/")
+    folder, _ = split_path(source.where)
+    places = {source.where.rstrip("/"), folder.rstrip("/") or folder}
+    here = store.url.rstrip("/") or store.url
     if local_folder(store) is not None:
-        places, here = set(map(os.path.realpath, places)), os.path.realpath(here)
+        places, here = (
+            {os.path.realpath(place) for place in places if place},
+            os.path.realpath(here),
+        )
     if here in places:
         raise CheckpointConflictError(
             f"{store.url} is the folder that is read: name another destination"

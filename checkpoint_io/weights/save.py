@@ -308,16 +308,16 @@ def _publish(
     try:
         for file in files:
             _write(store, staged[file.name], file, full, progress)
+        if store.can_rename:
+            if sharded:
+                store.remove(INDEX)
+            for name, temporary in staged.items():
+                store.rename(temporary, name)
     except BaseException:
         for temporary in staged.values() if store.can_rename else ():
             with suppress(OSError):
                 store.remove(temporary)
         raise
-    if store.can_rename:
-        if sharded:
-            store.remove(INDEX)
-        for name, temporary in staged.items():
-            store.rename(temporary, name)
 
 
 def _write(

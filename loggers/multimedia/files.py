@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import posixpath
 import tempfile
-from urllib.parse import quote
+from contextlib import suppress
 
-from loggers.trackers.line_file import filesystem, local_path, write_object
+from loggers.file_names import file_name
+from loggers.local_files import advised, local_path, remove
+from loggers.trackers.line_file import filesystem, write_object
 
 __all__ = ["MediaFolder", "Scratch"]
-
-_LONGEST = 120  # file systems allow 255 bytes, including step, number and suffix
 
 
 class MediaFolder:
@@ -27,22 +26,22 @@ class MediaFolder:
     def __init__(self, logging_dir: str, folder: str, run_id: str) -> None:
         self._url = logging_dir.rstrip("/")
         self._root = local_path(logging_dir)
-        self._below = f"{folder}/{_safe(run_id)}"
+        self._below = f"{folder}/{file_name(run_id)}"
 
     def save(self, kind: str, name: str, step: int, number: int, suffix: str, data: bytes) -> str:
         """Write one file and return its path; after a resume, repeated steps overwrite their files.
 
         The path is relative to ``logging_dir``, with slashes on every system.
         """
-        path = f"{self._below}/{kind}/{step:08d}-{_safe(name)}-{number}{suffix}"
+        path = f"{self._below}/{kind}/{step:08d}-{file_name(name)}-{number}{suffix}"
         if self._root is None:
             fs, key = filesystem(f"{self._url}/{path}")
             write_object(fs, key, data)
             return path
         target = os.path.join(self._root, *path.split(posixpath.sep))
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        with open(target, "wb") as file:
-            file.write(data)
+        with advised(target):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            _write(target, data)
         return path
 
 
@@ -70,9 +69,15 @@ class Scratch:
             folder.cleanup()
 
 
-def _safe(name: str) -> str:
-    """Return any name as one path component: no slash, not ``..``, not too long."""
-    plain = quote(name, safe=" ").replace("%", "=")  # percent signs are special in URLs
-    if len(plain) > _LONGEST:
-        plain = plain[:_LONGEST] + "-" + hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
-    return f"={plain}" if plain.strip(". ") == "" else plain
+def _write(path: str, data: bytes) -> None:
+    """Write a file; remove it if that fails, as on a full disk."""
+    with open(path, "wb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            return
+        except BaseException as error:
+            failure = error
+    with suppress(OSError):  # after it was closed: Windows removes no file that is open
+        remove(path)
+    raise failure

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
+from loggers.local_files import base_name, local_path
 from loggers.multimedia.encode import figure_image, gif, named_images, wav
 from loggers.multimedia.files import Scratch
-from loggers.trackers.line_file import local_path
 from loggers.trackers.tool import (
     ToolTracker,
     as_float,
@@ -154,7 +154,7 @@ class CometTracker(ToolTracker):
         if os.path.isdir(path):
             experiment.log_asset_folder(path, log_file_name=True, recursive=True)
         else:
-            named = name or os.path.basename(path)
+            named = name or base_name(path)
             experiment.log_asset(path, file_name=named, metadata={"kind": kind})
 
     def finish(self, status: Status = "success") -> None:

@@ -6,10 +6,13 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
+from loggers.file_names import portable_path
+from loggers.local_files import remove, replace
 from loggers.multimedia.encode import figure_image, named_images
 from loggers.trackers.tool import ToolTracker, local_folder, run_name
 from loggers.values import plain_config
@@ -58,7 +61,9 @@ class DVCLiveTracker(ToolTracker):
         self._run_id = resumed or run_name(run)
         ours: dict[str, Any] = {"save_dvc_exp": False, "dvcyaml": None, "resume": bool(resumed)}
         if "dir" not in self._live_kwargs:
-            ours["dir"] = os.path.join(local_folder(run, "dvclive", "set dir="), self._run_id)
+            ours["dir"] = os.path.join(
+                local_folder(run, "dvclive", "set dir="), portable_path(self._run_id)
+            )
         merged = {**ours, **self._live_kwargs}
         if merged["resume"] and keep is not None:
             _truncate(Path(merged["dir"]), keep)
@@ -73,7 +78,7 @@ class DVCLiveTracker(ToolTracker):
         """Append to one file per metric; ``metrics.json`` is written at the next flush."""
         live = self._at(step)
         for name, value in scalars.items():
-            live.log_metric(_path_of(name), value)
+            live.log_metric(portable_path(name), value)
         self._logged(step)
 
     def log_images(
@@ -86,7 +91,7 @@ class DVCLiveTracker(ToolTracker):
         """Write ``plots/images/<name>/<step>.png``; captions are not recorded."""
         live = self._at(step)
         for name, image, _ in named_images(images, captions):
-            live.log_image(f"{_path_of(name)}/{step}.png", image)
+            live.log_image(f"{portable_path(name)}/{step}.png", image)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
@@ -94,13 +99,13 @@ class DVCLiveTracker(ToolTracker):
         """Write ``plots/custom/<name>/<step>.json``, plotted over the first column."""
         points = [dict(zip(columns, row, strict=True)) for row in rows]
         plotted = list(columns[1:]) or list(columns)
-        self._at(step).log_plot(f"{_path_of(name)}/{step}", points, x=columns[0], y=plotted)
+        self._at(step).log_plot(f"{portable_path(name)}/{step}", points, x=columns[0], y=plotted)
 
     def log_text(self, texts: Mapping[str, str], step: int) -> None:
         """Write ``text/<name>/<step>.txt``, because DVCLive cannot log texts."""
         live = self._at(step)
         for name, text in texts.items():
-            path = Path(live.dir, "text", _path_of(name), f"{step}.txt")
+            path = Path(live.dir, "text", portable_path(name), f"{step}.txt")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
 
@@ -108,7 +113,7 @@ class DVCLiveTracker(ToolTracker):
         """Write matplotlib figures to ``plots/images/<name>/<step>.png``."""
         live = self._at(step)
         for name, figure in figures.items():
-            live.log_image(f"{_path_of(name)}/{step}.png", figure_image(figure))
+            live.log_image(f"{portable_path(name)}/{step}.png", figure_image(figure))
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Copy a file or folder to ``artifacts/``; needs a DVC repository."""
@@ -137,11 +142,6 @@ class DVCLiveTracker(ToolTracker):
         return live
 
 
-def _path_of(name: str) -> str:
-    """Return a name as a relative path without ``..``."""
-    return "/".join(part for part in name.split("/") if part not in ("", ".", "..")) or "_"
-
-
 def _truncate(folder: Path, keep: int) -> None:
     """Remove the rows of steps above ``keep``, which are logged again."""
     for path in sorted(folder.glob("plots/metrics/**/*.tsv")):
@@ -165,5 +165,10 @@ def _rewrite(path: Path, header: list[str], rows: list[dict[str, Any]]) -> None:
     writer.writeheader()
     writer.writerows(rows)
     temporary = path.with_suffix(".tsv.part")
-    temporary.write_text(buffer.getvalue(), encoding="utf-8", newline="")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(buffer.getvalue(), encoding="utf-8", newline="")
+        replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            remove(temporary)
+        raise

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
+from loggers.local_files import base_name
 from loggers.multimedia.encode import figure_png, histogram, png, video_file, wav
 from loggers.multimedia.files import MediaFolder
 from loggers.trackers.line_file import LineFile, open_lines, read_lines
@@ -185,7 +186,7 @@ class JSONLTracker(ContinuingTracker):
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Add an ``artifact`` record with the path, without a copy."""
-        shown = name or os.path.basename(path.rstrip("/"))
+        shown = name or base_name(path)
         self._add("artifact", name=shown, kind=kind, path=path, time=clock.time())
 
     def log_graph(self, model: Any, inputs: Any = None) -> None:

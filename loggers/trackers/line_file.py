@@ -8,12 +8,14 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
+
+from loggers.local_files import advised, local_path, remove, replace, sync_file, sync_folder
 
 __all__ = [
     "LineFile",
     "filesystem",
-    "local_path",
     "open_lines",
     "read_lines",
     "write_object",
@@ -45,14 +47,6 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
         return
     with open(local, "rb") as file:
         yield from file
-
-
-def local_path(location: str) -> str | None:
-    """Return the local path of a path or a ``file://`` URL; None for the URL of a store."""
-    scheme, separator, rest = location.partition("://")
-    if not separator:
-        return location
-    return rest if scheme in ("file", "local") else None
 
 
 class LineFile(ABC):
@@ -103,9 +97,10 @@ class LocalLines(LineFile):
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         self.path = path
-        self._fd: int | None = _open_append(path)
+        with advised(path):
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            self._fd: int | None = _open_append(path)
 
     def lines(self) -> Iterator[bytes]:
         """Read the file from its beginning."""
@@ -124,17 +119,24 @@ class LocalLines(LineFile):
     def rewrite(self, lines: Iterable[bytes]) -> None:
         """Write a new file, sync it to disk, and rename it over this one."""
         path = os.path.realpath(self.path)
-        with open(f"{path}.new", "wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(path, f"{path}.new")
-        self._close_fd()  # some systems cannot replace an open file
+        new = f"{path}.new"
         try:
-            os.replace(f"{path}.new", path)
-            _sync_folder(os.path.dirname(path))
-        finally:
-            self._fd = _open_append(self.path)
+            with open(new, "wb") as file:
+                file.writelines(lines)
+                file.flush()
+                sync_file(file.fileno())
+            shutil.copymode(path, new)
+            self._close_fd()  # some systems cannot replace an open file
+            try:
+                replace(new, path)
+            finally:
+                self._fd = _open_append(self.path)
+        except BaseException:
+            with suppress(OSError):
+                remove(new)
+            raise
+        with suppress(OSError):  # a folder that may not be read cannot be synced
+            sync_folder(os.path.dirname(path))
 
     def flush(self, force: bool = False) -> None:
         """Append; if a nearly full disk takes only a part, the rest stays pending."""
@@ -147,7 +149,7 @@ class LocalLines(LineFile):
         try:
             self.flush()
             if self._fd is not None:
-                os.fsync(self._fd)
+                sync_file(self._fd)
         finally:
             self._close_fd()
 
@@ -232,17 +234,3 @@ def _read_object(fs: Any, key: str) -> bytearray:
 def _open_append(path: str) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
     return os.open(path, flags, 0o644)
-
-
-def _sync_folder(folder: str) -> None:
-    """Make a rename survive a power cut, if the filesystem can sync folders."""
-    try:
-        fd = os.open(folder or ".", os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(fd)
-    except OSError:  # not supported by every filesystem
-        pass
-    finally:
-        os.close(fd)

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
+from loggers.local_files import base_name, local_path
 from loggers.multimedia.encode import named_images
-from loggers.trackers.line_file import local_path
 from loggers.trackers.tool import ToolTracker, as_float, local_folder, run_name
 from loggers.values import flat_config, plain_config
 
@@ -170,7 +170,7 @@ class MLflowTracker(ToolTracker):
         """Copy a file or folder to the run's artifacts, below ``name`` if given."""
         client = self._opened()
         copy = client.log_artifacts if os.path.isdir(path) else client.log_artifact
-        copy(self._run_id, path, name or (os.path.basename(path) if os.path.isdir(path) else None))
+        copy(self._run_id, path, name or (base_name(path) if os.path.isdir(path) else None))
 
     def flush(self) -> None:
         """Send the buffer; after an error, the rest stays buffered."""

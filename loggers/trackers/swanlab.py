@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
+from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_image, gif, pil_image
-from loggers.trackers.line_file import local_path
 from loggers.trackers.tool import ToolTracker, local_folder, preserve_random_state, run_name
 from loggers.values import plain_config
 

@@ -11,8 +11,8 @@ from glob import glob
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
+from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
-from loggers.trackers.line_file import local_path
 from loggers.trackers.tool import ContinuingTracker, as_float, opened
 from loggers.values import flat_config, plain_config
 
@@ -77,14 +77,16 @@ class TensorBoardTracker(ContinuingTracker):
                 "pip install tensorboard"
             ) from error
         keep = self._begin(run)
-        parts = [run.logging_dir.rstrip("/"), self._subdir, f"rank{run.rank}" if run.rank else ""]
-        self._remote = local_path(run.logging_dir) is None
+        root = local_path(run.logging_dir)
+        self._remote = root is None
+        root = (root or run.logging_dir).rstrip("/")
+        parts = [root, self._subdir, f"rank{run.rank}" if run.rank else ""]
         kwargs = dict(self._writer_kwargs)
         if keep is not None:
             kwargs.setdefault("purge_step", keep + 1)
         folder = "/".join(part for part in parts if part)
         if keep is not None and not self._remote:
-            self._read_recorded(local_path(folder) or folder, {keep, run.resumed_step, 0})
+            self._read_recorded(folder, {keep, run.resumed_step, 0})
         self._writer = SummaryWriter(folder, **kwargs)
 
     def _read_recorded(self, folder: str, steps: Collection[int | None]) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from loggers.base import RunInfo, Scalar, Status, Tracker, check_status
-from loggers.trackers.line_file import local_path
+from loggers.local_files import local_path
 from loggers.warning import warn
 
 __all__ = [

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loggers.base import RunInfo, Scalar, Status
+from loggers.local_files import base_name
 from loggers.multimedia.encode import figure_image, gif, named_images
 from loggers.multimedia.files import Scratch
 from loggers.trackers.tool import ToolTracker, as_float, preserve_random_state, run_name
@@ -131,7 +132,7 @@ class TrackioTracker(ToolTracker):
 
     def log_artifact(self, path: str, *, name: str | None = None, kind: str = "file") -> None:
         """Store a version of a file or folder under its name."""
-        named = name or path.replace("\\", "/").rstrip("/").rpartition("/")[2]
+        named = name or base_name(path)
         named = re.sub(r"[^A-Za-z0-9._-]", "-", named)
         self._opened().log_artifact(path, name=named, type=kind)
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from loggers.base import RunInfo, Scalar, Status
+from loggers.local_files import base_name, local_path
 from loggers.multimedia.encode import figure_png, gif, histogram, png, wav
 from loggers.multimedia.files import Scratch
-from loggers.trackers.line_file import local_path
 from loggers.trackers.tool import ContinuingTracker, opened
 from loggers.values import plain_config
 
@@ -429,7 +429,7 @@ class _MediaObjects:
 
 def _artifact(wandb: Any, path: str, name: str | None, kind: str) -> Any:
     """Create an artifact of a file or folder, or a reference to a URL."""
-    shown = name or os.path.basename(path.rstrip("/")) or "artifact"
+    shown = name or base_name(path) or "artifact"
     created = wandb.Artifact(re.sub(r"[^A-Za-z0-9_.-]", "-", shown), type=kind)
     if "://" in path:
         created.add_reference(path, checksum=False)

@@ -93,7 +93,7 @@ def test_fp16_is_refused_where_the_scaler_needs_float64(monkeypatch):
         scaler._scale.double().reciprocal().float()  # that of torch 2.6
 
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", unscale)
-    with FakeMps(), pytest.raises(ValueError, match="use 'bf16', or torch 2.8 or newer"):
+    with FakeMps(), pytest.raises(ValueError, match=r"use 'bf16', or torch 2\.8 or newer"):
         fp16(monkeypatch)
 
 

@@ -120,6 +120,16 @@ def test_rm_on_a_store() -> None:
 # --- cp -------------------------------------------------------------------------------------
 
 
+def test_cp_into_a_folder_takes_the_name_from_a_path_of_windows(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.rename(tmp_path / "runs\\step-00000001")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sep", "\\")
+    assert ckpt("cp", "runs\\step-00000001", "backup/") == 0
+    assert os.listdir(tmp_path / "backup") == ["step-00000001"]
+
+
 def test_cp_there_and_back(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from accel_callbacks import local_files
 from accel_callbacks.launch.config_file import (
     expanded,
     find_config,
@@ -353,6 +355,35 @@ def test_a_write_that_fails_leaves_the_old_file(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(SettingsError, match="cannot be written: No space left on device"):
+        write_config(path, {"use_cpu": False})
+    assert path.read_text() == "use_cpu: true\n"
+    assert os.listdir(tmp_path) == ["accel.yaml"]
+
+
+def test_a_config_survives_a_power_cut_of_a_mac(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda descriptor, call: synced.append(call))
+    path = write_config(tmp_path / "accel.yaml", {"use_cpu": True})
+    assert synced == [51]
+    assert path.read_bytes() == b"use_cpu: true\n"
+
+
+def test_a_config_that_is_open_elsewhere_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, "use_cpu: true\n")
+
+    def refuses(old: str, new: str) -> None:
+        error = PermissionError(13, "Access is denied", new)
+        error.winerror = 32  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(os, "replace", refuses)
+    monkeypatch.setattr(local_files, "_PAUSES", (0,))
+    with pytest.raises(SettingsError, match="another program has the file open: close it"):
         write_config(path, {"use_cpu": False})
     assert path.read_text() == "use_cpu: true\n"
     assert os.listdir(tmp_path) == ["accel.yaml"]

@@ -1,9 +1,10 @@
 """Make this process look like Windows or macOS to our packages, as far as Linux can.
 
-A copy of this file named ``sitecustomize.py`` in a folder of ``PYTHONPATH`` does so in all processes
-that inherit ``ACCEL_OTHER_SYSTEM=win32`` or ``darwin``. Our packages and the script that runs get an
-``os``, ``signal``, ``sys``, ``socket`` and ``mmap`` without what the other system lacks; torch and
-the standard library do not notice. New processes are spawned. As Windows, torch has no libuv.
+A copy of this file named ``sitecustomize.py`` in a folder of ``PYTHONPATH`` does so in all
+processes that inherit ``ACCEL_OTHER_SYSTEM=win32`` or ``darwin``. Our packages and the script that
+runs get an ``os``, ``signal``, ``sys``, ``socket`` and ``mmap`` without what the other system
+lacks; torch and the standard library do not notice. New processes are spawned, and torch for
+Windows has no libuv.
 
 What it cannot show: real paths, file locks, consoles, and what torch does there.
 """
@@ -14,7 +15,6 @@ import builtins
 import importlib
 import multiprocessing
 import os
-import signal
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -25,47 +25,82 @@ VARIABLE = "ACCEL_OTHER_SYSTEM"
 MISSING: Mapping[str, Mapping[str, frozenset[str]]] = {
     "win32": {
         "os": frozenset(
-            "O_CLOEXEC O_DIRECT O_DIRECTORY O_NOFOLLOW O_NONBLOCK O_SYNC WEXITSTATUS WIFEXITED "
-            "WIFSIGNALED WNOHANG WTERMSIG chown confstr copy_file_range eventfd fchdir fchmod "
-            "fchown fdatasync fork forkpty fstatvfs getegid geteuid getgid getgroups getloadavg "
-            "getpgid getpgrp getpriority getresuid getsid getuid getxattr killpg lchown lockf "
-            "memfd_create mkfifo mknod nice openpty pidfd_open pipe2 posix_fadvise posix_fallocate "
-            "pread preadv pwrite pwritev readv register_at_fork sched_getaffinity "
-            "sched_setaffinity sched_yield sendfile setpgid setpriority setsid setxattr splice "
-            "statvfs sync sysconf tcgetpgrp ttyname uname wait wait3 wait4 writev".split()
+            {
+                *("O_CLOEXEC", "O_DIRECT", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_SYNC"),
+                *("WEXITSTATUS", "WIFEXITED", "WIFSIGNALED", "WNOHANG", "WTERMSIG", "chown"),
+                *("confstr", "copy_file_range", "eventfd", "fchdir", "fchmod", "fchown"),
+                *("fdatasync", "fork", "forkpty", "fstatvfs", "getegid", "geteuid", "getgid"),
+                *("getgroups", "getloadavg", "getpgid", "getpgrp", "getpriority", "getresuid"),
+                *("getsid", "getuid", "getxattr", "killpg", "lchown", "lockf", "memfd_create"),
+                *("mkfifo", "mknod", "nice", "openpty", "pidfd_open", "pipe2", "posix_fadvise"),
+                *("posix_fallocate", "pread", "preadv", "pwrite", "pwritev", "readv"),
+                *("register_at_fork", "sched_getaffinity", "sched_setaffinity", "sched_yield"),
+                *("sendfile", "setpgid", "setpriority", "setsid", "setxattr", "splice", "statvfs"),
+                *("sync", "sysconf", "tcgetpgrp", "ttyname", "uname", "wait", "wait3", "wait4"),
+                "writev",
+            }
         ),
         "signal": frozenset(
-            "ITIMER_REAL SIGALRM SIGBUS SIGCHLD SIGCONT SIGHUP SIGIO SIGKILL SIGPIPE SIGPOLL "
-            "SIGPROF SIGPWR SIGQUIT SIGRTMAX SIGRTMIN SIGSTOP SIGSYS SIGTRAP SIGTSTP SIGTTIN "
-            "SIGTTOU SIGURG SIGUSR1 SIGUSR2 SIGVTALRM SIGWINCH SIGXCPU SIGXFSZ alarm getitimer "
-            "pause pidfd_send_signal pthread_kill pthread_sigmask setitimer siginterrupt sigpending "
-            "sigtimedwait sigwait sigwaitinfo".split()
+            {
+                *("ITIMER_REAL", "SIGALRM", "SIGBUS", "SIGCHLD", "SIGCONT", "SIGHUP", "SIGIO"),
+                *("SIGKILL", "SIGPIPE", "SIGPOLL", "SIGPROF", "SIGPWR", "SIGQUIT", "SIGRTMAX"),
+                *("SIGRTMIN", "SIGSTOP", "SIGSYS", "SIGTRAP", "SIGTSTP", "SIGTTIN", "SIGTTOU"),
+                *("SIGURG", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGWINCH", "SIGXCPU", "SIGXFSZ"),
+                *("alarm", "getitimer", "pause", "pidfd_send_signal", "pthread_kill"),
+                *("pthread_sigmask", "setitimer", "siginterrupt", "sigpending", "sigtimedwait"),
+                *("sigwait", "sigwaitinfo"),
+            }
         ),
         "mmap": frozenset(
-            "MADV_DONTFORK MADV_DONTNEED MADV_HUGEPAGE MADV_SEQUENTIAL MADV_WILLNEED MAP_ANON "
-            "MAP_ANONYMOUS MAP_POPULATE MAP_PRIVATE MAP_SHARED PROT_READ PROT_WRITE".split()
+            {
+                *("MADV_DONTFORK", "MADV_DONTNEED", "MADV_HUGEPAGE", "MADV_SEQUENTIAL"),
+                *("MADV_WILLNEED", "MAP_ANON", "MAP_ANONYMOUS", "MAP_POPULATE", "MAP_PRIVATE"),
+                *("MAP_SHARED", "PROT_READ", "PROT_WRITE"),
+            }
         ),
-        "select": frozenset("EPOLLIN POLLIN POLLOUT epoll poll".split()),
+        "select": frozenset(
+            {
+                *("EPOLLIN", "POLLIN", "POLLOUT", "epoll", "poll"),
+            }
+        ),
         "socket": frozenset({"AF_UNIX", "socketpair", "send_fds", "recv_fds"}),
         "time": frozenset({"tzset", "clock_gettime", "pthread_getcpuclockid"}),
     },
     "darwin": {
         "os": frozenset(
-            "O_DIRECT O_NOATIME O_PATH O_TMPFILE copy_file_range eventfd fdatasync getresuid "
-            "getxattr memfd_create pidfd_open pipe2 posix_fadvise posix_fallocate "
-            "sched_getaffinity sched_setaffinity setxattr splice".split()
+            {
+                *("O_DIRECT", "O_NOATIME", "O_PATH", "O_TMPFILE", "copy_file_range", "eventfd"),
+                *("fdatasync", "getresuid", "getxattr", "memfd_create", "pidfd_open", "pipe2"),
+                *("posix_fadvise", "posix_fallocate", "sched_getaffinity", "sched_setaffinity"),
+                *("setxattr", "splice"),
+            }
         ),
         "signal": frozenset(
-            "SIGPOLL SIGPWR SIGRTMAX SIGRTMIN SIGSTKFLT pidfd_send_signal sigtimedwait "
-            "sigwaitinfo".split()
+            {
+                *("SIGPOLL", "SIGPWR", "SIGRTMAX", "SIGRTMIN", "SIGSTKFLT", "pidfd_send_signal"),
+                *("sigtimedwait", "sigwaitinfo"),
+            }
         ),
-        "mmap": frozenset("MADV_DONTFORK MADV_HUGEPAGE MAP_POPULATE".split()),
-        "select": frozenset("EPOLLIN epoll".split()),
+        "mmap": frozenset(
+            {
+                *("MADV_DONTFORK", "MADV_HUGEPAGE", "MAP_POPULATE"),
+            }
+        ),
+        "select": frozenset(
+            {
+                *("EPOLLIN", "epoll"),
+            }
+        ),
     },
 }
 #: Modules that are not there.
 MISSING_MODULES: Mapping[str, frozenset[str]] = {
-    "win32": frozenset("curses fcntl grp posix pty pwd resource syslog termios tty".split()),
+    "win32": frozenset(
+        {
+            *("curses", "fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog"),
+            *("termios", "tty"),
+        }
+    ),
     "darwin": frozenset(),
 }
 _PACKAGES = {"accel_callbacks", "checkpoint_io", "loggers", "__main__", "__mp_main__"}
@@ -74,9 +109,12 @@ _PACKAGES = {"accel_callbacks", "checkpoint_io", "loggers", "__main__", "__mp_ma
 class _Narrowed(types.ModuleType):
     """A module without some of its names, and with others in their place."""
 
-    def __init__(self, module: Any, missing: frozenset[str], replaced: dict[str, Any]) -> None:
-        super().__init__(module.__name__)
-        self.__dict__.update(_module=module, _missing=missing, _replaced=replaced)
+    def __init__(
+        self, module: Any, missing: frozenset[str] = frozenset(), replaced: Any = None
+    ) -> None:
+        # A name alone makes an empty module, as in ``type(sys)("name")``.
+        super().__init__(module if isinstance(module, str) else module.__name__)
+        self.__dict__.update(_module=module, _missing=missing, _replaced=replaced or {})
 
     def __getattr__(self, name: str) -> Any:
         if name in self._missing:
@@ -84,7 +122,10 @@ class _Narrowed(types.ModuleType):
         return self._replaced[name] if name in self._replaced else getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
+        if isinstance(self._module, str):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._module, name, value)
 
 
 def pretend(system: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, ProjectConfiguration
 from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.checkpoint.project import number_of
 
 
 def numbered(folder: Path | str, seed: int = 0, **options):
@@ -112,6 +114,48 @@ def test_the_checkpoint_that_a_run_was_resumed_from_stays(tmp_path):
     for _ in range(3):
         other.save_state()
     assert there(tmp_path) == ["checkpoint_0", "checkpoint_3"]
+
+
+def test_the_checkpoint_that_a_run_was_resumed_from_stays_on_windows(tmp_path, monkeypatch):
+    accel, _ = numbered(tmp_path, total_limit=1)
+    accel.save_state()
+    other, _ = numbered(tmp_path, total_limit=1)
+    other.load_state()
+    run = other.current_run
+    monkeypatch.setattr(run, "resumed_from", r"C:\runs\checkpoints\checkpoint_0")
+    monkeypatch.setattr(os, "sep", "\\")
+    for _ in range(3):
+        other.save_state()
+    assert there(tmp_path) == ["checkpoint_0", "checkpoint_3"]
+
+
+def test_a_number_is_found_in_a_path_of_windows(monkeypatch):
+    assert number_of(r"C:\runs\checkpoint_12") is None
+    monkeypatch.setattr(os, "sep", "\\")
+    assert number_of(r"C:\runs\checkpoint_12") == 12
+    assert number_of("C:\\runs\\checkpoint_12\\") == 12
+
+
+def test_a_checkpoint_callback_keeps_a_path_of_windows(tmp_path, monkeypatch):
+    folder = checkpoint_io.CheckpointFolder(tmp_path)
+    for step in (1, 2, 3):
+        folder.save(step, {}, metadata={"run_id": "r1"})
+    monkeypatch.setattr(os, "sep", "\\")
+    retention = Checkpoint(tmp_path, keep_last=1).retention
+    retention.prune(folder, "r1", r"C:\runs\step-00000001")
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
+
+
+def test_a_run_resumed_from_another_folder_prunes_without_a_word(tmp_path):
+    accel, _ = numbered(tmp_path / "a")
+    path = accel.save_state()
+    other, _ = numbered(tmp_path / "b", total_limit=1)
+    other.load_state(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            other.save_state()
+    assert there(tmp_path / "b") == ["checkpoint_3"]
 
 
 class Breaks:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import accel_callbacks.local_files
 import checkpoint_io
 from accel_callbacks import Accelerator, AcceleratorState, ResumeError
 from accel_callbacks.callbacks import Checkpoint
@@ -290,6 +292,43 @@ def test_save_writes_a_file_that_stock_safetensors_reads(tmp_path):
         assert file.metadata() == {"format": "pt"}
     accel.save({"row": whole[1]}, tmp_path / "new" / "stats.safetensors")
     assert os.listdir(tmp_path / "new") == ["stats.safetensors"]
+
+
+def test_a_saved_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, os.replace
+
+    def note_fsync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def note_rename(old, new):
+        events.append((Path(old), Path(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_rename)
+    target = tmp_path / "new" / "a.safetensors"
+    Accelerator(cpu=True).save({"a": torch.ones(2)}, target)
+    (made, written, (temporary, name), folder) = events
+    assert (made, written, name, folder) == (tmp_path, temporary, target, target.parent)
+
+
+def test_a_saved_file_that_is_open_elsewhere_stays_as_it_was(tmp_path, monkeypatch):
+    accel = Accelerator(cpu=True)
+    accel.save({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+
+    def refuses(old, new):
+        error = PermissionError(13, "Access is denied", new)
+        error.winerror = 5
+        raise error
+
+    monkeypatch.setattr(os, "replace", refuses)
+    monkeypatch.setattr(accel_callbacks.local_files, "_PAUSES", (0,))
+    with pytest.raises(PermissionError, match="another program has the file open"):
+        accel.save({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert load_file(tmp_path / "a.safetensors")["a"].tolist() == [1, 1]
 
 
 def test_save_writes_to_any_store():
