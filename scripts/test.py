@@ -37,7 +37,16 @@ def main() -> None:
         step(
             f"mypy --strict --platform {system}",
             "the lines above name file and line",
-            [*run, "mypy", "--strict", "--platform", system, *packages],
+            [
+                *run,
+                "mypy",
+                "--strict",
+                "--platform",
+                system,
+                "--cache-dir",
+                f".mypy_cache/{system}",
+                *packages,
+            ],
         )
     # Tests start many processes, some in an environment that forbids them to keep compiled files.
     step(
@@ -46,11 +55,11 @@ def main() -> None:
         [*run, "compileall", "-q", *_PACKAGES],
     )
     # Many tests wait, for processes and timeouts: three workers keep two cores busy.
+    options = ["-q", "-m", "not slow and not gpu", "-n", "3", "--dist", "loadfile"]
     step(
         "pytest",
         "run one test again with: scripts/test PATH::NAME",
-        [*run, "pytest", "-q", "-m", "not slow and not gpu", "-n", "3", "--dist", "loadfile"]
-        + ["--doctest-modules", *_PACKAGES, "tests"],
+        [*run, "pytest", *options, "--doctest-modules", *_PACKAGES, "tests"],
     )
 
 
