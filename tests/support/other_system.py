@@ -15,6 +15,7 @@ import builtins
 import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -132,7 +133,7 @@ def pretend(system: str) -> None:
     """Give our packages the modules of another system, from now on."""
     replaced: dict[str, dict[str, Any]] = {"sys": {"platform": system}}
     if system == "win32":
-        replaced["os"] = {"name": "nt", "open": _open}
+        replaced["os"] = {"name": "nt", "open": _open, "execvpe": _execvpe}
         replaced["socket"] = {"SO_EXCLUSIVEADDRUSE": importlib.import_module("socket").SO_REUSEADDR}
     names = {*MISSING[system], *replaced}
     modules = {
@@ -172,6 +173,12 @@ def _open(path: Any, flags: int, mode: int = 0o777) -> int:
     if os.path.isdir(path):
         raise PermissionError(13, "folders cannot be opened there", path)
     return os.open(path, flags, mode)
+
+
+def _execvpe(file: str, words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Start another process and end this one, which has no part in how that goes on."""
+    subprocess.Popen([file, *words[1:]], env=env)
+    os._exit(0)
 
 
 _USERS = (
