@@ -53,7 +53,10 @@ TORCHRUN_ONLY: Mapping[str, dict[str, Any]] = {
     "duplicate_stderr_filters": {"metavar": "A,B", "help": "the same of standard error"},
 }
 # On Windows SO_REUSEADDR shares a port that another process listens at.
-_BIND_OPTION = socket.SO_EXCLUSIVEADDRUSE if sys.platform == "win32" else socket.SO_REUSEADDR
+if sys.platform == "win32":
+    _BIND_OPTION = socket.SO_EXCLUSIVEADDRUSE
+else:
+    _BIND_OPTION = socket.SO_REUSEADDR
 _DRIVERS = tuple({start for starts in DRIVERS.values() for start in starts})
 
 
