@@ -68,9 +68,11 @@ def is_lost(args: argparse.Namespace, rank: int, step: int) -> bool:
 
 def lose(what: str) -> None:
     """What memory that runs out does to a worker, or a power cut to a machine."""
+    # Windows has no signals: there, SIGTERM ends a process at once and without asking it.
+    kill = getattr(signal, "SIGKILL", signal.SIGTERM)
     if what == "machine":
-        os.kill(os.getppid(), signal.SIGKILL)  # the launcher of this machine
-    os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), kill)  # the launcher of this machine
+    os.kill(os.getpid(), kill)
 
 
 def build_model() -> nn.Module:

@@ -50,7 +50,7 @@ def main() -> None:
             accel.log_text({"notes": f"Epoch {epoch + 1}: *{len(wrong)}* mistakes."})
     accel.end_training()
 
-    summary = json.loads(Path(folder, "dvclive", "metrics.json").read_text())
+    summary = json.loads(Path(folder, "dvclive", "metrics.json").read_text(encoding="utf-8"))
     print(f"accuracy {summary['val']['accuracy']:.2%} at step {summary['step']}")
     print(f"pictures: {len(list(Path(folder).glob('dvclive/plots/images/**/*.png')))}")
 

@@ -1,4 +1,4 @@
-# Shared by the scripts beside it: source it. Makes and fills .venv in the repository.
+# Shared by the bash scripts beside it: source it. environment.py makes and fills .venv.
 # ACCEL_TORCH  what to install as torch, for example ACCEL_TORCH="torch==2.13.0"
 # PYTHON       the interpreter to make the environment with
 
@@ -39,17 +39,16 @@ find_python() {
     return 1
 }
 
-# A bare torch on Linux brings gigabytes of CUDA libraries along; without a GPU that is a waste.
-torch_requirement() {
-    local version
-    version="$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
-    if [ -n "${ACCEL_TORCH:-}" ]; then
-        printf '%s\n' "$ACCEL_TORCH"
-    elif [ "$version" = 3.11 ] && ! nvidia-smi -L >/dev/null 2>&1; then
-        printf 'torch==2.13.0\n'
-    else
-        printf 'torch\n'
-    fi
+# Runs a script with the first interpreter that is new enough; it replaces this shell.
+run_python() {
+    local python
+    python="$(find_python)" || no_python
+    exec "$python" "$@"
+}
+
+no_python() {
+    fail "no Python 3.10 or newer found (tried ${PYTHON:-python3, python3.10 to python3.13})" \
+        "install one, or name it: PYTHON=/path/to/python3 $0"
 }
 
 # Makes a virtual environment at $1; one that does not run any more is replaced.
@@ -58,8 +57,7 @@ make_venv() {
     if is_new_enough "$1/bin/python" && "$1/bin/python" -m pip --version >/dev/null 2>&1; then
         return
     fi
-    python="$(find_python)" || fail "no Python 3.10 or newer found (tried ${PYTHON:-python3, python3.10 to python3.13})" \
-        "install one, or name it: PYTHON=/path/to/python3 $0"
+    python="$(find_python)" || no_python
     step "make the environment $1 with $("$python" --version)" \
         "on Debian and Ubuntu, install the package python3-venv; then run this again" \
         "$python" -m venv --clear "$1"
@@ -82,29 +80,7 @@ PYTHON
 
 # set_up EXTRA...: .venv with torch, the project (editable) and the packages of these extras.
 set_up() {
-    local extra mark torch ready=yes
-    make_venv "$VENV"
-    mark="$(fingerprint)" || fail "cannot read setup.cfg" "run this script from a complete clone"
-    for extra in "$@"; do
-        [ "$(cat "$VENV/accel-setup-$extra" 2>/dev/null)" = "$mark" ] || ready=no
-    done
-    extra="$(IFS=,; printf '%s' "$*")"
-    if [ "$ready" = yes ]; then
-        say "environment .venv is ready for [$extra]"
-        return
-    fi
-    torch="$(torch_requirement "$VENV/bin/python")"
-    # The pip that comes with older Pythons takes many minutes to resolve the test packages.
-    step "update pip" "check the network" "$VENV/bin/python" -m pip install -qq --upgrade pip
-    step "install $torch (the large one)" \
-        'check the network and the free disk space; another build: ACCEL_TORCH="torch==VERSION"' \
-        "$VENV/bin/python" -m pip install -qq "$torch"
-    step "install the project with [$extra]" \
-        "check the network, then run this again; rm -rf .venv starts afresh" \
-        "$VENV/bin/python" -m pip install -qq -e "$ROOT[$extra]"
-    # Last, so that an interrupted set-up is not taken for a finished one.
-    for extra in "$@"; do
-        printf '%s\n' "$mark" >"$VENV/accel-setup-$extra.part"
-        mv "$VENV/accel-setup-$extra.part" "$VENV/accel-setup-$extra"
-    done
+    local python
+    python="$(find_python)" || no_python
+    "$python" "$ROOT/scripts/environment.py" "$@"
 }

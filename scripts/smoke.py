@@ -67,9 +67,11 @@ def check_shadowing(name: str) -> None:
     """A user's own file of this name beside the script is named once the package is needed."""
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder).resolve() / f"{name}.py"
-        own.write_text("MINE = True\n")
+        own.write_text("MINE = True\n", encoding="utf-8")
         script = own.with_name("train.py")
-        script.write_text(f"from accel_callbacks import Accelerator\n{USES[name]}\n")
+        script.write_text(
+            f"from accel_callbacks import Accelerator\n{USES[name]}\n", encoding="utf-8"
+        )
         command = [sys.executable, str(script)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode != 0, f"{own.name} beside the script went unnoticed"

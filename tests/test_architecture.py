@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.other_system import MISSING, MISSING_MODULES
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("accel_callbacks", "checkpoint_io", "loggers")
 FORBIDDEN_ARROWS = {
@@ -330,6 +332,46 @@ def system_calls(tree: ast.AST) -> list[str]:
     ]
 
 
+def unguarded_names(tree: ast.Module) -> set[str]:
+    """Names that Windows or macOS lacks, used where nothing beside them looks at the system.
+
+    A look is ``sys.platform``, ``hasattr``, ``suppress`` or ``try`` in the same function, or around
+    a statement of the module.
+    """
+    names = _real_names(tree)
+    absent = {
+        f"{module}.{name}"
+        for missing in MISSING.values()
+        for module, found in missing.items()
+        for name in found
+    }
+    modules = {name for found in MISSING_MODULES.values() for name in found}
+    found = set()
+
+    def visit(node: ast.AST, guarded: bool) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If | ast.Try | ast.With):
+            guarded = guarded or _looks_at_the_system(node)
+        if not guarded:
+            if isinstance(node, ast.Name | ast.Attribute):
+                found.update({_full_name(node, names)} & absent)
+            found.update({name.partition(".")[0] for name in imported(node)} & modules)
+        for inner in ast.iter_child_nodes(node):
+            visit(inner, guarded)
+
+    visit(tree, False)
+    return found
+
+
+def _looks_at_the_system(node: ast.AST) -> bool:
+    looks = ("hasattr", "suppress", "getattr", "sys.platform")
+    inside = [node, *ast.walk(node)] if not isinstance(node, ast.If) else ast.walk(node.test)
+    return any(
+        isinstance(one, ast.Try)
+        or (isinstance(one, ast.Name | ast.Attribute) and ast.unparse(one) in looks)
+        for one in inside
+    )
+
+
 def undocumented(owner: object) -> list[str]:
     """Names in ``__all__`` that are ours and have no docstring with an example."""
     missing = []
@@ -449,6 +491,11 @@ def test_renames_and_syncs_are_those_of_local_files(name: str) -> None:
         assert uses == [], f"{name}: use {name.partition('/')[0]}.local_files"
 
 
+def test_what_other_systems_lack_is_used_where_the_system_is_looked_at() -> None:
+    found = {(name, one) for name, path in FILES.items() for one in unguarded_names(parse(path))}
+    assert found == set(), "test sys.platform, which mypy understands, in the same function"
+
+
 def test_files_are_named_after_things() -> None:
     assert gerunds(SOURCES) == set()
 
@@ -563,6 +610,23 @@ def test_walker_sees_renames_and_syncs() -> None:
     assert system_calls(tree_of("import os as o; o.replace(a, b)")) == ["line 1: os.replace"]
     assert system_calls(tree_of("from os import fsync; fsync(0)")) == ["line 1: os.fsync"]
     assert system_calls(tree_of("text.replace(a, b); dataclasses.replace(c)")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import signal\nROOTS = {signal.SIGKILL, signal.SIGTERM}", {"signal.SIGKILL"}),
+        ("from signal import SIGBUS as bus\ndef f():\n    return bus", {"signal.SIGBUS"}),
+        ("def f():\n    import os as o\n    o.fork()", {"os.fork"}),
+        ("import fcntl", {"fcntl"}),
+        ("import os, sys\nif sys.platform != 'win32':\n    os.fork()", set()),
+        ("import os\ndef f():\n    if hasattr(os, 'fork'):\n        os.fork()", set()),
+        ("try:\n    import fcntl\nexcept ImportError:\n    pass", set()),
+        ("import os, sys\nif x:\n    os.fork()", {"os.fork"}),
+    ],
+)
+def test_walker_sees_what_other_systems_lack(text: str, found: set[str]) -> None:
+    assert unguarded_names(ast.parse(text)) == found
 
 
 @pytest.mark.parametrize(

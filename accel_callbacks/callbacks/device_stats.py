@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -255,6 +256,8 @@ def _rss_gib() -> float:
     psutil = _psutil()
     if psutil is not None:
         return float(psutil.Process().memory_info().rss / _GIB)
+    if sys.platform != "linux":
+        raise NotImplementedError("without psutil it is read from /proc")
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / _GIB
 

@@ -43,7 +43,8 @@ class Preemption(Callback):
     Signals are caught from the start to the end of a run, in the main thread; afterwards they have
     their original effect. So has a repeated signal after five seconds or more; an earlier one is
     taken for the same signal, forwarded by a launcher. A signal after the last step of a run
-    applies to the next run.
+    applies to the next run. On Windows nothing asks a process to end: what terminates it there,
+    a launcher too, does so at once, and nothing is saved.
 
     Args:
         signals: by name or number; ``("SIGTERM", "SIGUSR1")`` by default.

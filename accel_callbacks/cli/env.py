@@ -129,9 +129,11 @@ def _version(package: str) -> str:
 
 def _memory() -> str:
     """Return the physical memory in GiB."""
+    if sys.platform == "win32":
+        return "unknown"
     try:
         return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
-    except (AttributeError, ValueError, OSError):
+    except (ValueError, OSError):
         return "unknown"
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 from argparse import Namespace
@@ -55,6 +54,11 @@ TORCHRUN_ONLY: Mapping[str, dict[str, Any]] = {
     "duplicate_stdout_filters": {"metavar": "A,B", "help": "lines to copy to a file of their own"},
     "duplicate_stderr_filters": {"metavar": "A,B", "help": "the same of standard error"},
 }
+# On Windows SO_REUSEADDR shares a port that another process listens at.
+if sys.platform == "win32":
+    _BIND_OPTION = socket.SO_EXCLUSIVEADDRUSE
+else:
+    _BIND_OPTION = socket.SO_REUSEADDR
 _DRIVERS = tuple({start for starts in DRIVERS.values() for start in starts})
 
 
@@ -163,7 +167,7 @@ def run(args: Namespace) -> int:
     """Launch, wait, and return the exit code of the process that failed first.
 
     With ``args.whole_process`` this process is only the command ``accel launch``: a run of a
-    single process then replaces it, and this function does not return.
+    single process then replaces it, and this function does not return; on Windows it does.
     """
     try:
         plan = _plan(args, os.environ)
@@ -225,7 +229,9 @@ def _processes_here(asked: int | str | None) -> int | None:
 def _start(plan: Plan, whole_process: bool) -> int:
     if isinstance(plan, DirectPlan):
         _check_port(plan.env)
-        return _replace_process(plan) if whole_process else _run_child(plan)
+        # On Windows exec starts another process, and ends this one at once, with code 0.
+        replaces = whole_process and sys.platform != "win32"
+        return _replace_process(plan) if replaces else _run_child(plan)
     with guarded() as marks, changed_environment({**plan.env, **marks}):
         if isinstance(plan, TpuPlan):
             return _run_on_tpu(plan)
@@ -248,7 +254,7 @@ def _replace_process(plan: DirectPlan) -> NoReturn:
 
 
 def _run_child(plan: DirectPlan) -> int:
-    """Run the program as a child, for a caller in Python."""
+    """Run the program as a child, for a caller in Python, or where no process is replaced."""
     from subprocess import Popen
 
     with guarded() as marks:
@@ -258,8 +264,10 @@ def _run_child(plan: DirectPlan) -> int:
             raise CommandError(f"cannot run {plan.command[0]!r}: {error.strerror}") from None
         try:
             return exit_code(child.wait())
-        except BaseException:
-            child.send_signal(signal.SIGTERM)
+        except BaseException as error:
+            # The console of Windows sends Ctrl-C to the child too, which then ends in its own way.
+            if sys.platform != "win32" or not isinstance(error, KeyboardInterrupt):
+                child.terminate()
             child.wait()
             raise
 
@@ -277,7 +285,7 @@ def _check_port(env: Mapping[str, str]) -> None:
     if port is None or env.get("RANK") != "0" or env.get("WORLD_SIZE") != "1":
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, _BIND_OPTION, 1)
         try:
             probe.bind(("", int(port)))
         except OSError as error:

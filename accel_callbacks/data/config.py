@@ -39,7 +39,8 @@ class DataLoaderConfiguration:
             Accelerate, a function of seed and epoch. Off by default.
         data_seed: the seed of orders that are a function of seed and epoch. Giving it turns
             ``seeded_order`` on, unless ``use_seedable_sampler`` is. ``None`` is torch's seed.
-        non_blocking: do not wait for copies from pinned memory to the device. On by default.
+        non_blocking: do not wait for copies from pinned memory to the device. On by default; has
+            no effect on a device without streams, nor on MPS.
         use_stateful_dataloader: resume a stream from its ``state_dict``, if it has one (default).
             If off, the stream is read again up to its position, which is also exact for what such
             a state lacks: that of a Hugging Face dataset does not hold the samples in its shuffle

@@ -34,7 +34,8 @@ def send_to_device(
         tensor: tensors in lists, tuples, named tuples, dicts or dataclasses; other values are not
             changed.
         device: the target device.
-        non_blocking: do not wait for copies from pinned memory.
+        non_blocking: do not wait for copies from pinned memory. Ignored for a device without
+            streams, and for MPS, where torch copies whatever is in memory by then.
         skip_keys: keys of dicts, on any level, whose values are not moved.
 
     Example:
@@ -44,12 +45,22 @@ def send_to_device(
         (tensor([1.]), 'label')
     """
     skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
-    return _send(tensor, device, non_blocking, skipped)
+    return _send(tensor, device, non_blocking and _orders_copies(torch.device(device)), skipped)
+
+
+def _orders_copies(device: torch.device) -> bool:
+    """Return whether a device copies on streams, so that nothing is read before it has arrived.
+
+    Not MPS, even with streams: a copy that is not waited for reads the source when that may be
+    freed or overwritten already (pytorch#139550, pytorch#189690).
+    """
+    module = getattr(torch, device.type, None)
+    return device.type != "mps" and hasattr(module, "Stream") and hasattr(module, "stream")
 
 
 def _send(item: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
     if isinstance(item, torch.Tensor):
-        return item.to(device, non_blocking=non_blocking)
+        return item.to(device, non_blocking=non_blocking and item.device.type != "mps")
     kind = type(item)
     if kind in (tuple, list):
         return kind(_send(one, device, non_blocking, skipped) for one in item)
@@ -103,7 +114,8 @@ def device_feed(device: torch.device, non_blocking: bool = True) -> Feed | None:
     Args:
         device: the target device.
         non_blocking: copy the next batch during the computation on the current one, if the device
-            has streams; from pinned memory, the copy does not block the program either.
+            has streams; from pinned memory, the copy does not block the program either. Never on
+            MPS.
 
     Example:
         >>> import torch
@@ -113,15 +125,14 @@ def device_feed(device: torch.device, non_blocking: bool = True) -> Feed | None:
     """
     if device.type == "cpu":
         return None
-    module = getattr(torch, device.type, None)
-    if non_blocking and hasattr(module, "Stream") and hasattr(module, "stream"):
-        return StreamFeed(device, module)
-    return lambda pairs: _moved(pairs, device, non_blocking)
+    if non_blocking and _orders_copies(device):
+        return StreamFeed(device, getattr(torch, device.type))
+    return lambda pairs: _moved(pairs, device)
 
 
-def _moved(pairs: Pairs, device: torch.device, non_blocking: bool) -> Pairs:
+def _moved(pairs: Pairs, device: torch.device) -> Pairs:
     for batch, delivery in pairs:
-        yield send_to_device(batch, device, non_blocking), delivery
+        yield send_to_device(batch, device), delivery
 
 
 class StreamFeed:

@@ -290,8 +290,10 @@ class Heartbeat:
 
     def _open_process(self, peer: _Peer) -> None:
         """Begin to watch the process of a peer on this machine."""
+        if sys.platform != "linux":  # no other system has pidfds
+            return
         if peer.pidfd is None and not peer.status and peer.beat["process"][0] == host_id():
-            with suppress(OSError, AttributeError):  # only Linux has it
+            with suppress(OSError, AttributeError):  # an old kernel or Python
                 peer.pidfd = os.pidfd_open(peer.beat["process"][1])
 
     def _judge(self) -> None:
@@ -381,7 +383,7 @@ class Heartbeat:
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until the next round, a call of ``_wake``, or the end of a process."""
-        if not hasattr(select, "poll"):  # Windows
+        if sys.platform == "win32":  # it has no poll
             self._stopped.wait(seconds)
             return
         poll, watched = select.poll(), self._pidfds()

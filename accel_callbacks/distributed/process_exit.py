@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import struct
+import sys
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,8 @@ def _status_of_zombie(pid: int) -> int | None:
 
 def _status_of_reaped(pidfd: int) -> int | None:
     """Return the wait status of a process for which its parent has waited, if Linux tells."""
+    if sys.platform != "linux":  # no other system has pidfds
+        return None
     import fcntl
 
     info = bytearray(_INFO.pack(_INFO_EXIT, 0))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.distributed.tcp_store import TCPStore, serve_store
+from accel_callbacks.distributed.tcp_store import TCPStore, serve_store, uses_libuv
 from accel_callbacks.errors import nearest
 
 __all__ = ["GroupOptions", "agree_on_attempt", "backend_for", "join_group", "store_outlives"]
@@ -197,7 +197,7 @@ def _store_of_next_group(
     place = (url, *address, str(rank), str(world))
     if place not in _stores:
         if store_outlives(url, env):
-            store = next(rendezvous(url, rank, world))[0]
+            store = _launchers_store(url, rank, world, env)
             # torchrun keeps one TCPStore for all attempts (--max-restarts). Without a prefix of
             # its own a restarted gloo worker reads the addresses of the previous attempt.
             attempt = agree_on_attempt(
@@ -212,6 +212,17 @@ def _store_of_next_group(
     store, joined = _stores[place]
     _stores[place] = store, joined + 1
     return dist.distributed_c10d.PrefixStore(f"accel_callbacks/group{joined}", store)
+
+
+def _launchers_store(
+    url: str, rank: int, world: int, env: Mapping[str, str]
+) -> dist.distributed_c10d.Store:
+    """Connect to the store of the launcher; not as torch does without libuv (pytorch#196855)."""
+    if url.startswith("env://") and not uses_libuv():
+        place = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        return TCPStore(*place, world, is_master=False, use_libuv=False)
+    store: dist.distributed_c10d.Store = next(rendezvous(url, rank, world))[0]
+    return store
 
 
 def _store_of_rank_0(

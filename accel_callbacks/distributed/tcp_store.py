@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # torch.distributed does not re-export it for type checkers
 else:
     TCPStore = getattr(dist, "TCPStore", None)  # missing in a torch without distributed
 
-__all__ = ["TCPStore", "is_loopback", "local_address_towards", "serve_store"]
+__all__ = ["TCPStore", "is_loopback", "local_address_towards", "serve_store", "uses_libuv"]
 
 _BACKLOG = 4096  # the kernel lowers it to its own limit
 
@@ -67,7 +67,7 @@ def serve_store(
             timeout=limit,
             multi_tenant=True,
             master_listen_fd=listener.detach(),
-            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's own rendezvous
+            use_libuv=uses_libuv(),
         )
     if told:
         where = f" at port {port}" if port else ""
@@ -78,6 +78,22 @@ def serve_store(
             flush=True,
         )
     return None
+
+
+def uses_libuv() -> bool:
+    """Return whether stores use libuv, as torch's own rendezvous chooses.
+
+    torch for Windows is built without it, and a store that asks for it is an error there. Most of
+    torch's launcher asks for it nevertheless, whatever ``USE_LIBUV`` says (pytorch#196855).
+
+    Example:
+        >>> import os, sys
+        >>> from accel_callbacks.distributed.tcp_store import uses_libuv
+        >>> uses_libuv() or "USE_LIBUV" in os.environ or sys.platform == "win32"
+        True
+    """
+    default = "0" if sys.platform == "win32" else "1"
+    return os.environ.get("USE_LIBUV", default) == "1"
 
 
 def _addresses(host: str, one_machine: bool) -> list[tuple[socket.AddressFamily, str]]:

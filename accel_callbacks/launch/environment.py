@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -59,6 +60,8 @@ def child_environment(resolved: Resolved, host: Host, cores: int) -> dict[str, s
     """Return variables for the processes: settings that were given, and a default thread count."""
     settings = resolved.settings
     env = {}
+    if sys.platform == "win32" and "USE_LIBUV" not in host.environment:
+        env["USE_LIBUV"] = "0"  # torch is built without it there, and asks for it before 2.8 or so
     if settings.num_cpu_threads_per_process is not None:
         env["OMP_NUM_THREADS"] = str(settings.num_cpu_threads_per_process)
     elif "OMP_NUM_THREADS" not in host.environment:

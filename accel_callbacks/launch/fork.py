@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
@@ -35,6 +36,7 @@ from accel_callbacks.local_files import replace
 __all__ = ["ErrorReports", "ForkPlan", "ForkedWorker", "LineBuffered", "PackedResult", "run_forked"]
 
 _HERE = Path(__file__).parent
+_SIGKILL = 9  # without a name on Windows
 _AFTERMATH = (signal.SIGTERM, signal.SIGABRT)  # the failure of another rank can lead to these
 
 
@@ -59,6 +61,7 @@ class ForkPlan:
         monitor_interval: seconds between two polls of the processes.
         prefix: prepended to each line that a process writes.
         on_cpu: the processes use no accelerator.
+        start_method: ``"fork"`` or ``"spawn"``.
 
     Example:
         >>> from accel_callbacks.launch.fork import ForkPlan
@@ -79,6 +82,7 @@ class ForkPlan:
     monitor_interval: float = 0.1
     prefix: str | None = None
     on_cpu: bool = False
+    start_method: str = "fork"
 
 
 def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
@@ -101,18 +105,19 @@ def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]
     with tempfile.TemporaryDirectory(prefix="accel-") as folder:
         reports = ErrorReports(Path(tempfile.mkdtemp(dir=folder)))
 
-        def entry() -> PackedResult:
-            worker = ForkedWorker(
-                reports,
-                threads=plan.threads,
-                redirected=plan.prefix is not None,
-                print_errors=plan.max_restarts > 0,
-            )
-            return worker.call(function, args)
-
+        worker = ForkedWorker(
+            reports,
+            threads=plan.threads,
+            redirected=plan.prefix is not None,
+            print_errors=plan.max_restarts > 0,
+        )
+        # Not a closure: new processes unpickle it. Torch's launcher reads its name.
+        entry = functools.update_wrapper(
+            functools.partial(worker.call, function, args), worker.call
+        )
         failed: Mapping[int, Any] = {}
         with changed_environment(_environment(plan)), isolated_launcher():
-            if plan.on_cpu:
+            if plan.on_cpu and plan.start_method == "fork":
                 # DDP imports it, which takes seconds: import it once here, not in each process.
                 importlib.import_module("torch._dynamo")
             try:
@@ -127,6 +132,11 @@ def run_forked(plan: ForkPlan, function: Callable[..., Any], args: Sequence[Any]
 
 
 def _check_streams(plan: ForkPlan) -> None:
+    if plan.prefix is not None and sys.platform != "linux":
+        raise RuntimeError(
+            f"{plan.where}: log_line_prefix_template does nothing here, as torch captures the "
+            "output of functions on Linux only. Leave it out, and let the function print the rank."
+        )
     try:
         _ = plan.prefix and (sys.stdout.fileno(), sys.stderr.fileno())
     except (AttributeError, OSError):
@@ -164,7 +174,7 @@ def _configuration(plan: ForkPlan, folder: str) -> Any:
             rdzv_configs=dict(plan.conf),
             max_restarts=plan.max_restarts,
             monitor_interval=plan.monitor_interval,
-            start_method="fork",
+            start_method=plan.start_method,
             log_line_prefix_template=plan.prefix,
             local_addr="127.0.0.1" if plan.machines == 1 else None,
         )
@@ -515,7 +525,7 @@ def _error(rank: int, where: str, details: str) -> RemoteError:
 
 def _how(code: int | None) -> str:
     """Describe how a process ended that left no report."""
-    if code == -signal.SIGKILL or code is None:
+    if code is None or code == -_SIGKILL:
         name = "it was killed by SIGKILL" if code is not None else "it was killed, or left at once"
         return f"{name}, which often means out of memory: try smaller batches or fewer processes"
     if code >= 0:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -145,7 +146,7 @@ def probe_forks(*, devices: bool, threads: int) -> ForkSupport:
         >>> probe_forks(devices=False, threads=1)
         ForkSupport(devices=0, spoiled=False, threaded=False)
     """
-    if not devices and threads < 2:
+    if sys.platform == "win32" or (not devices and threads < 2):
         return ForkSupport()
     reading, writing = os.pipe()
     with warnings.catch_warnings():

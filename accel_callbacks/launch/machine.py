@@ -275,8 +275,9 @@ def _visible(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[st
 
 
 def _memory() -> int:
-    with suppress(AttributeError, ValueError, OSError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sys.platform != "win32":
+        with suppress(ValueError, OSError):
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 

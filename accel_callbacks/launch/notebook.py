@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from accel_callbacks.launch.machine import usable_cores
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 _PORT = 29500
+_FORK_ANYWAY = "OBJC_DISABLE_INITIALIZE_FORK_SAFETY"
 
 
 def notebook_launcher(
@@ -44,7 +47,8 @@ def notebook_launcher(
 
     The processes are forks of this one, so they have the functions, classes and data of the
     notebook. Create the Accelerator inside of the function. A single process is not forked: the
-    function is called in this process.
+    function is called in this process. On macOS, where forks are not safe, several processes are
+    spawned, which takes a function of a module; Windows has a single process only.
 
     Args:
         function: called on each process.
@@ -72,7 +76,7 @@ def notebook_launcher(
     Raises:
         RemoteError: a process failed; its traceback is in the text, and all processes have ended.
         RuntimeError: CUDA was already used in this process, or an Accelerator created; or the
-            processes did not find each other.
+            processes did not find each other; or this system cannot start several.
         ValueError: an option has an invalid value.
 
     Example:
@@ -100,10 +104,14 @@ def notebook_launcher(
     _check_plan(plan)
     plan = _with_rendezvous(plan, rdzv_backend, rdzv_endpoint, master_addr, use_port, node_rank)
     plain = num_nodes == 1 and not max_restarts and plan.prefix is None
-    if num_processes == 1 and plain:
+    asked = num_processes or (1 if sys.platform == "darwin" else None)  # it has one GPU at most
+    if asked == 1 and plain:
         return [_call_here(plan, function, args)]
-    support = probe_forks(devices=not _on_cpu(), threads=_threads_for(num_processes or 1))
-    here = num_processes or max(1, _device_count(support))
+    method = _start_method("notebook_launcher", function, args)
+    plan = replace(plan, start_method=method)
+    counts = sys.platform != "darwin" and not _on_cpu()
+    support = _probe(method, devices=counts, threads=_threads_for(asked or 1))
+    here = asked or max(1, _device_count(support))
     if here == 1 and plain:
         return [_call_here(plan, function, args)]
     _check_uninitialized("notebook_launcher")
@@ -142,10 +150,12 @@ def debug_launcher(
     _check_call("debug_launcher", function, args)
     _check_numbers(1, num_processes=num_processes)
     _check_uninitialized("debug_launcher")
-    support = probe_forks(devices=False, threads=_threads_for(num_processes))
+    method = _start_method("debug_launcher", function, args)
+    support = _probe(method, devices=False, threads=_threads_for(num_processes))
     plan = ForkPlan(
         where="debug_launcher",
         processes=num_processes,
+        start_method=method,
         environment={"ACCEL_CPU": "1", "ACCEL_MIXED_PRECISION": "no"},
         threads=_threads_for(num_processes, support),
         on_cpu=True,
@@ -155,11 +165,6 @@ def debug_launcher(
 
 def _check_call(where: str, function: Any, args: Any) -> None:
     """Raise TypeError for a function that is not callable, or arguments that are no sequence."""
-    if not hasattr(os, "fork"):
-        raise RuntimeError(
-            f"{where} needs a system that can fork processes, which this one cannot: save the code "
-            "to a file and start it with `accel launch`."
-        )
     if not callable(function):
         raise TypeError(
             f"{where} takes the function itself, not a {type(function).__name__}: write "
@@ -167,6 +172,50 @@ def _check_call(where: str, function: Any, args: Any) -> None:
         )
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise TypeError(f"args={args!r} must be a tuple: write args=({args!r},) for one argument.")
+
+
+def _start_method(where: str, function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Return ``"fork"``, or ``"spawn"`` on macOS.
+
+    Objective-C ends a fork that uses what another thread of its parent was initializing.
+
+    Raises:
+        RuntimeError: this system can neither fork nor spawn the function.
+    """
+    if not hasattr(os, "fork"):
+        raise RuntimeError(
+            f"{where} needs a system that can fork processes, which this one cannot: save the code "
+            "to a file and start it with `accel launch`."
+        )
+    if sys.platform != "darwin" or os.environ.get(_FORK_ANYWAY) == "YES":
+        return "fork"
+    if not _can_spawn(function, args):
+        raise RuntimeError(
+            f"{where} starts new processes on macOS, as forks are not safe there. They need a "
+            "function that they can import, and arguments that can be pickled: save the function "
+            f"to a .py file and import it from there. Or accept forks: set {_FORK_ANYWAY}=YES "
+            "before this process starts."
+        )
+    return "spawn"
+
+
+def _can_spawn(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether a new process finds the function, which it does not if typed in a notebook."""
+    main = sys.modules.get("__main__")
+    if getattr(function, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
+        return False
+    try:
+        ForkingPickler.dumps((function, args))
+    except Exception:  # each type has its own reason why it cannot be pickled
+        return False
+    return True
+
+
+def _probe(method: str, *, devices: bool, threads: int) -> ForkSupport:
+    """Probe what forks can use; new processes inherit nothing that could hinder them."""
+    if method == "fork":
+        return probe_forks(devices=devices, threads=threads)
+    return ForkSupport(threaded=True)
 
 
 def _check_uninitialized(where: str) -> None:

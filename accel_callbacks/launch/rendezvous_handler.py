@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_callbacks.distributed.tcp_store import (
@@ -20,6 +23,7 @@ from accel_callbacks.distributed.tcp_store import (
     is_loopback,
     local_address_towards,
     serve_store,
+    uses_libuv,
 )
 
 __all__ = ["listen_at_one_address"]
@@ -66,20 +70,60 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
     if server is not None and port == 0:
         host, port = server.host, server.port
         endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    inner = get_rendezvous_handler(
-        RendezvousParameters(
-            backend,
-            endpoint,
-            params.run_id,
-            params.min_nodes,
-            params.max_nodes,
-            params.local_addr,
-            **params.config,
-        )
+    own = RendezvousParameters(
+        backend,
+        endpoint,
+        params.run_id,
+        params.min_nodes,
+        params.max_nodes,
+        params.local_addr,
+        **params.config,
     )
+    if uses_libuv():
+        inner = get_rendezvous_handler(own)
+    else:
+        inner = _handler_without_libuv(own, host, port, _is_here(host, port, serves))
     if backend == "static":
         return _Served(inner, server)
     return _StoreOfEachAttempt(inner, server, _own_address(params, host, port), one_machine)
+
+
+def _handler_without_libuv(
+    params: RendezvousParameters, host: str, port: int, serves: bool
+) -> RendezvousHandler:
+    """Make torch's handler over a store of ours: its own asks for libuv (pytorch#196855)."""
+    if params.backend == "static":
+        handler: Any = get_rendezvous_handler(params)
+        handler._store = TCPStore(
+            host,
+            port,
+            params.max_nodes,
+            serves,
+            timeout=handler.timeout,
+            multi_tenant=True,
+            use_libuv=False,
+        )
+        return handler  # type: ignore[no-any-return]
+    seconds = params.get_as_int("read_timeout", 60) or 60
+    store = TCPStore(
+        host,
+        port,
+        is_master=serves,
+        multi_tenant=True,
+        timeout=timedelta(seconds=seconds),
+        use_libuv=False,
+    )
+    return create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
+
+
+def _is_here(host: str, port: int, known: bool | None) -> bool:
+    """Return whether this machine is to serve the store: as known, or because it is the host."""
+    if known is not None:
+        return known
+    try:
+        return local_address_towards(host, port) == socket.gethostbyname(host)
+    except OSError:
+        return False
 
 
 def _endpoint(text: str, default_port: int) -> tuple[str, int]:
@@ -165,7 +209,9 @@ class _StoreOfEachAttempt(_Served):
         if info.rank == 0:
             self._attempt = serve_store(self._address, 0, one_machine=self._one_machine)
             if self._attempt is None:
-                self._attempt = TCPStore(self._address, 0, is_master=True, multi_tenant=True)
+                self._attempt = TCPStore(
+                    self._address, 0, is_master=True, multi_tenant=True, use_libuv=uses_libuv()
+                )
             port = self._attempt.port
         # torch has written an address of its own under the same keys.
         notes = dist.distributed_c10d.PrefixStore("accel_callbacks", info.store)

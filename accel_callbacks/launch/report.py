@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 _MOST_LINES = 60
+_SIGKILL = 9  # the name is missing on Windows, and so is that of SIGBUS
 # The peers of a dead rank fail too, by an exception or abort, but not by these signals.
-_ROOT_SIGNALS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+_ROOT_SIGNALS = {_SIGKILL, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE}
+if sys.platform != "win32":
+    _ROOT_SIGNALS.add(signal.SIGBUS)
+# Windows has no signals: the exit code says how a process crashed, and from here on they are such.
+_FIRST_STATUS = 0x80000000
+_CTRL_C = 0xC000013A
+# What they mean, and the signal by which a process would have ended elsewhere; 0 for none.
+_STATUSES = {
+    0x80000003: ("a breakpoint", 5),
+    0xC0000005: ("an access violation", 11),
+    0xC0000006: ("an error of the disk it was paged from", 7),
+    0xC0000017: ("a lack of memory", 0),
+    0xC000001D: ("an illegal instruction", 4),
+    0xC0000094: ("a division of integers by zero", 8),
+    0xC00000FD: ("a stack overflow", 11),
+    0xC000012D: ("a lack of memory, page file included", 0),
+    0xC0000135: ("a DLL that was not found", 0),
+    _CTRL_C: ("Ctrl-C", 2),
+    0xC0000142: ("a DLL that could not start", 0),
+    0xC0000374: ("a damaged heap", 6),
+    0xC0000409: ("an abort", 6),
+    0xE06D7363: ("an exception of C++ that was not caught", 6),
+}
 # In the errors of collectives and of this library on the peers of a failed rank.
 _CONSEQUENCES = (
     "RemoteError",
@@ -48,8 +72,28 @@ class Failure(Protocol):
 
 
 def exit_code(code: int) -> int:
-    """Convert the exit code of a child as a shell does: signal n becomes 128 + n."""
-    return code if code >= 0 else 128 - code
+    """Convert the exit code of a child as a shell does: signal n becomes 128 + n.
+
+    So does a status of Windows that stands for a signal, such as an access violation for SIGSEGV.
+    Other statuses become 1.
+    """
+    status = status_of(code)
+    if status is None:
+        return code if code >= 0 else 128 - code
+    number = _STATUSES.get(status, ("", 0))[1]
+    return 128 + number if number else 1
+
+
+def status_of(code: int) -> int | None:
+    """Return the status of Windows that an exit code is, read as signed or not; None if it is none.
+
+    Example:
+        >>> from accel_callbacks.launch.report import status_of
+        >>> hex(status_of(-1073741819)), hex(status_of(3221225477)), status_of(-9), status_of(1)
+        ('0xc0000005', '0xc0000005', None, None)
+    """
+    unsigned = code & 0xFFFFFFFF
+    return unsigned if unsigned >= _FIRST_STATUS and not -256 < code < 0 else None
 
 
 def root_cause(failures: Mapping[int, Failure]) -> int:
@@ -65,7 +109,7 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
     def order(rank: int) -> tuple[bool, bool, float, int]:
         failure = failures[rank]
         late = _seconds(failure) - first >= 2
-        killed = -failure.exitcode in _ROOT_SIGNALS and not late
+        killed = _crashed(failure.exitcode) and not late
         return late or _follows(failure), not killed, _seconds(failure), seen.index(rank)
 
     return min(candidates, key=order)
@@ -86,9 +130,15 @@ def _follows(failure: Failure) -> bool:
     return any(words in text for words in _CONSEQUENCES)
 
 
+def _crashed(code: int) -> bool:
+    status = status_of(code)
+    return -code in _ROOT_SIGNALS if status is None else status != _CTRL_C
+
+
 def _stopped(failure: Failure) -> bool:
     """Return whether the process ended by the signal with which the launcher stops processes."""
-    return failure.exitcode == -signal.SIGTERM
+    code = failure.exitcode
+    return code == -signal.SIGTERM or status_of(code) == _CTRL_C
 
 
 def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | None) -> str:
@@ -114,6 +164,10 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
 
 def _how(code: int) -> str:
     """Describe how a process ended."""
+    status = status_of(code)
+    if status is not None:
+        meaning = f" ({_STATUSES[status][0]})" if status in _STATUSES else ""
+        return f"ended with status 0x{status:08X}{meaning}"
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -124,7 +178,7 @@ def _how(code: int) -> str:
 
 def _message(failure: Failure) -> list[str]:
     """Return the recorded error of the rank, or a hint for SIGKILL."""
-    if -failure.exitcode == signal.SIGKILL:
+    if -failure.exitcode == _SIGKILL:
         return ["SIGKILL often means out of memory: see the kernel log, or use smaller batches"]
     if isinstance(failure.message, Mapping):
         return str(failure.message.get("message", "")).splitlines()

@@ -59,6 +59,8 @@ def end_marked(mark: str, grace: float = _GRACE) -> None:
         >>> from accel_callbacks.launch.watchdog import end_marked
         >>> end_marked("of no launch")
     """
+    if sys.platform != "linux":
+        return
     text = f"{MARK}={mark}".encode()
     signalled: set[int] = set()
     deadline = time.monotonic() + grace
@@ -91,6 +93,8 @@ def _marked(text: bytes) -> set[int]:
 
 
 def _main() -> None:
+    if sys.platform == "win32":  # never started there
+        return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if not os.read(0, 1):

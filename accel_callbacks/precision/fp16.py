@@ -25,7 +25,7 @@ class FP16(Autocast):
             :class:`accel_callbacks.AutocastKwargs`.
 
     Raises:
-        ValueError: the device has no autocast to float16.
+        ValueError: the device has no autocast to float16, or this torch cannot unscale there.
 
     Example:
         >>> import torch
@@ -42,6 +42,8 @@ class FP16(Autocast):
         super().__init__(device, handlers)
         options = self.handlers.get(GradScalerKwargs, GradScalerKwargs())
         self.scaler = torch.amp.GradScaler(device.type, **options.to_kwargs())
+        if device.type == "mps" and options.enabled:
+            _check_scaler(device)
         self.scales_loss = options.enabled
         self._unscaled: set[int] = set()
         self._stepped = False
@@ -85,8 +87,12 @@ class FP16(Autocast):
         self.unscale(optimizer)
         self._unscaled.discard(id(optimizer))
         finding = StepFinding(_summed(self.scaler._found_inf_per_device(optimizer).values()))
-        result = self.scaler.step(optimizer)
         self._stepped = True
+        if self.device.type == "mps" and not finding.stepped:
+            # The scaler leaves the skip to a fused optimizer, which does not do it on MPS before
+            # pytorch#186360.
+            return False, None
+        result = self.scaler.step(optimizer)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             return finding, result
         return finding.stepped, result  # the scaler has read it too
@@ -132,3 +138,18 @@ def _summed(flags: Collection[torch.Tensor]) -> torch.Tensor:
     for other in others:
         first = first + other.to(first.device, non_blocking=True)
     return first
+
+
+def _check_scaler(device: torch.device) -> None:
+    """Refuse a torch whose scaler fails in the first step: in 2.6 and 2.7 it needs float64."""
+    weight = torch.nn.Parameter(torch.zeros(1, device=device))
+    weight.grad = torch.zeros(1, device=device)
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(torch.zeros(1, device=device))
+    try:
+        scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+    except (TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        raise ValueError(
+            f"mixed_precision='fp16' does not work on {device} with torch {torch.__version__}, "
+            "which cannot unscale gradients there: use 'bf16', or torch 2.8 or newer."
+        ) from error

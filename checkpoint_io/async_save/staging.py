@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -103,7 +104,7 @@ def _host_block(nbytes: int) -> torch.Tensor:
     process others. And the pages of a save are not held twice while workers live.
     """
     global _watches_forks
-    if nbytes and hasattr(mmap, "MADV_DONTFORK") and hasattr(os, "register_at_fork"):
+    if nbytes and sys.platform == "linux" and hasattr(mmap, "MADV_DONTFORK"):
         if not _watches_forks:
             os.register_at_fork(after_in_child=_keep_inherited)
             _watches_forks = True

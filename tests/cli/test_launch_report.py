@@ -6,6 +6,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from accel_callbacks.launch.report import exit_code, failure_report, root_cause
 
 
@@ -64,3 +66,25 @@ def test_sigkill_has_a_hint() -> None:
 
 def test_unknown_signal_number() -> None:
     assert "signal 120" in failure_report({0: Failed(-120)}, "s.py", None)
+
+
+@pytest.mark.parametrize("code", [3221225477, -1073741819])
+def test_a_crash_on_windows_is_named_and_comes_before_its_peers(code: int) -> None:
+    failures = {0: Failed(1), 1: Failed(code), 2: Failed(3221225786)}
+    assert root_cause(failures) == 1
+    text = failure_report(failures, "s.py", None)
+    assert "rank 1 ended with status 0xC0000005 (an access violation)" in text
+    assert "then stopped by the launcher: rank 2" in text
+    assert exit_code(code) == 139
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(0xC000013A, 130), (0xC0000135, 1), (0xDEADBEEF, 1), (-(2**31), 1), (-64, 192), (255, 255)],
+)
+def test_no_exit_code_is_huge(code: int, expected: int) -> None:
+    assert exit_code(code) == expected
+
+
+def test_an_unknown_status_is_shown_as_it_is() -> None:
+    assert "status 0xDEADBEEF (local" in failure_report({0: Failed(0xDEADBEEF)}, "s.py", None)

@@ -56,7 +56,8 @@ def test_everything_that_can_move_is_moved_and_the_rest_stays():
     assert moved["b"].y.place == "meta"
     pair = send_to_device(Pair(torch.ones(1), (Eager(),)), "meta", non_blocking=True)
     assert pair.left.device == META
-    assert pair.right[0].place == "meta, True"
+    assert pair.right[0].place == "meta, False", "a device without streams"
+    assert send_to_device(Eager(), "cuda", non_blocking=True).place == "cuda, True"
 
 
 @pytest.mark.parametrize("keys", ["labels", ["labels"], ("other", "labels")])

@@ -1,0 +1,67 @@
+"""All checks: ``python scripts/test.py``, on Linux, macOS and Windows alike.
+
+Only pytest, on what you name: ``python scripts/test.py tests/loggers -k csv``
+Only .venv: ``python scripts/test.py --set-up``
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from environment import PYTHON, ROOT, set_up, step
+
+_PACKAGES = ("accel_callbacks", "loggers", "checkpoint_io")
+# typeshed knows which names each system has: nothing may need one that another system lacks.
+_SYSTEMS = ("linux", "darwin", "win32")
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    set_up("test", "examples")
+    if words == ["--set-up"]:
+        return
+    if words:
+        sys.exit(subprocess.call([str(PYTHON), "-m", "pytest", *words], cwd=ROOT))
+    run = [PYTHON, "-m"]
+    step(
+        "ruff check", "python -m ruff check --fix repairs most of it", [*run, "ruff", "check", "."]
+    )
+    step(
+        "ruff format --check",
+        "run python -m ruff format .",
+        [*run, "ruff", "format", "--check", "."],
+    )
+    packages = [word for name in _PACKAGES for word in ("-p", name)]
+    for system in _SYSTEMS:
+        step(
+            f"mypy --strict --platform {system}",
+            "the lines above name file and line",
+            [
+                *run,
+                "mypy",
+                "--strict",
+                "--platform",
+                system,
+                "--cache-dir",
+                f".mypy_cache/{system}",
+                *packages,
+            ],
+        )
+    # Tests start many processes, some in an environment that forbids them to keep compiled files.
+    step(
+        "compile the packages",
+        "the lines above name file and line",
+        [*run, "compileall", "-q", *_PACKAGES],
+    )
+    # Many tests wait, for processes and timeouts: three workers keep two cores busy.
+    options = ["-q", "-m", "not slow and not gpu", "-n", "3", "--dist", "loadfile"]
+    step(
+        "pytest",
+        "run one test again with: scripts/test PATH::NAME",
+        [*run, "pytest", *options, "--doctest-modules", *_PACKAGES, "tests"],
+    )
+
+
+if __name__ == "__main__":
+    main()
