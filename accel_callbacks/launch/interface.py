@@ -100,6 +100,8 @@ def interface_towards(address: str, existing: Sequence[str]) -> str | None:
 
 def _address_of(name: str, probe: socket.socket) -> str | None:
     """Return the first IPv4 address of an interface, None without one."""
+    if sys.platform == "win32":
+        return None
     import fcntl
 
     with suppress(OSError):
