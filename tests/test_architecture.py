@@ -84,6 +84,18 @@ MAY_FOLLOW_THE_DEFAULT_DEVICE = {
     # The memory that a user asks for, in place of a call of torch.empty.
     ("accel_callbacks/utils/operations.py", "torch.empty"),
 }
+#: What is split at "/" and is no path: keys of tensors, object keys, names of metrics, headers.
+SPLIT_AT_SLASHES = {
+    "accel_callbacks/checkpoint/selection.py",
+    "accel_callbacks/checkpoint/training_state.py",
+    "checkpoint_io/loader/load.py",
+    "checkpoint_io/loader/selection.py",
+    "checkpoint_io/storage/fsspec_store.py",
+    "checkpoint_io/storage/s3/conditional.py",
+    "checkpoint_io/storage/s3/download.py",
+    "loggers/file_names.py",
+    "loggers/trackers/clearml.py",
+}
 ENVIRON_WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 
 
@@ -332,6 +344,20 @@ def system_calls(tree: ast.AST) -> list[str]:
     ]
 
 
+def splits_at_slashes(tree: ast.AST) -> list[int]:
+    """Lines that take a text apart at ``"/"``."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("split", "rsplit", "partition", "rpartition")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and node.args[0].value == "/"
+    ]
+
+
 def unguarded_names(tree: ast.Module) -> set[str]:
     """Names that Windows or macOS lacks, used where nothing beside them looks at the system.
 
@@ -491,6 +517,12 @@ def test_renames_and_syncs_are_those_of_local_files(name: str) -> None:
         assert uses == [], f"{name}: use {name.partition('/')[0]}.local_files"
 
 
+def test_paths_are_split_by_the_helpers_of_local_files() -> None:
+    # A path may have backslashes on Windows, and then prune would not know what it protects.
+    found = {name for name, path in FILES.items() if splits_at_slashes(parse(path))}
+    assert found == SPLIT_AT_SLASHES, "split_path and base_name are for paths"
+
+
 def test_what_other_systems_lack_is_used_where_the_system_is_looked_at() -> None:
     found = {(name, one) for name, path in FILES.items() for one in unguarded_names(parse(path))}
     assert found == set(), "test sys.platform, which mypy understands, in the same function"
@@ -610,6 +642,11 @@ def test_walker_sees_renames_and_syncs() -> None:
     assert system_calls(tree_of("import os as o; o.replace(a, b)")) == ["line 1: os.replace"]
     assert system_calls(tree_of("from os import fsync; fsync(0)")) == ["line 1: os.fsync"]
     assert system_calls(tree_of("text.replace(a, b); dataclasses.replace(c)")) == []
+
+
+def test_walker_sees_splits_at_slashes() -> None:
+    assert splits_at_slashes(ast.parse("a.rsplit('/', 1)\nb.partition('/')")) == [1, 2]
+    assert splits_at_slashes(ast.parse("a.split(); a.split('.'); a.replace('/', '')")) == []
 
 
 @pytest.mark.parametrize(
