@@ -88,14 +88,15 @@ class FP16(Autocast):
         self._unscaled.discard(id(optimizer))
         finding = StepFinding(_summed(self.scaler._found_inf_per_device(optimizer).values()))
         self._stepped = True
-        if self.device.type == "mps" and not finding.stepped:
+        on_mps = self.device.type == "mps"
+        if on_mps and not finding.stepped:
             # The scaler leaves the skip to a fused optimizer, which does not do it on MPS before
             # pytorch#186360.
             return False, None
         result = self.scaler.step(optimizer)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not on_mps:
             return finding, result
-        return finding.stepped, result  # the scaler has read it too
+        return finding.stepped, result  # which the scaler, or this, has read already
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip the step; the scale is still updated by overflows in the unused gradients."""
