@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import fsspec
 import pytest
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +54,32 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
                 return
         time.sleep(0.1)
     raise TimeoutError("moto_server did not start")
+
+
+@pytest.fixture(params=["win32", "darwin"])
+def on_other_system(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., str]:
+    """Run Python in an empty folder of another system; return what it printed."""
+    site = tmp_path / "site"
+    site.mkdir()
+    shutil.copy(ROOT / "tests" / "support" / "other_system.py", site / "sitecustomize.py")
+    (tmp_path / "work").mkdir()
+    drop = ("ACCEL_", "TORCH", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "GLOO_", "USE_LIBUV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    env |= {
+        "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
+        "ACCEL_OTHER_SYSTEM": request.param,
+        **dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME"), str(tmp_path / "home")),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def start(*words: str, code: int = 0, script: str | None = None) -> str:
+        if script is not None:
+            (tmp_path / "work" / "script.py").write_text(textwrap.dedent(script), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path / "work", env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=110,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    return start
