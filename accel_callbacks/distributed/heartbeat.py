@@ -32,7 +32,7 @@ from accel_callbacks.collectives.store import BoundedStore, read_keys
 from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.process_exit import fate_of, host_id
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.distributed.stack import SaveCalls, call_of_torch, frame_of, place_of
+from accel_callbacks.distributed.stack import Call, SaveCalls, call_of_torch, place_of, stacks
 from accel_callbacks.errors import LostRankError
 
 __all__ = [
@@ -271,14 +271,15 @@ class Heartbeat:
 
     def _beat(self, store: Any, left: str | None = None) -> None:
         self._count += 1
+        found = stacks()
         if left is None:  # by then the thread is in an exit hook
-            self._place = place_of(self._trains)
+            self._place = place_of(found.get(self._trains.ident or 0, ()))
         beat = {
             "count": self._count,
             "place": self._place,
             "process": [host_id(), os.getpid()],
             "left": left,
-            "stuck": self._saves.seconds(),
+            "stuck": self._saves.seconds(found),
             "time": time.time(),
         }
         store.set(f"{_BEAT}/{self._rank}", json.dumps(beat))
@@ -361,15 +362,15 @@ class Heartbeat:
 
     def _end_process(self) -> None:
         """End this process if it still waits in a call of torch that cannot be aborted."""
-        limit, before = time.monotonic() + self._timeout / 2, None
-        while time.monotonic() < limit or before is not None:
+        limit, before = time.monotonic() + self._timeout / 2, list[Call]()
+        while time.monotonic() < limit or call_of_torch(before):
             time.sleep(self._interval)
-            frame = frame_of(self._trains)
-            now = call_of_torch(frame)
-            if time.monotonic() >= limit and now is not None and now == before:
+            now = stacks().get(self._trains.ident or 0, [])
+            if time.monotonic() >= limit and call_of_torch(now) and now == before:
                 text = f"[accel] {self.lost}: this process waits for it in a call of torch that "
                 print(f"{text}cannot be aborted, and ends", file=sys.stderr)
-                traceback.print_stack(frame, file=sys.stderr)
+                # Without lines of the source, whose file may be on a mount that hangs.
+                print(*(f"  {call}" for call in reversed(now)), sep="\n", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(1)
             before = now

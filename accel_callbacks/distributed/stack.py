@@ -1,89 +1,156 @@
-"""Where a thread is, for errors and for the watch over calls that hang."""
+"""Where threads are, for errors and for the watch over calls that hang."""
 
 from __future__ import annotations
 
-import gc
+import faulthandler
 import os
+import re
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import IO, NamedTuple
 
 import torch
 
-__all__ = ["SaveCalls", "call_of_torch", "frame_of", "place_of"]
+__all__ = ["Call", "SaveCalls", "call_of_torch", "place_of", "stacks"]
 
 _HERE = Path(__file__).parents[2]
 _OURS = tuple(f"{_HERE / name}{os.sep}" for name in ("accel_callbacks", "checkpoint_io", "loggers"))
 _SAVING = tuple(f"{_HERE / 'checkpoint_io' / name}{os.sep}" for name in ("saver", "storage"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH_ROOT = os.path.dirname(_TORCH.rstrip(os.sep))
 # Frames of code that is neither the user's nor ours. Installed packages are in purelib.
 _LIBRARIES = (_TORCH, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib")), "<")
+# Lines of faulthandler: of a thread, and of a frame. It escapes what is not ASCII as Python does.
+_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
-def place_of(thread: threading.Thread) -> str:
-    """Describe where a thread is: the line of the user's code, and the call of ours or torch's.
+class Call(NamedTuple):
+    """A frame of a thread.
+
+    Args:
+        path: of the file.
+        line: in the file, 0 if unknown.
+        name: of the function.
+
+    Example:
+        >>> from accel_callbacks.distributed.stack import Call
+        >>> print(Call("train.py", 12, "main"))
+        File "train.py", line 12, in main
+    """
+
+    path: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f'File "{self.path}", line {self.line}, in {self.name}'
+
+
+def stacks() -> dict[int, list[Call]]:
+    """Return the Python frames of all threads by their identifiers, innermost first.
 
     Example:
         >>> import threading
-        >>> from accel_callbacks.distributed.stack import place_of
-        >>> place_of(threading.Thread())
-        ''
+        >>> from accel_callbacks.distributed.stack import stacks
+        >>> "stacks" in [call.name for call in stacks()[threading.get_ident()]]
+        True
     """
-    frame, inner = frame_of(thread), None
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_OURS) or (inner is None and path.startswith(_TORCH)):
-            inner = frame
-        elif not path.startswith(_LIBRARIES):
-            line = f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    if sys.version_info < (3, 12, 2):
+        return _stacks_of_faulthandler()
+    found = {}
+    for number, frame in sys._current_frames().items():
+        calls: list[Call] = []
+        inner: FrameType | None = frame
+        while inner is not None:
+            code = inner.f_code
+            calls.append(Call(code.co_filename, inner.f_lineno or 0, code.co_name))
+            inner = inner.f_back
+        found[number] = calls
+    return found
+
+
+def _stacks_of_faulthandler() -> dict[int, list[Call]]:
+    """Return the frames that faulthandler writes while all threads stand still.
+
+    Before Python 3.12 a frame object that is made may first collect garbage, and the thread whose
+    frame it is may go on meanwhile: what the object refers to is gone then. And
+    ``sys._current_frames`` holds a lock in which that thread may wait with the GIL.
+    """
+    with _scratch_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        lines = file.read().decode("ascii", "replace").splitlines()
+    found: dict[int, list[Call]] = {}
+    calls: list[Call] = []
+    for line in lines:
+        if thread := _THREAD.match(line):
+            calls = found.setdefault(int(thread[1], 16), [])
+        elif frame := _FRAME.fullmatch(line):
+            path = frame[1]
+            if "\\" in path and os.sep == "/":
+                path = path.encode("ascii", "replace").decode("unicode_escape")
+            calls.append(Call(path, int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
+    return found
+
+
+def _scratch_file() -> IO[bytes]:
+    """Return a file in memory, or a temporary one: its disk may be full or hang."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            return open(os.memfd_create("accel-stacks"), "r+b")
+    return tempfile.TemporaryFile()
+
+
+def place_of(calls: Sequence[Call]) -> str:
+    """Describe where a thread is: the line of the user's code, and the call of ours or torch's.
+
+    Args:
+        calls: frames of the thread, innermost first.
+
+    Example:
+        >>> from accel_callbacks.distributed.stack import Call, place_of
+        >>> place_of([Call("train.py", 12, "main")])
+        'train.py:12 in main'
+    """
+    inner: Call | None = None
+    for call in calls:
+        if call.path.startswith(_OURS) or (inner is None and call.path.startswith(_TORCH)):
+            inner = call
+        elif not call.path.startswith(_LIBRARIES):
+            line = f"{os.path.basename(call.path)}:{call.line} in {call.name}"
             return line + (f", in {_name_of(inner)}" if inner is not None else "")
-        frame = frame.f_back
     return _name_of(inner) if inner is not None else ""
 
 
-def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Return the innermost Python frame of a thread, None if it does not run.
-
-    Example:
-        >>> import threading
-        >>> from accel_callbacks.distributed.stack import frame_of
-        >>> frame_of(threading.current_thread()).f_code.co_name
-        'frame_of'
-    """
-    if sys.version_info >= (3, 12, 2):
-        return sys._current_frames().get(thread.ident or 0)
-    # Before, it holds a lock of the interpreter while it allocates. A collection of garbage at that
-    # moment may run code that lets another thread go on, which waits for the lock with the GIL.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames().get(thread.ident or 0)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _name_of(frame: FrameType) -> str:
+def _name_of(call: Call) -> str:
     """Return the name of a function, with its module unless it is a method of Accelerator."""
-    module = str(frame.f_globals.get("__name__", ""))
+    root = _TORCH_ROOT if call.path.startswith(_TORCH) else str(_HERE)
+    path = call.path[len(root) :].removesuffix(".py").removesuffix("__init__")
+    module = path.strip(os.sep).replace(os.sep, ".")
     owner = "Accelerator" if module == "accel_callbacks.accelerator" else module
-    return f"{owner}.{frame.f_code.co_name}"
+    return f"{owner}.{call.name}"
 
 
-def call_of_torch(frame: FrameType | None) -> tuple[int, int] | None:
-    """Identify the call of torch.distributed in which a frame is; None outside of one.
+def call_of_torch(calls: Sequence[Call]) -> bool:
+    """Return whether a thread is in a call of torch.distributed.
+
+    Args:
+        calls: frames of the thread, innermost first.
 
     Example:
         >>> from accel_callbacks.distributed.stack import call_of_torch
-        >>> call_of_torch(None) is None
-        True
+        >>> call_of_torch([])
+        False
     """
-    inside = frame is not None and frame.f_code.co_filename.startswith(f"{_TORCH}distributed")
-    return (id(frame), frame.f_lasti) if frame is not None and inside else None
+    return bool(calls) and calls[0].path.startswith(f"{_TORCH}distributed")
 
 
 class SaveCalls:
@@ -94,25 +161,29 @@ class SaveCalls:
     large file takes one call of the same line after the other, or a single long one.
 
     Example:
-        >>> from accel_callbacks.distributed.stack import SaveCalls
-        >>> SaveCalls().seconds()
+        >>> from accel_callbacks.distributed.stack import SaveCalls, stacks
+        >>> SaveCalls().seconds(stacks())
         0.0
     """
 
     def __init__(self) -> None:
-        self._since: dict[int, tuple[tuple[int, int, int], float]] = {}
+        self._since: dict[int, tuple[tuple[Sequence[Call], int], float]] = {}
 
-    def seconds(self) -> float:
-        """Return the seconds since one of them progressed; 0 without any, or if not known."""
+    def seconds(self, found: Mapping[int, Sequence[Call]]) -> float:
+        """Return the seconds since one of them progressed; 0 without any, or if not known.
+
+        Args:
+            found: the frames of all threads now.
+        """
         now, before, self._since = time.monotonic(), self._since, {}
         for thread in threading.enumerate():
-            frame = frame_of(thread)
-            if frame is None or call_of_torch(frame) is not None or not _is_saving(frame):
+            calls = found.get(thread.ident or 0, ())
+            if call_of_torch(calls) or not _is_saving(calls):
                 continue
             ticks = _processor_ticks(thread)
             if ticks is None:
                 return 0.0
-            state = id(frame), frame.f_lasti, ticks
+            state = calls, ticks
             known, since = before.get(thread.ident or 0, (None, now))
             self._since[thread.ident or 0] = state, since if known == state else now
         return min((now - since for _, since in self._since.values()), default=0.0)
@@ -131,9 +202,5 @@ def _processor_ticks(thread: threading.Thread) -> int | None:
     return None
 
 
-def _is_saving(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_SAVING):
-            return True
-        frame = frame.f_back
-    return False
+def _is_saving(calls: Sequence[Call]) -> bool:
+    return any(call.path.startswith(_SAVING) for call in calls)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -61,11 +61,18 @@ class Pool:
         results = []
         for rank, connection in enumerate(self.connections):
             if not connection.poll(60):
-                self.kill()
-                self._start()  # or each test after this one would wait for it too
-                raise AssertionError(f"rank {rank} hangs in {function.__name__}")
-            results.append(connection.recv())
+                self._fail(f"rank {rank} hangs in {function.__name__}")
+            try:
+                results.append(connection.recv())
+            except (EOFError, OSError):
+                code = self.processes[rank].wait(30)
+                self._fail(f"rank {rank} ended with {code} in {function.__name__}")
         return results
+
+    def _fail(self, text: str) -> NoReturn:
+        self.kill()
+        self._start()  # or each test after this one would fail too
+        raise AssertionError(text)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The results in rank order; fails with the traceback of a rank that failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import sys
@@ -25,6 +26,7 @@ def load(path: str, name: str):
 
 
 def main() -> None:
+    faulthandler.enable()
     connection = Client(sys.argv[1], authkey=b"pool")
     connection.send(int(os.environ["RANK"]))
     import torch

@@ -1,15 +1,22 @@
-"""Frames of other threads are looked at while garbage is collected."""
+"""Frames of other threads are looked at while these threads go on."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
+import pytest
+
+from accel_callbacks.distributed import stack
+from accel_callbacks.distributed.stack import place_of, stacks
 from tests.support import warm
 
-PROGRAM = """
+GARBAGE = """
 import gc, threading, time
-from accel_callbacks.distributed.stack import place_of
+from accel_callbacks.distributed.stack import stacks
 
 class Garbage:
     def __init__(self):
@@ -18,6 +25,10 @@ class Garbage:
     def __del__(self):
         time.sleep(0.0001)  # another thread goes on
 
+gc.set_threshold(1)
+"""
+
+LOCK = """
 def start_threads():
     while not ended.is_set():
         threads = [threading.Thread(target=int) for _ in range(4)]
@@ -29,19 +40,86 @@ def start_threads():
 ended = threading.Event()
 starter = threading.Thread(target=start_threads, daemon=True)
 starter.start()
-gc.set_threshold(1)
 for _ in range(1500):
     Garbage()
-    place_of(threading.main_thread())
+    stacks()
 ended.set()
 starter.join()
 assert gc.isenabled()
 gc.disable()
-place_of(threading.main_thread())
+stacks()
 assert not gc.isenabled()
 """
 
+# Functions with frames of many sizes, so that what is left of a frame is soon something else.
+FRAMES = """
+source = "functions = []"
+for size in range(1, 12):
+    names = " = ".join(f"x{number}" for number in range(size))
+    source += f'''
+def leave(depth):
+    {names} = 3
+    if depth:
+        return functions[{size - 1}](depth - 1)
+    time.sleep(0)
+functions.append(leave)
+'''
+space = {"time": time}
+exec(compile(source, "<a library>", "exec"), space)
 
-def test_a_collection_of_garbage_meanwhile_does_not_block_the_process():
-    done = warm.run([sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE, text=True, timeout=100)
+def train():
+    while not ended.is_set():
+        for function in space["functions"]:
+            function(3)
+
+ended = threading.Event()
+thread = threading.Thread(target=train, daemon=True)
+thread.start()
+for _ in range(3000):
+    Garbage()
+    calls = stacks()[thread.ident]
+    names = [call.name for call in calls]
+    assert names[-3:] == ["run", "_bootstrap_inner", "_bootstrap"], names
+    assert set(names[:-3]) <= {"train", "leave", "is_set"}, names
+ended.set()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize("scene", [LOCK, FRAMES], ids=["lock", "frames"])
+def test_a_collection_of_garbage_meanwhile_does_no_harm(scene):
+    command = [sys.executable, "-c", GARBAGE + scene]
+    done = warm.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_frames_have_paths_with_any_letters(tmp_path):
+    path = tmp_path / "é 世\U0001f600"
+    path.mkdir()
+    file = path / "my train.py"
+    entered, over = threading.Event(), threading.Event()
+    source = "def train():\n    entered.set()\n    over.wait()\n"
+    space = {"entered": entered, "over": over}
+    exec(compile(source, str(file), "exec"), space)
+    thread = threading.Thread(target=space["train"])
+    thread.start()
+    try:
+        assert entered.wait(10)
+        calls = stacks()[thread.ident]
+    finally:
+        over.set()
+        thread.join()
+    own = next(call for call in calls if call.name == "train")
+    assert own == (str(file), own.line, "train")
+    assert own.line in (2, 3)
+    assert place_of(calls).startswith("my train.py:")
+
+
+def test_without_memory_files_a_temporary_one_serves(monkeypatch):
+    def refused(name):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "memfd_create", refused, raising=False)
+    calls = stack._stacks_of_faulthandler()[threading.get_ident()]
+    assert calls[1].name == "test_without_memory_files_a_temporary_one_serves"
+    assert Path(calls[1].path) == Path(__file__)
