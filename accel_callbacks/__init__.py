@@ -30,6 +30,7 @@ _HOME = {
     "DistributedOperationException": "errors",
     "DistributedType": "distributed.topology",
     "DynamoBackend": "plugins.compile",
+    "FullyShardedDataParallelPlugin": "plugins.fsdp",
     "GeneralTracker": "tracking.general_tracker",
     "GradScalerKwargs": "plugins.precision",
     "GradientAccumulationPlugin": "plugins.gradient_accumulation",
@@ -41,6 +42,7 @@ _HOME = {
     "LoggerType": "tracking.general_tracker",
     "LostRankError": "errors",
     "MultiProcessAdapter": "logging",
+    "ParallelismConfig": "plugins.parallelism",
     "PartialState": "state",
     "ProfileKwargs": "profiler",
     "ProjectConfiguration": "checkpoint.project",
@@ -159,9 +161,13 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.ddp import (
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     )
+    from accel_callbacks.plugins.fsdp import (
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+    )
     from accel_callbacks.plugins.gradient_accumulation import (
         GradientAccumulationPlugin as GradientAccumulationPlugin,
     )
+    from accel_callbacks.plugins.parallelism import ParallelismConfig as ParallelismConfig
     from accel_callbacks.plugins.precision import AORecipeKwargs as AORecipeKwargs
     from accel_callbacks.plugins.precision import AutocastKwargs as AutocastKwargs
     from accel_callbacks.plugins.precision import GradScalerKwargs as GradScalerKwargs

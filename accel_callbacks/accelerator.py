@@ -61,7 +61,9 @@ from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_schedule
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.plugins.process_group import group_options
 from accel_callbacks.precision import create_precision
@@ -77,9 +79,7 @@ __all__ = ["Accelerator"]
 _STRATEGIES = (
     "deepspeed_plugin",
     "deepspeed_plugins",
-    "fsdp_plugin",
     "megatron_lm_plugin",
-    "parallelism_config",
     "torch_tp_plugin",
 )
 T = TypeVar("T")
@@ -114,6 +114,9 @@ class Accelerator(ProcessControl, MediaLogging):
             are ranks, as Accelerate's do, for schedules that were written for it; off by default.
         kwargs_handlers: options of components, at most one of each class:
             :class:`AutocastKwargs`, :class:`DistributedDataParallelKwargs`, ...
+        parallelism_config: how the ranks are arranged; data parallelism over all by default.
+        fsdp_plugin: shard models (FSDP2), with these options; so does ``dp_shard_size`` of the
+            ``parallelism_config``.
         dynamo_backend: backend of torch.compile for prepared models; none by default.
         dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
         dataloader_config: how prepared loaders shard their data across ranks.
@@ -163,6 +166,8 @@ class Accelerator(ProcessControl, MediaLogging):
         step_scheduler_with_optimizer: bool = True,
         scheduler_steps_per_process: bool = False,
         kwargs_handlers: Iterable[KwargsHandler] | None = (),
+        parallelism_config: ParallelismConfig | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         dynamo_backend: DynamoBackend | str | Callable[..., Any] | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -200,7 +205,9 @@ class Accelerator(ProcessControl, MediaLogging):
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
         self.topology = resolve_topology(cpu=self.config.cpu, anew=True, **group)
-        self.strategy = create_strategy(self.topology, self.handlers)
+        self.strategy = create_strategy(
+            self.topology, self.handlers, parallelism_config, fsdp_plugin
+        )
         self.precision = create_precision(
             self.config.mixed_precision, self.topology.device, self.handlers
         )
@@ -289,7 +296,17 @@ class Accelerator(ProcessControl, MediaLogging):
     @property
     def distributed_type(self) -> DistributedType:
         """The kind of run."""
-        return self.topology.distributed_type
+        return self.strategy.distributed_type
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How the ranks are arranged, None if all of them only read different data."""
+        return self.strategy.parallelism
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The named mesh of the ranks, None without one."""
+        return self.strategy.device_mesh
 
     @property
     def data_world(self) -> int:

@@ -3,7 +3,9 @@
 from accel_callbacks.plugins.base import Handlers, KwargsHandler, OptionEnum, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
@@ -13,12 +15,14 @@ __all__ = [
     "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
     "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "Handlers",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "OptionEnum",
+    "ParallelismConfig",
     "TorchDynamoPlugin",
     "sort_handlers",
 ]

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import Strategy
 from accel_callbacks.strategies.ddp import DDP
+from accel_callbacks.strategies.fsdp import FSDP
 from accel_callbacks.strategies.single_device import SingleDevice
 
-__all__ = ["DDP", "SingleDevice", "Strategy", "create_strategy"]
+__all__ = ["DDP", "FSDP", "SingleDevice", "Strategy", "create_strategy"]
 
 _REGISTRY: dict[DistributedType, type[Strategy]] = {
     DistributedType.NO: SingleDevice,
     DistributedType.MULTI_CPU: DDP,
     DistributedType.MULTI_GPU: DDP,
 }
+# Axes whose engines are not implemented.
+_UNBUILT = ("cp", "sp", "tp")
 
 
-def create_strategy(topology: Topology, handlers: Handlers | None = None) -> Strategy:
+def create_strategy(
+    topology: Topology,
+    handlers: Handlers | None = None,
+    parallelism: ParallelismConfig | None = None,
+    fsdp: FullyShardedDataParallelPlugin | None = None,
+) -> Strategy:
     """Return the strategy for this topology, with these options.
+
+    Args:
+        topology: the rank and device of this process.
+        handlers: the options; the defaults if ``None``.
+        parallelism: how the ranks are arranged; data parallelism over all if ``None``.
+        fsdp: how models are sharded; the default options if ``None``.
+
+    Raises:
+        ValueError: the axes do not arrange all ranks, or one of them has no engine.
 
     Example:
         >>> import torch
@@ -27,4 +46,25 @@ def create_strategy(topology: Topology, handlers: Handlers | None = None) -> Str
         >>> create_strategy(Topology(torch.device("cpu"), world_size=2)).name
         'ddp'
     """
-    return _REGISTRY[topology.distributed_type](topology, handlers)
+    if parallelism is not None:
+        parallelism.check_world(topology.world_size)
+        refuse_unbuilt(parallelism)
+    if fsdp is not None or (parallelism is not None and parallelism.dp_shard_enabled):
+        return FSDP(topology, handlers, parallelism, fsdp or FullyShardedDataParallelPlugin())
+    return _REGISTRY[topology.distributed_type](topology, handlers, parallelism)
+
+
+def refuse_unbuilt(parallelism: ParallelismConfig) -> None:
+    """Raise for axes without an engine.
+
+    Example:
+        >>> from accel_callbacks import ParallelismConfig
+        >>> from accel_callbacks.strategies import refuse_unbuilt
+        >>> refuse_unbuilt(ParallelismConfig(dp_replicate_size=2))
+    """
+    for axis in _UNBUILT:
+        if parallelism.sizes[axis] > 1:
+            raise ValueError(
+                f"{axis}_size={parallelism.sizes[axis]}: this axis of parallelism is not in this "
+                f"version; leave {axis}_size out."
+            )

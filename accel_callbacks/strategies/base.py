@@ -10,9 +10,10 @@ from weakref import WeakSet
 
 import torch
 
-from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
 from accel_callbacks.strategies.optimizer_state import (
     named_optimizer_state,
@@ -36,6 +37,7 @@ class Strategy(ABC):
     Args:
         topology: the rank and device of this process.
         handlers: the options; the defaults if ``None``.
+        parallelism: how the ranks are arranged; all of them read different data if ``None``.
 
     Example:
         >>> import torch
@@ -49,9 +51,17 @@ class Strategy(ABC):
     #: False if there are no gradients to synchronize, so that no_sync can be left out.
     has_gradient_sync = False
 
-    def __init__(self, topology: Topology, handlers: Handlers | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None = None,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
         self.topology = topology
         self.handlers = handlers or Handlers()
+        self.parallelism = parallelism
+        # Ranks that share a replica are neighbours: the axes of data are the outermost.
+        self._copies = 1 if parallelism is None else parallelism.non_data_parallel_size
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
 
     def check(self, model: torch.nn.Module) -> None:
@@ -65,17 +75,27 @@ class Strategy(ABC):
     @property
     def data_rank(self) -> int:
         """Rank among those that read different data; ranks that share a model read the same."""
-        return self.topology.rank
+        return self.topology.rank // self._copies
 
     @property
     def data_world(self) -> int:
         """Number of ranks that read different data."""
-        return self.topology.world_size
+        return self.topology.world_size // self._copies
 
     @property
     def data_ranks(self) -> Sequence[int]:
         """For each data rank, the rank whose samples count in metrics."""
-        return range(self.data_world)
+        return range(0, self.topology.world_size, self._copies)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of run, as ``Accelerator.distributed_type`` has it."""
+        return self.topology.distributed_type
+
+    @property
+    def device_mesh(self) -> Any:
+        """The named mesh of the ranks, None without one."""
+        return None
 
     @property
     def averaged_over(self) -> int:

@@ -18,6 +18,7 @@ from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType as Hook
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import Strategy
 from accel_callbacks.strategies.checks import refuse_distributed, refuse_spread
 from accel_callbacks.strategies.forward_methods import (
@@ -113,6 +114,7 @@ class DDP(Strategy):
     Args:
         topology: the rank and device of this process.
         handlers: for their :class:`accel_callbacks.DistributedDataParallelKwargs`.
+        parallelism: how the ranks are arranged.
 
     Example:
         >>> from accel_callbacks.strategies import DDP
@@ -123,8 +125,13 @@ class DDP(Strategy):
     name = "ddp"
     has_gradient_sync = True
 
-    def __init__(self, topology: Topology, handlers: Handlers | None = None) -> None:
-        super().__init__(topology, handlers)
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None = None,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        super().__init__(topology, handlers, parallelism)
         default = DistributedDataParallelKwargs()
         self.options = self.handlers.get(DistributedDataParallelKwargs, default)
         self._group: ReferenceType[Any] | None = None  # that of the models

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from accel_callbacks import DistributedOperationException as DistributedOperationException
     from accel_callbacks import DistributedType as DistributedType
     from accel_callbacks import DynamoBackend as DynamoBackend
+    from accel_callbacks import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accel_callbacks import GeneralTracker as GeneralTracker
     from accel_callbacks import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accel_callbacks import GradientState as GradientState
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from accel_callbacks import LoggerType as LoggerType
     from accel_callbacks import LostRankError as LostRankError
     from accel_callbacks import MultiProcessAdapter as MultiProcessAdapter
+    from accel_callbacks import ParallelismConfig as ParallelismConfig
     from accel_callbacks import PartialState as PartialState
     from accel_callbacks import ProfileKwargs as ProfileKwargs
     from accel_callbacks import ProjectConfiguration as ProjectConfiguration
