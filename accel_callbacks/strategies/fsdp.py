@@ -64,10 +64,9 @@ class FSDP(Strategy):
         return DistributedType.FSDP
 
     @property
-    def device_mesh(self) -> Any:
-        """The named mesh of the ranks, None for one rank."""
-        assert self.parallelism is not None
-        return self.parallelism.build_device_mesh(self.topology.device.type)
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:
+        """The options."""
+        return self.options
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""
@@ -77,7 +76,7 @@ class FSDP(Strategy):
         assert self.parallelism is not None
         from torch.distributed.fsdp import fully_shard
 
-        mesh = mesh[tuple(self.parallelism.fsdp_dim_names)]
+        mesh = self.parallelism.get_submesh(self.parallelism.fsdp_dim_names, mesh.device_type)
         before = dict(model.named_parameters(remove_duplicate=False))
         self._plain[model] = is_plain(model)
         for block in regions(model):
