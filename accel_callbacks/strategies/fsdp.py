@@ -13,7 +13,7 @@ from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.modeling.compile import regions
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.checks import is_plain
 
@@ -101,7 +101,11 @@ class FSDP(Strategy):
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters by their shards, in place."""
         for group in optimizer.param_groups:
-            group["params"][:] = [self._sharded.get(one, one) for one in group["params"]]
+            group["params"][:] = [self._shard_of(one) for one in group["params"]]
+
+    def _shard_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        shard: torch.Tensor = self._sharded.get(parameter, parameter)  # type: ignore[no-untyped-call]
+        return shard
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return whether the model was plain before it was sharded."""
