@@ -198,8 +198,11 @@ class StreamSource(StatefulSource):
         """Do nothing: the dataset is told the epoch at the start of each pass."""
 
     def record(self) -> Record | None:
-        """Return the generator that the seed of the workers came from, ``None`` without one."""
-        return None if self._base is None else {"base": self._base}
+        """Return the generator that the seed of the workers came from; None before the first pass.
+
+        A record without one still tells a resume that the pass has drawn its base seed.
+        """
+        return None if self._begun is None else {"base": self._base}
 
     def problem_of(self, record: Record | None) -> str | None:
         """Return ``None``: a record of a stream is always of use."""
