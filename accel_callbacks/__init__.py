@@ -26,6 +26,7 @@ _HOME = {
     "DataLoaderConfiguration": "data.config",
     "DataLoaderDispatcher": "data.dispatch",
     "DataLoaderShard": "data.loader",
+    "DeepSpeedSequenceParallelConfig": "plugins.parallelism_handlers",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedOperationException": "errors",
     "DistributedType": "distributed.topology",
@@ -51,7 +52,9 @@ _HOME = {
     "ResumeError": "errors",
     "SeedableRandomSampler": "data.sampler",
     "Topology": "distributed.topology",
+    "TorchContextParallelConfig": "plugins.parallelism_handlers",
     "TorchDynamoPlugin": "plugins.compile",
+    "TorchTensorParallelConfig": "plugins.parallelism_handlers",
     "TrainingRun": "loop.run",
     "broadcast": "collectives",
     "broadcast_object": "collectives",
@@ -168,6 +171,15 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin as GradientAccumulationPlugin,
     )
     from accel_callbacks.plugins.parallelism import ParallelismConfig as ParallelismConfig
+    from accel_callbacks.plugins.parallelism_handlers import (
+        DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    )
+    from accel_callbacks.plugins.parallelism_handlers import (
+        TorchContextParallelConfig as TorchContextParallelConfig,
+    )
+    from accel_callbacks.plugins.parallelism_handlers import (
+        TorchTensorParallelConfig as TorchTensorParallelConfig,
+    )
     from accel_callbacks.plugins.precision import AORecipeKwargs as AORecipeKwargs
     from accel_callbacks.plugins.precision import AutocastKwargs as AutocastKwargs
     from accel_callbacks.plugins.precision import GradScalerKwargs as GradScalerKwargs

@@ -635,6 +635,7 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
     """
     if options.accept is not None:
         options.accept(reader)
+    reader = _of_own_data(training, reader)
     division = partial(_divide, training, reader, options)
     # a rank that raises here must not leave the others in the collective of a full check
     divided = together(_WHERE, division) if options.verify == "full" else None
@@ -653,6 +654,22 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
             if hasattr(saver, "resumed"):
                 saver.resumed(training.loop.run)
     return reader.path
+
+
+def _of_own_data(training: TrainingState, reader: CheckpointReader) -> CheckpointReader:
+    """Return a reader of the local state of a rank that had read the data of this one.
+
+    Collective, if another number of ranks shared a model in the run that saved.
+
+    Raises:
+        LoadFailed: a rank could not read it.
+    """
+    saved, strategy = reader.state.get("copies", 1), training.strategy
+    if saved == strategy.copies:
+        return reader
+    copy = strategy.topology.rank % strategy.copies
+    rank = strategy.data_rank * saved + copy % saved
+    return together(_WHERE, lambda: reader.of_rank(rank))
 
 
 def _read_in_place(training: TrainingState, ready: Ready, progress: bool | None) -> None:

@@ -129,6 +129,8 @@ class TrainingState:
         rng, own = random or self._random_state()
         for state, generators in zip(shared["loaders"].values(), own, strict=False):
             state["order"]["generators"] = generators
+        if strategy.copies > 1:
+            shared["copies"] = strategy.copies  # of each data rank's local state
         local: dict[str, Any] = {"rng": rng}
         if options := loop.dispatch.options():
             shared["callback_options"] = options

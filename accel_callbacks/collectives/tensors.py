@@ -57,6 +57,9 @@ _REDUCTIONS = ("sum", "mean", "max", "min", "none")
 def gather(tensor: T, *, debug: bool | None = None) -> T:
     """Concatenate each tensor over all processes, along dimension 0, in rank order.
 
+    Processes that share a model, and have read the same batch, are not told apart:
+    ``Accelerator.gather_for_metrics`` does.
+
     Args:
         tensor: a tensor or a nested structure (list, tuple, named tuple, mapping of any class,
             dataclass) of tensors of shape ``(n, ...)`` and any dtype, the same structure on all
@@ -92,12 +95,20 @@ def gather_sized(data: T, sizes: list[list[int]] | None) -> T:
     return map_tensors(data, lambda tensor: gather_tensor(tensor, next(each)))
 
 
-def numbers_to_tensors(data: T) -> T:
-    """Collective: replace each of Python's numbers by a tensor with an entry for each rank."""
+def numbers_to_tensors(data: T, ranks: Sequence[int] | None = None) -> T:
+    """Collective: replace each of Python's numbers by a tensor with an entry for each rank.
+
+    Args:
+        data: a nested structure.
+        ranks: those that get an entry; all if None.
+    """
     own = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
     if not own:
         return data
-    each = iter(zip(*exchange(own), strict=True))
+    held = exchange(own)
+    if ranks is not None:
+        held = [held[rank] for rank in ranks]
+    each = iter(zip(*held, strict=True))
     return map_leaves(data, lambda _: _tensor_of_numbers(next(each)), is_number, by_key=True)
 
 
@@ -233,6 +244,8 @@ def reduce(
     debug: bool | None = None,
 ) -> T:
     """Combine each tensor and number over all processes, element by element.
+
+    Processes that share a model, and have read the same batch, are not told apart: each counts.
 
     Args:
         tensor: a tensor, a number, or a nested structure of them, of the same shape on all

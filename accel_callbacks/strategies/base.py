@@ -10,9 +10,11 @@ from weakref import WeakSet
 
 import torch
 
+from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
 from accel_callbacks.strategies.optimizer_state import (
@@ -60,8 +62,6 @@ class Strategy(ABC):
         self.topology = topology
         self.handlers = handlers or Handlers()
         self.parallelism = parallelism
-        # Ranks that share a replica are neighbours: the axes of data are the outermost.
-        self._copies = 1 if parallelism is None else parallelism.non_data_parallel_size
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
 
     def check(self, model: torch.nn.Module) -> None:
@@ -73,19 +73,33 @@ class Strategy(ABC):
         refuse_empty(model)
 
     @property
+    def copies(self) -> int:
+        """Number of ranks that share a replica of the model, and read the same data."""
+        return 1 if self.parallelism is None else self.parallelism.non_data_parallel_size
+
+    @property
     def data_rank(self) -> int:
         """Rank among those that read different data; ranks that share a model read the same."""
-        return self.topology.rank // self._copies
+        # Ranks that share a replica are neighbours: the axes of data are the outermost.
+        return self.topology.rank // self.copies
 
     @property
     def data_world(self) -> int:
         """Number of ranks that read different data."""
-        return self.topology.world_size // self._copies
+        return self.topology.world_size // self.copies
 
     @property
     def data_ranks(self) -> Sequence[int]:
         """For each data rank, the rank whose samples count in metrics."""
-        return range(0, self.topology.world_size, self._copies)
+        return range(0, self.topology.world_size, self.copies)
+
+    def share_random_state(self) -> None:
+        """Collective: let ranks that share a model draw the same numbers, as for its dropout.
+
+        An engine overrides it whose ranks must draw different ones.
+        """
+        if self.copies > 1:
+            share_rng(self.copies, self.topology.device)
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -94,12 +108,19 @@ class Strategy(ABC):
 
     @property
     def device_mesh(self) -> Any:
-        """The named mesh of the ranks, None without one."""
+        """The named mesh of the ranks, None without one; collective at the first call."""
+        if self.parallelism is None:
+            return None
+        return self.parallelism.build_device_mesh(self.topology.device.type)
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded, None if they are not."""
         return None
 
     @property
     def averaged_over(self) -> int:
-        """Processes over which backward averages gradients."""
+        """Data ranks over which backward averages gradients."""
         return self.data_world if self.has_gradient_sync else 1
 
     @abstractmethod

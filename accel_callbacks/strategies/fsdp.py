@@ -13,7 +13,7 @@ from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.modeling.compile import regions
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.checks import is_plain
 
@@ -64,10 +64,9 @@ class FSDP(Strategy):
         return DistributedType.FSDP
 
     @property
-    def device_mesh(self) -> Any:
-        """The named mesh of the ranks, None for one rank."""
-        assert self.parallelism is not None
-        return self.parallelism.build_device_mesh(self.topology.device.type)
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:
+        """The options."""
+        return self.options
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""
@@ -77,7 +76,7 @@ class FSDP(Strategy):
         assert self.parallelism is not None
         from torch.distributed.fsdp import fully_shard
 
-        mesh = mesh[tuple(self.parallelism.fsdp_dim_names)]
+        mesh = self.parallelism.get_submesh(self.parallelism.fsdp_dim_names, mesh.device_type)
         before = dict(model.named_parameters(remove_duplicate=False))
         self._plain[model] = is_plain(model)
         for block in regions(model):
@@ -102,7 +101,11 @@ class FSDP(Strategy):
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters by their shards, in place."""
         for group in optimizer.param_groups:
-            group["params"][:] = [self._sharded.get(one, one) for one in group["params"]]
+            group["params"][:] = [self._shard_of(one) for one in group["params"]]
+
+    def _shard_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        shard: torch.Tensor = self._sharded.get(parameter, parameter)  # type: ignore[no-untyped-call]
+        return shard
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return whether the model was plain before it was sharded."""

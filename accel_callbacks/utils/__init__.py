@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from accel_callbacks import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_callbacks import DataLoaderShard as DataLoaderShard
     from accel_callbacks import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_callbacks import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from accel_callbacks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel_callbacks import DistributedOperationException as DistributedOperationException
     from accel_callbacks import DistributedType as DistributedType
@@ -88,7 +89,9 @@ if TYPE_CHECKING:
     from accel_callbacks import RNGType as RNGType
     from accel_callbacks import SeedableRandomSampler as SeedableRandomSampler
     from accel_callbacks import Topology as Topology
+    from accel_callbacks import TorchContextParallelConfig as TorchContextParallelConfig
     from accel_callbacks import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_callbacks import TorchTensorParallelConfig as TorchTensorParallelConfig
     from accel_callbacks import TrainingRun as TrainingRun
     from accel_callbacks import broadcast as broadcast
     from accel_callbacks import broadcast_object as broadcast_object
