@@ -741,7 +741,7 @@ def _require_even(loader: DataLoaderShard) -> None:
         return
     shown = ", ".join("unknown" if one == float("inf") else str(one) for one in counts)
     raise ValueError(
-        f"even_batches=False: the ranks have {shown} batches, and with a sharded model each forward "
-        "waits for all of them: leave even_batches on; gather_for_metrics drops the samples that "
-        "are repeated."
+        f"even_batches=False: the ranks have {shown} batches, and with a sharded model each "
+        "forward waits for all of them: leave even_batches on; gather_for_metrics drops the "
+        "samples that are repeated."
     )
