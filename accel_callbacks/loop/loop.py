@@ -167,7 +167,6 @@ class Loop:
             may start.
         half_loaded: the checkpoint whose load failed after it had changed something.
         borrowed: the checkpoint whose weights the models hold for an evaluation.
-        needs_even_batches: True if ranks with unequal numbers of batches would wait for each other.
 
     Example:
         >>> from accel_callbacks import Accelerator
@@ -216,7 +215,6 @@ class Loop:
         # Of random generators: how to capture it, and what it was where a stop cut an epoch short.
         self.capture_random: Callable[[], Any] | None = None
         self.random_at_stop: Any = None
-        self.needs_even_batches = False
         self._warming_up = self._settling = self._fit_started = self._train_started = False
         self._pending_teardowns: list[Callable[..., None]] | None = None
         self._ended: TrainingRun | None = None
@@ -585,13 +583,7 @@ load_state() takes the newest valid one.
     # --- passes over loaders ------------------------------------------------------------------
 
     def enter(self, loader: DataLoaderShard, *, outer: bool) -> int:
-        """Start a pass; return its number, for :meth:`leave`.
-
-        Raises:
-            ValueError: ranks would wait for each other, as they have unequal numbers of batches.
-        """
-        if self.needs_even_batches and not loader.even_batches:
-            _require_even(loader)
+        """Start a pass; return its number, for :meth:`leave`."""
         # An iterator that was kept and not read to its end is still active.
         if loader in self.active:
             self.active.remove(loader)
@@ -732,16 +724,3 @@ load_state() takes the newest valid one.
             optimizer.zero_grad()
         self.window.normalizer.forget()
         self.window.dirty = False
-
-
-def _require_even(loader: DataLoaderShard) -> None:
-    """Collective: raise on all ranks unless they have equally many batches of this pass."""
-    counts = collectives.gather_object([length_of(loader)])
-    if len(set(counts)) == 1 and counts[0] != float("inf"):
-        return
-    shown = ", ".join("unknown" if one == float("inf") else str(one) for one in counts)
-    raise ValueError(
-        f"even_batches=False: the ranks have {shown} batches, and with a sharded model each "
-        "forward waits for all of them: leave even_batches on; gather_for_metrics drops the "
-        "samples that are repeated."
-    )

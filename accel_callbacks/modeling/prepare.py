@@ -82,7 +82,6 @@ class Preparer:
         self._first_steps = first_steps
         self._scheduler_options = scheduler_options
         self._casts = strategy.casts_to(precision.name)
-        loop.needs_even_batches = strategy.forward_is_collective
         self._left_in_place: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def prepare(

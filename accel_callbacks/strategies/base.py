@@ -104,11 +104,6 @@ class Strategy(ABC):
         return self.data_world if self.has_gradient_sync else 1
 
     @property
-    def forward_is_collective(self) -> bool:
-        """True if each forward needs all ranks, so that they must have equally many batches."""
-        return False
-
-    @property
     def places_models(self) -> bool:
         """True if models are to be moved to the device before :meth:`setup`."""
         return True

@@ -103,11 +103,6 @@ class FSDP(Strategy):
         return self.topology.world_size == 1
 
     @property
-    def forward_is_collective(self) -> bool:
-        """True for several ranks, each of which has a part of the weights."""
-        return self.topology.world_size > 1
-
-    @property
     def _models(self) -> list[torch.nn.Module]:
         """The sharded models, in the same order on all ranks."""
         return list(self._lingering)
