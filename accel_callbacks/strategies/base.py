@@ -12,6 +12,7 @@ import torch
 
 from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
+from accel_callbacks.gradients import has_gradients
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -123,6 +124,26 @@ class Strategy(ABC):
         """Data ranks over which backward averages gradients."""
         return self.data_world if self.has_gradient_sync else 1
 
+    @property
+    def places_models(self) -> bool:
+        """True if models are to be moved to the device before :meth:`setup`."""
+        return True
+
+    @property
+    def allows_unfreezing(self) -> bool:
+        """True if parameters may be frozen and unfrozen after :meth:`setup`."""
+        return True
+
+    def casts_to(self, precision: str) -> bool:
+        """Return whether this strategy computes in a precision by itself, without autocast.
+
+        Called once, before any :meth:`setup`.
+
+        Args:
+            precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+        """
+        return False
+
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap a model for training on this topology; it is on the device already."""
@@ -186,6 +207,41 @@ class Strategy(ABC):
             models: the wrapped models that are trained in it.
             follow: called at its end, on all ranks, with the rank that took all steps, if others
                 took fewer.
+        """
+        return nullcontext()
+
+    def accumulate(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context for all but the last backward of a gradient window."""
+        return self.no_sync(model)
+
+    def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether there are gradients that the optimizer would step with, or add up."""
+        return has_gradients(optimizer)
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop gradients for this optimizer that are not in ``parameter.grad`` yet."""
+        return None
+
+    def reduce_gradients(self) -> None:
+        """Collective: bring gradients of an open window into ``parameter.grad``, to be saved."""
+        return None
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse one of the first steps of an optimizer, if it would train nothing.
+
+        Raises:
+            RuntimeError: the optimizer holds no parameter that is trained.
+        """
+        return None
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which each rank has whole parameters; collective.
+
+        Args:
+            module: a prepared model or a part of it, which is not called inside.
+            writeback: keep what rank 0 has changed.
         """
         return nullcontext()
 
