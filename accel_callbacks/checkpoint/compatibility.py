@@ -175,7 +175,8 @@ def rank_part(
 ) -> dict[str, Any] | None:
     """Return the part of the checkpoint that belongs to this rank alone, as far as it is restored.
 
-    With another world size that is only the random generators, on ranks that exist on both sides.
+    With another world size that is only the random generators, on ranks that exist on both sides
+    (an open window is restored for any number of ranks, by `open_window`).
 
     Raises:
         ResumeError: the resume is not exact, and ``strict``.
@@ -190,7 +191,7 @@ def rank_part(
     problems = stream_problems(prepared, state["loaders"], own)
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
     if saved != here:
-        text += _other_world(saved, here, local, exact=not problems, selection=selection)
+        text += _other_world(saved, here, exact=not problems, selection=selection)
         if local is not None:
             own = {"rng": local["rng"]}
     if text and strict:
@@ -200,9 +201,7 @@ def rank_part(
     return own
 
 
-def _other_world(
-    saved: int, here: int, local: Mapping[str, Any] | None, *, exact: bool, selection: Selection
-) -> str:
+def _other_world(saved: int, here: int, *, exact: bool, selection: Selection) -> str:
     """Describe what another world size means for the rest of a run; empty if nothing."""
     kept = min(saved, here)
     alike = "rank 0" if kept == 1 else f"ranks 0 to {kept - 1}"
@@ -211,7 +210,5 @@ def _other_world(
         parts.append("the order of samples goes on exactly, but")
     if selection.takes("rng"):
         parts.append(f"random generators are not restored, except on {alike};")
-    if local is not None and "window" in local and selection.takes("window"):
-        parts.append("the gradients of the open window are dropped;")
     start = f"the checkpoint was saved by {saved} processes and is loaded by {here}: "
     return start + " ".join(parts) + " " if parts and parts[-1].endswith(";") else ""

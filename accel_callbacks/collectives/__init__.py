@@ -30,6 +30,10 @@ from accel_callbacks.collectives.objects import (
     broadcast_object_list,
     gather_object,
 )
+from accel_callbacks.collectives.sharded import full_tensor as full_tensor
+from accel_callbacks.collectives.sharded import gather_sharded as gather_sharded
+from accel_callbacks.collectives.sharded import is_sharded as is_sharded
+from accel_callbacks.collectives.sharded import shard_like as shard_like
 from accel_callbacks.collectives.store import BoundedStore as BoundedStore
 from accel_callbacks.collectives.tensors import broadcast, gather, pad_across_processes, reduce
 from accel_callbacks.collectives.tensors import gather_sized as gather_sized
