@@ -24,7 +24,7 @@ from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
 from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
 from accel_callbacks.distributed.abort import refuse_aborted_group
-from accel_callbacks.distributed.failures import share_failure, shared_failure
+from accel_callbacks.distributed.failures import meet, shared_failure
 from accel_callbacks.distributed.process_control import synchronize
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.modeling.adapters import (
@@ -279,7 +279,7 @@ class Checkpointer:
         _refuse_pickle(safe_serialization)
         remote_failure.raise_in("save")
         if isinstance(obj, Mapping) and any(map(collectives.is_sharded, obj.values())):
-            share_failure(None, "save")  # it names a rank that does not come
+            meet("save")
             obj = collectives.gather_sharded(obj, keep=self._writes_files)
         if self._writes_files:
             save_tensors(obj, f)

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.failures import share_failure
+from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.plugins.base import Handlers
@@ -202,8 +202,7 @@ class Strategy(ABC):
         if not any(map(collectives.is_sharded, state.values())):
             return state
         collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
-        # It names a rank that does not come, which the collectives of the tensors could not do.
-        share_failure(None, "get_state_dict")
+        meet("get_state_dict")
         return collectives.gather_sharded(state, keep=all_ranks or self.topology.rank == 0)
 
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,9 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+import checkpoint_io
+from accel_callbacks import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    broadcast,
+    load_checkpoint_in_model,
+)
 
 pytestmark = [
     pytest.mark.distributed,
@@ -20,6 +29,7 @@ pytestmark = [
 
 #: Ranks and arguments of the Accelerator.
 LAYOUTS: dict[str, int] = {"one": 1, "ddp2": 2, "fsdp2": 2, "fsdp4": 4, "hsdp2x2": 4}
+PATIENCE = timedelta(seconds=40)
 STEPS = 12  # micro-batches of an epoch
 # Where a run saves: between two windows, in the middle of the epoch; inside of a window.
 PLACES = {"between": 6, "inside": 5}
@@ -52,13 +62,13 @@ class Net(torch.nn.Module):
         return self.out(x)
 
 
-def accelerator(layout: str, **options: Any) -> Accelerator:
+def accelerator(layout: str, timeout: timedelta = PATIENCE, **options: Any) -> Accelerator:
     if layout.startswith("fsdp"):
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
     if layout.startswith("hsdp"):
         mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         options |= {"parallelism_config": mesh, "fsdp_plugin": FullyShardedDataParallelPlugin()}
-    return Accelerator(cpu=True, timeout=timedelta(seconds=40), **options)
+    return Accelerator(cpu=True, timeout=timeout, **options)
 
 
 def prepared(layout: str, seed: int = 0, window: int = 3, **options: Any) -> tuple:
@@ -135,15 +145,19 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def run_on(pool: Any, pool_of_4: Any) -> Run:
+def pools(pool: Any, pool_of_4: Any) -> Run:
+    """Returns the processes of a layout."""
+    return lambda layout: {2: pool, 4: pool_of_4}[LAYOUTS[layout]]
+
+
+@pytest.fixture(scope="module")
+def run_on(pools: Run) -> Run:
     """Runs a function of a layout on its ranks: one is this process."""
-    pools = {2: pool, 4: pool_of_4}
 
     def run(layout: str, function: Run, *args: Any) -> Any:
-        world = LAYOUTS[layout]
-        if world == 1:
+        if LAYOUTS[layout] == 1:
             return function(layout, *args)
-        results = pools[world].run(function, layout, *args)
+        results = pools(layout).run(function, layout, *args)
         assert all(result == results[0] for result in results)
         return results[0]
 
@@ -169,3 +183,171 @@ def test_every_layout_goes_on_from_what_every_other_one_saved(run_on, saved, lay
                 assert value == wanted[before][name], f"{name}, not bitwise"
             here, there = torch.tensor(value), torch.tensor(wanted[before][name])
             torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6, msg=f"{before} {name}")
+
+
+# --- whole tensors of sharded ones -----------------------------------------------------------
+
+
+def on_2_and_4(test: Any) -> Any:
+    return pytest.mark.parametrize("layout", ["fsdp2", "fsdp4", "hsdp2x2"])(test)
+
+
+def gathered_states(layout: str) -> list:
+    accel, model, *_ = prepared(layout)
+    expected = {name: full(value) for name, value in model.state_dict().items()}
+    default = accel.get_state_dict(model)
+    kept = accel.get_state_dict(model, all_ranks=True)
+    same = kept.keys() == expected.keys() and all(
+        type(kept[name]) is torch.Tensor and torch.equal(kept[name], expected[name])
+        for name in expected
+    )
+    with torch.no_grad():
+        for value in kept.values():
+            value.zero_()
+    unchanged = all(torch.equal(full(v), expected[n]) for n, v in model.state_dict().items())
+    whole = all(torch.equal(value, expected[name]) for name, value in default.items())
+    return [len(default), whole, same, unchanged, len(expected)]
+
+
+@on_2_and_4
+def test_get_state_dict_gathers_on_rank_0_or_on_all(pools, layout):
+    results = pools(layout).run(gathered_states, layout)
+    number = results[0][-1]
+    assert results == [
+        [0 if rank else number, True, True, True, number] for rank in range(len(results))
+    ]
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(3, 6)  # with four ranks, one has none of it
+        self.block = torch.nn.Linear(6, 6)
+        self.head = torch.nn.Linear(6, 3, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embedding(x)))
+
+
+def gathers_tied(layout: str) -> list:
+    accel = accelerator(layout)
+    torch.manual_seed(0)
+    model = accel.prepare(Tied())
+    state = accel.get_state_dict(model, all_ranks=True)
+    return [state["head.weight"] is state["embedding.weight"], len(state)]
+
+
+@on_2_and_4
+def test_tied_weights_stay_tied_in_the_gathered_state(pools, layout):
+    results = pools(layout).run(gathers_tied, layout)
+    assert results[0] == [True, 4]
+    assert all(length == 4 for _, length in results)
+
+
+def gathers_tensors(layout: str) -> list:
+    accel, model, *_ = prepared(layout)
+    weight = accel.unwrap_model(model).blocks[0].inner.weight
+    whole = accel.gather({"weight": weight, "rank": torch.tensor([accel.process_index])})
+    assert type(whole["weight"]) is torch.Tensor
+    assert not whole["weight"].requires_grad
+    messages = []
+    for refused in (accel.reduce, broadcast):
+        with pytest.raises(TypeError) as error:
+            refused(weight)
+        messages.append(str(error.value))
+    return [whole["weight"].tolist(), full(weight).tolist(), whole["rank"].tolist(), messages]
+
+
+@on_2_and_4
+def test_gather_returns_the_whole_tensor_of_a_sharded_one(pools, layout):
+    for whole, wanted, ranks, messages in pools(layout).run(gathers_tensors, layout):
+        assert whole == wanted
+        assert len(whole) == 30
+        assert ranks == list(range(LAYOUTS[layout]))
+        assert all("sharded over the processes already" in text for text in messages)
+
+
+def writes_models(layout: str, folder: str) -> dict[str, list] | None:
+    accel, model, *_ = prepared(layout)
+    accel.save_model(model, f"{folder}/saved", max_shard_size=2000)
+    accel.save(model.state_dict(), f"{folder}/state.safetensors")
+    accel.save(accel.get_state_dict(model), f"{folder}/gathered.safetensors")
+    state = accel.get_state_dict(model, all_ranks=True)
+    return {name: value.tolist() for name, value in state.items()}
+
+
+@on_2_and_4
+def test_saved_models_are_bitwise_the_gathered_weights(pools, layout, tmp_path):
+    wanted = pools(layout).run(writes_models, layout, str(tmp_path))[0]
+    plain = Net()
+    load_checkpoint_in_model(plain, tmp_path / "saved")
+    assert {name: value.tolist() for name, value in plain.state_dict().items()} == wanted
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+    for name in ("state", "gathered"):
+        found = load_file(tmp_path / f"{name}.safetensors")
+        assert {key: value.tolist() for key, value in found.items()} == wanted
+
+
+def loads_weights(layout: str, folder: str) -> list:
+    """Plain weights, and a checkpoint, into a sharded model."""
+    results = []
+    for path in (
+        f"{folder}/model",
+        checkpoint_io.CheckpointFolder(f"{folder}/checkpoints").path(1),
+    ):
+        _, model, *_ = prepared(layout, seed=5)
+        load_checkpoint_in_model(model, path, strict=True)
+        results.append({n: full(v).tolist() for n, v in model.state_dict().items()})
+    _, model, *_ = prepared(layout, seed=5)
+    checkpoint_io.CheckpointFolder(f"{folder}/checkpoints").load_latest(
+        into={"models": {"0": model.state_dict()}},
+        only="models/0/*",
+        group=checkpoint_io.TorchGroup(),
+    )
+    results.append({n: full(v).tolist() for n, v in model.state_dict().items()})
+    return results
+
+
+@on_2_and_4
+def test_weights_load_into_a_sharded_model(pools, layout, tmp_path):
+    accel, model, *_ = prepared("one")
+    accel.save_model(model, tmp_path / "model")
+    folder = checkpoint_io.CheckpointFolder(tmp_path / "checkpoints")
+    state = {"models": {"0": model.state_dict()}}
+    folder.save(1, state)
+    wanted = {name: value.tolist() for name, value in model.state_dict().items()}
+    for results in pools(layout).run(loads_weights, layout, str(tmp_path)):
+        assert results == [wanted] * 3
+
+
+def gathers_on_one_rank(layout: str, debug: bool, then: str) -> None:
+    """Only the main process calls, as scripts for DDP may; the others go on."""
+    accel = accelerator(layout, timeout=timedelta(seconds=4), debug=debug)
+    model = accel.prepare(Net())
+    if accel.is_main_process:
+        accel.get_state_dict(model)
+    if then == "wait":
+        accel.wait_for_everyone()
+    if then == "forward":
+        model(torch.ones(2, 7)).sum().backward()
+
+
+def test_debug_mode_names_the_rank_that_does_not_gather(pools):
+    for kind, text in pools("fsdp2").outcomes(gathers_on_one_rank, "fsdp2", True, "wait"):
+        assert kind == "DistributedOperationException"
+        assert re.search(r"process 0: get_state_dict\(all_ranks=False\) at test_fsdp", text)
+        assert "process 1: wait_for_everyone()" in text
+
+
+@pytest.mark.parametrize("then", ["end", "wait", "forward"])
+def test_a_rank_that_does_not_gather_is_named_within_the_timeout(pools, then):
+    pool = pools("fsdp2")
+    try:
+        kind, text = pool.outcomes(gathers_on_one_rank, "fsdp2", False, then)[0]
+    finally:
+        pool.kill()
+        pool._start()
+    assert kind != "ok"
+    assert "get_state_dict" in text.splitlines()[0]
+    assert re.search(r"rank(s \[1\]| 1)", text.splitlines()[0])
