@@ -145,6 +145,8 @@ class Checkpointer:
             return ""
         step = loop.run.global_step
         url = target if isinstance(target, str) else target.path(step)
+        if loop.window.is_open:
+            self.training.strategy.reduce_gradients()
         shared, local, labels = self._state_and_labels(url, trainable_only, storage_options)
         options: dict[str, Any] = {
             "local_state": local,

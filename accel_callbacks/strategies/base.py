@@ -216,6 +216,13 @@ class Strategy(ABC):
         """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""
         return is_plain(self.unwrap(model))
 
+    def reduce_gradients(self) -> None:
+        """Collective: bring the gradients of an open window into ``parameter.grad``.
+
+        An engine may hold some back until the end of the window.
+        """
+        return None
+
     def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the gradients of an open window by the names of the unwrapped model.
 

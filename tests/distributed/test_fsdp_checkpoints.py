@@ -21,6 +21,7 @@ from accel_callbacks import (
     broadcast,
     load_checkpoint_in_model,
 )
+from accel_callbacks.callbacks import EMA
 
 pytestmark = [
     pytest.mark.distributed,
@@ -351,3 +352,196 @@ def test_a_rank_that_does_not_gather_is_named_within_the_timeout(pools, then):
     assert kind != "ok"
     assert "get_state_dict" in text.splitlines()[0]
     assert re.search(r"rank(s \[1\]| 1)", text.splitlines()[0])
+
+
+# --- all parts of a training state -----------------------------------------------------------
+
+
+class Counting(torch.nn.Module):
+    """Saves more than its tensors, so it loads its state itself."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def counting_job(layout: str, seed: int) -> tuple:
+    accel = accelerator(layout)
+    torch.manual_seed(seed)
+    model = Counting(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return accel, *accel.prepare(model, optimizer)
+
+
+def step(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    accel.backward(model(torch.ones(2, 7)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors_of(job: tuple) -> dict[str, list]:
+    return {name: value.tolist() for name, value in contents((job[0], job[1], job[2])).items()}
+
+
+def saves_in_the_background(layout: str, path: str) -> list:
+    accel, model, optimizer = counting_job(layout, 0)
+    step(accel, model, optimizer)
+    extra = accel.unwrap_model(model).state_dict().pop("_extra_state")
+    wanted = tensors_of_counting(accel, model, optimizer)
+    accel.save_state(path, async_save=True)
+    for _ in range(3):  # in place, into the tensors that are being saved
+        step(accel, model, optimizer)
+    accel.wait_for_save()
+    return [wanted, extra]
+
+
+def tensors_of_counting(accel: Accelerator, model: Any, optimizer: Any) -> dict[str, list]:
+    inner = accel.unwrap_model(model).inner
+    found = {name: full(value).tolist() for name, value in inner.state_dict().items()}
+    for name, parameter in inner.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}/{key}"] = full(value).tolist()
+    return found
+
+
+def loads_counting(layout: str, path: str) -> list:
+    accel, model, optimizer = counting_job(layout, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accel.load_state(path, verify="full")
+    return [tensors_of_counting(accel, model, optimizer), {"calls": model.calls}]
+
+
+@pytest.mark.parametrize("before", ["fsdp2", "fsdp4", "hsdp2x2"])
+def test_background_saves_hold_the_state_of_their_call(pools, run_on, tmp_path, before):
+    """And a model with a state of its own, which tensors cannot be written into directly."""
+    path = str(tmp_path / "c")
+    wanted = run_on(before, saves_in_the_background, path)
+    assert wanted[1] == {"calls": 1}
+    for layout in LAYOUTS:
+        assert run_on(layout, loads_counting, path) == wanted
+
+
+def averaging_job(layout: str, seed: int) -> tuple:
+    averaging = EMA(decay=0.5)
+    accel = accelerator(layout, callbacks=[averaging])
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accel.prepare(model, optimizer)
+    return averaging, accel, model, optimizer
+
+
+def averages_of(averaging: Any) -> dict[str, list]:
+    average = averaging.state_dict()["average"]
+    return {name: full(value).tolist() for name, value in average.items()}
+
+
+def saves_averages(layout: str, path: str) -> dict[str, list]:
+    averaging, *job = averaging_job(layout, 0)
+    for _ in range(3):
+        step(*job)
+    job[0].save_state(path)
+    return averages_of(averaging)
+
+
+def loads_averages(layout: str, path: str) -> dict[str, list]:
+    averaging, *job = averaging_job(layout, 5)
+    step(*job)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job[0].load_state(path)
+    with averaging.applied():
+        held = job[0].unwrap_model(job[1]).state_dict()
+        applied = {name: full(value).tolist() for name, value in held.items() if name != "seen"}
+    found = averages_of(averaging)
+    assert {
+        name.partition(".")[2]: value for name, value in found.items() if "seen" not in name
+    } == applied
+    return found
+
+
+@pytest.mark.parametrize("before", ["one", "fsdp2", "fsdp4", "hsdp2x2"])
+def test_averages_of_sharded_weights_load_on_every_layout(run_on, tmp_path, before):
+    wanted = run_on(before, saves_averages, str(tmp_path / "c"))
+    for layout in LAYOUTS:
+        assert run_on(layout, loads_averages, str(tmp_path / "c")) == wanted
+
+
+def frozen_job(layout: str, seed: int) -> tuple:
+    """A model whose body is the same for all seeds, and frozen."""
+    accel = accelerator(layout)
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks.requires_grad_(False)
+    torch.manual_seed(seed)
+    model.out.reset_parameters()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return accel, *accel.prepare(model, optimizer)
+
+
+def saves_the_head(layout: str, path: str) -> dict[str, list]:
+    job = frozen_job(layout, 0)
+    step(*job)
+    job[0].save_state(path, trainable_only=True)
+    return tensors_of(job)
+
+
+def loads_the_head(layout: str, path: str) -> dict[str, list]:
+    job = frozen_job(layout, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job[0].load_state(path)
+    assert set(job[0].load_report.kept) >= {"0.blocks.0.scale", "0.blocks.1.inner.weight"}
+    return tensors_of(job)
+
+
+@pytest.mark.parametrize("before", ["ddp2", "fsdp4"])
+def test_a_save_of_the_trained_weights_alone(run_on, tmp_path, before):
+    path = tmp_path / "c"
+    wanted = run_on(before, saves_the_head, str(path))
+    saved = checkpoint_io.read_manifest(path).tensors
+    assert {key for key in saved if key.startswith("models/")} == {
+        "models/0/out.weight",
+        "models/0/out.bias",
+        "models/0/seen",
+    }
+    for layout in LAYOUTS:
+        assert run_on(layout, loads_the_head, str(path)) == wanted
+
+
+def scaled_job(layout: str, path: str, load: bool) -> list:
+    accel = accelerator(layout, mixed_precision="fp16")
+    torch.manual_seed(5 if load else 0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accel.prepare(model, optimizer)
+    if load:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            accel.load_state(path)
+    else:
+        for factor in (1.0, float("inf")):
+            accel.backward(model(torch.ones(2, 7)).square().mean() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+        accel.save_state(path)
+    return [accel.scaler.get_scale(), tensors_of((accel, model, optimizer))]
+
+
+@pytest.mark.parametrize("before", ["fsdp2", "hsdp2x2"])
+def test_the_loss_scale_of_fp16_is_loaded(run_on, tmp_path, before):
+    wanted = run_on(before, scaled_job, str(tmp_path / "c"), False)
+    assert wanted[0] < 2.0**16  # halved by the overflow
+    for layout in LAYOUTS:
+        assert run_on(layout, scaled_job, str(tmp_path / "c"), True) == wanted
