@@ -47,6 +47,7 @@ __all__ = [
     "apply",
     "find",
     "make_ready",
+    "place_optimizer_state",
     "read_content",
     "restore_from",
     "restore_newest",
@@ -447,16 +448,28 @@ def _place_states(
     training: TrainingState, optimizers: dict[int, dict[str, Any]], reads: InPlaceReads
 ) -> dict[int, dict[str, Any]]:
     """Return optimizer states with tensors to be read in place of views."""
-    given: dict[int, dict[str, Any]] = {}
-    for index, saved in optimizers.items():
-        optimizer = training.optimizers[index].optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        states = {
-            place: reads.replace(state, optimizer.state.get(parameters[place]), parameters[place])
-            for place, state in saved["state"].items()
-        }
-        given[index] = {**reads.replace({**saved, "state": {}}), "state": states}
-    return given
+    return {
+        index: place_optimizer_state(training.optimizers[index].optimizer, saved, reads)
+        for index, saved in optimizers.items()
+    }
+
+
+def place_optimizer_state(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], reads: InPlaceReads
+) -> dict[str, Any]:
+    """Return a saved state by position with tensors to be read in place of its views.
+
+    Args:
+        optimizer: as the user made it; tensors of its state that fit are used again.
+        saved: from ``Strategy.fit_optimizer_state``.
+        reads: gets the tensors.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {
+        place: reads.replace(state, optimizer.state.get(parameters[place]), parameters[place])
+        for place, state in saved["state"].items()
+    }
+    return {**reads.replace({**saved, "state": {}}), "state": states}
 
 
 def apply(training: TrainingState, ready: Ready, selection: Selection) -> None:
