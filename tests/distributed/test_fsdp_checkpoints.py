@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from accel_callbacks import (
     Accelerator,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
+    RemoteError,
     broadcast,
     load_checkpoint_in_model,
+    utils,
 )
 from accel_callbacks.callbacks import EMA
 
@@ -545,3 +548,168 @@ def test_the_loss_scale_of_fp16_is_loaded(run_on, tmp_path, before):
     assert wanted[0] < 2.0**16  # halved by the overflow
     for layout in LAYOUTS:
         assert run_on(layout, scaled_job, str(tmp_path / "c"), True) == wanted
+
+
+# --- Accelerate's names ----------------------------------------------------------------------
+
+
+def small_job(layout: str, seed: int) -> tuple:
+    accel = accelerator(layout)
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return accel, *accel.prepare(model, optimizer)
+
+
+def saves_by_accelerates_names(layout: str, folder: str) -> dict[str, list]:
+    accel, model, optimizer = small_job(layout, 0)
+    step(accel, model, optimizer)
+    utils.save_fsdp_model(None, accel, model, folder)
+    utils.save_fsdp_optimizer(None, accel, optimizer, model, folder)
+    wanted = tensors_of((accel, model, optimizer))
+    step(accel, model, optimizer)
+    utils.save_fsdp_model(None, accel, model, folder, 1)
+    utils.save_fsdp_model(None, accel, model, folder, 1)  # again, over the last one
+    utils.merge_fsdp_weights(
+        f"{folder}/pytorch_model_fsdp_1", f"{folder}/merged", remove_checkpoint_dir=True
+    )
+    return wanted
+
+
+def loads_by_accelerates_names(layout: str, folder: str) -> dict[str, list]:
+    accel, model, optimizer = small_job(layout, 5)
+    utils.load_fsdp_model(None, accel, model, folder)
+    utils.load_fsdp_optimizer(None, accel, optimizer, model, f"{folder}/optimizer_0")
+    return tensors_of((accel, model, optimizer))
+
+
+@pytest.mark.parametrize("before", ["fsdp2", "fsdp4", "hsdp2x2"])
+def test_models_and_optimizers_by_accelerates_names(run_on, tmp_path, before):
+    wanted = run_on(before, saves_by_accelerates_names, str(tmp_path))
+    for layout in LAYOUTS:
+        assert run_on(layout, loads_by_accelerates_names, str(tmp_path)) == wanted
+    assert not (tmp_path / "pytorch_model_fsdp_1").exists()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert set(merged) == set(Net().state_dict())
+    assert merged["out.bias"].tolist() != wanted["out.bias"]
+
+
+def loads_what_does_not_fit(layout: str, folder: str) -> list[str]:
+    accel = accelerator(layout)
+    model = accel.prepare(torch.nn.Linear(7, 30))
+    messages = []
+    with pytest.raises((checkpoint_io.CheckpointError, RemoteError)) as error:
+        utils.load_fsdp_model(None, accel, model, folder)
+    messages.append(str(error.value))
+    with pytest.raises(ValueError, match="pickle"):
+        utils.merge_fsdp_weights(folder, f"{folder}/m", safe_serialization=False)
+    return messages
+
+
+def test_a_model_that_does_not_fit_is_an_error_on_all_ranks(pools, run_on, tmp_path):
+    run_on("fsdp2", saves_by_accelerates_names, str(tmp_path))
+    for (message,) in pools("fsdp4").run(loads_what_does_not_fit, "fsdp4", str(tmp_path)):
+        assert "blocks.0" in message
+
+
+def shards_a_reference(layout: str) -> list:
+    accel = accelerator(layout)
+    torch.manual_seed(0)
+    plain = Net()
+    inputs = torch.randn(4, 7)
+    wanted = plain(inputs)
+    model = utils.fsdp2_prepare_model(accel, plain)
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
+    whole = sum(p.numel() for p in Net().parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs), wanted)
+    return [held < whole, len(accel.models) if hasattr(accel, "models") else 0]
+
+
+def test_a_reference_model_is_sharded_and_not_saved(pools):
+    for smaller, registered in pools("fsdp4").run(shards_a_reference, "fsdp4"):
+        assert smaller
+        assert registered == 0
+
+
+# --- damage, and ranks that fail -------------------------------------------------------------
+
+
+def saves_twice(layout: str, folder: str) -> list:
+    job = prepared(layout, project_dir=folder)
+    accel, model, optimizer = job[:3]
+    wanted = []
+    for _ in range(2):
+        step(accel, model, optimizer)
+        path = accel.save_state(max_shard_size=2000)
+        wanted.append(tensors_of(job))
+    return [path, wanted]
+
+
+def loads_the_newest(layout: str, folder: str) -> list:
+    job = prepared(layout, seed=5, project_dir=folder)
+    path = job[0].load_state()
+    return [path, tensors_of(job)]
+
+
+@pytest.mark.parametrize("section", ["models", "optimizers"])
+def test_a_damaged_shard_is_passed_over_on_all_ranks(run_on, tmp_path, section):
+    """It is read by one rank of four, after others have read theirs into the model."""
+    newest, wanted = run_on("fsdp4", saves_twice, str(tmp_path))
+    path, loaded = run_on("fsdp4", loads_the_newest, str(tmp_path))
+    assert (path, loaded) == (newest, wanted[1])
+    manifest = checkpoint_io.read_manifest(newest)
+    entries = [one for key, one in manifest.tensors.items() if key.startswith(section)]
+    chunk = max((c for e in entries for c in e.chunks), key=lambda c: (len(c.checksums), c.file))
+    file = Path(newest) / manifest.files[chunk.file].name
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    path, loaded = run_on("fsdp4", loads_the_newest, str(tmp_path))
+    assert path != newest
+    assert loaded == wanted[0]
+
+
+def saves_with_a_bad_rank(layout: str, path: str, bad: int) -> list:
+    job = prepared(layout)
+    accel, model, optimizer = job[:3]
+    step(accel, model, optimizer)
+    accel.save_state(path)
+    wanted = tensors_of(job)
+    step(accel, model, optimizer)
+    if accel.process_index == bad:
+        accel.register_for_checkpointing(Unsavable())
+    else:
+        accel.register_for_checkpointing(Savable())
+    with pytest.raises((OSError, RemoteError), match="no state today") as error:
+        accel.save_state(path)
+    return [wanted, f"{type(error.value).__name__}: {error.value}"]
+
+
+class Savable:
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class Unsavable(Savable):
+    def state_dict(self) -> dict[str, int]:
+        raise OSError("no state today")
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_rank_that_cannot_save_leaves_the_checkpoint_before(pools, run_on, tmp_path, bad):
+    path = str(tmp_path / "c")
+    results = pools("fsdp4").run(saves_with_a_bad_rank, "fsdp4", path, bad)
+    for rank, (_, message) in enumerate(results):
+        assert message.startswith("OSError" if rank == bad else "RemoteError")
+    before = run_on("hsdp2x2", loads_one, path)
+    assert before == results[0][0]
+
+
+def loads_one(layout: str, path: str) -> dict[str, list]:
+    job = prepared(layout, seed=5)
+    job[0].load_state(path, only=["models", "optimizers"])
+    return tensors_of(job)
