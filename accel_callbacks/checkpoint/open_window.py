@@ -57,8 +57,9 @@ def read_window(
         for index, model in enumerate(training.bare_models)
         for name, parameter in model.named_parameters()
     }
-    saved, world = reader.manifest.world_size, collectives.world_size()
-    own = None if local is None or saved != world else local.get("window")
+    saved = reader.manifest.world_size // reader.state.get("copies", 1)
+    same = saved == training.strategy.data_world
+    own = local.get("window") if same and local is not None else None
     if own is not None and not _any_sharded(selection, own["gradients"], parameters):
         found = {selection.weight(name): value for name, value in own["gradients"].items()}
         here = [(name, one) for name, one in parameters.items() if name in found]
