@@ -834,8 +834,9 @@ class Accelerator(ProcessControl, MediaLogging):
     def gather(self, tensor: T) -> T:
         """Concatenate each tensor over all ranks; see :func:`accel_callbacks.gather`.
 
-        Ranks that share a model (``tp_size`` of a ``parallelism_config``) each add what they have
-        of the same batch: :meth:`gather_for_metrics` counts it once.
+        A DTensor, such as a sharded parameter, gives the whole tensor. Ranks that share a model
+        (``tp_size`` of a ``parallelism_config``) each add what they have of the same batch:
+        :meth:`gather_for_metrics` counts it once.
         """
         return collectives.gather(tensor, debug=self.debug)
 
@@ -1211,7 +1212,8 @@ class Accelerator(ProcessControl, MediaLogging):
         """Write a flat dict of tensors as one safetensors file, on rank 0.
 
         With ``save_on_each_node`` of the project, on one rank of each node. The others do not
-        wait, so it may be called on all ranks or on rank 0 only.
+        wait, so it may be called on all ranks or on rank 0 only; with DTensors it gathers them,
+        and all ranks must call it.
 
         Args:
             obj: names to tensors.
@@ -1252,12 +1254,23 @@ class Accelerator(ProcessControl, MediaLogging):
             uncompile(inner)
         return inner if keep_fp32_wrapper else self.precision.unwrap(inner)
 
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(
+        self, model: torch.nn.Module, unwrap: bool = True, *, all_ranks: bool = False
+    ) -> dict[str, Any]:
         """Return the full state dict of a prepared model.
+
+        That of a sharded model is gathered in host memory, one tensor after the other, so all ranks
+        must call it. :meth:`save_model` writes the same weights without holding them all.
 
         Args:
             model: a prepared model.
             unwrap: use the names of the unwrapped model; else those of the wrapper, if any.
+            all_ranks: return the gathered state on all ranks; by default it is on rank 0, and the
+                other ranks get an empty dict.
+
+        Raises:
+            RuntimeError: the model is sharded, and a rank did not call it within the timeout.
+            DistributedOperationException: likewise in debug mode, if it makes another call instead.
 
         Example:
             >>> import torch
@@ -1266,7 +1279,9 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> sorted(accel.get_state_dict(accel.prepare(torch.nn.Linear(1, 1))))
             ['bias', 'weight']
         """
-        return self.strategy.model_state_dict(model) if unwrap else model.state_dict()
+        return self.strategy.model_state_dict(
+            model, unwrap=unwrap, all_ranks=all_ranks, debug=self.debug
+        )
 
     # --- runs ---------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ def rank_part(
     """Return the part of the checkpoint that belongs to this rank alone, as far as it is restored.
 
     With another number of data ranks that is only the random generators, on data ranks that exist
-    on both sides.
+    on both sides (an open window is restored for any number, by `open_window`).
 
     Args:
         training: the state that is restored.
@@ -200,13 +200,8 @@ def rank_part(
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
     if saved != here:
         unit = "processes" if copies == training.strategy.copies == 1 else "data ranks"
-        text += _other_world(
-            f"was saved by {saved} {unit} and is loaded by {here}",
-            min(saved, here),
-            local,
-            exact=not problems,
-            selection=selection,
-        )
+        change = f"was saved by {saved} {unit} and is loaded by {here}"
+        text += _other_world(change, min(saved, here), exact=not problems, selection=selection)
         if local is not None:
             own = {"rng": local["rng"]}
     if text and strict:
@@ -216,15 +211,12 @@ def rank_part(
     return own
 
 
-def _other_world(
-    change: str, kept: int, local: Mapping[str, Any] | None, *, exact: bool, selection: Selection
-) -> str:
+def _other_world(change: str, kept: int, *, exact: bool, selection: Selection) -> str:
     """Describe what another world size means for the rest of a run; empty if nothing.
 
     Args:
         change: the world sizes.
         kept: number of data ranks that exist on both sides.
-        local: the local state of this data rank.
         exact: loaders continue exactly.
         selection: what is restored.
     """
@@ -234,7 +226,5 @@ def _other_world(
         parts.append("the order of samples goes on exactly, but")
     if selection.takes("rng"):
         parts.append(f"random generators are not restored, except on {alike};")
-    if local is not None and "window" in local and selection.takes("window"):
-        parts.append("the gradients of the open window are dropped;")
     start = f"the checkpoint {change}: "
     return start + " ".join(parts) + " " if parts and parts[-1].endswith(";") else ""

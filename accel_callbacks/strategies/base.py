@@ -10,6 +10,8 @@ from weakref import WeakSet
 
 import torch
 
+from accel_callbacks import collectives
+from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients
@@ -255,9 +257,30 @@ class Strategy(ABC):
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the full state of a wrapped model, under the names of the unwrapped one."""
-        return self.unwrap(model).state_dict()
+    def model_state_dict(
+        self,
+        model: torch.nn.Module,
+        *,
+        unwrap: bool = True,
+        all_ranks: bool = False,
+        debug: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the full state of a model.
+
+        Collective if parts of it are sharded: they are gathered in host memory one after the other.
+
+        Args:
+            model: what :meth:`setup` returned.
+            unwrap: use the names of the unwrapped model.
+            all_ranks: return a sharded state on all ranks; else on rank 0, and empty on others.
+            debug: compare the calls of the ranks before; read from ``ACCEL_DEBUG`` if ``None``.
+        """
+        state = self.local_state_dict(model) if unwrap else model.state_dict()
+        if not any(map(collectives.is_sharded, state.values())):
+            return state
+        collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
+        meet("get_state_dict")
+        return collectives.gather_sharded(state, keep=all_ranks or self.topology.rank == 0)
 
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return this rank's part of a model's state, under the names of the unwrapped one.
@@ -270,6 +293,21 @@ class Strategy(ABC):
         """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""
         return is_plain(self.unwrap(model))
 
+    def reduce_gradients(self) -> None:
+        """Collective: bring the gradients of an open window into ``parameter.grad``.
+
+        An engine may hold some back until the end of the window.
+        """
+        return None
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the gradients of an open window by the names of the unwrapped model.
+
+        Plain ones are this rank's own, DTensors are averaged over the ranks.
+        """
+        named = self.unwrap(model).named_parameters()
+        return {name: one.grad for name, one in named if one.grad is not None}
+
     def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
         """Return the names of parameters that training keeps equal on all ranks."""
         return set()
@@ -279,8 +317,15 @@ class Strategy(ABC):
         self._apart.add(model)
 
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Load what :meth:`model_state_dict` returned."""
-        self.unwrap(model).load_state_dict(state)
+        """Load a state whose tensors are full, the same on all ranks, or sharded as here."""
+        here = self.local_state_dict(model)
+        fitting = {
+            name: collectives.shard_like(value, here[name])
+            if name in here and isinstance(value, torch.Tensor)
+            else value
+            for name, value in state.items()
+        }
+        self.unwrap(model).load_state_dict(fitting)
 
     def optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]

@@ -23,6 +23,7 @@ _HOME = {
     "extract_model_from_parallel": "utils.modeling",
     "find_batch_size": "utils.operations",
     "find_device": "utils.operations",
+    "fsdp2_prepare_model": "utils.fsdp",
     "get_data_structure": "utils.operations",
     "get_shape": "utils.operations",
     "honor_type": "utils.operations",
@@ -40,8 +41,13 @@ _HOME = {
     "is_torch_version": "utils.imports",
     "is_xpu_available": "utils.imports",
     "listify": "utils.operations",
+    "load_fsdp_model": "utils.fsdp",
+    "load_fsdp_optimizer": "utils.fsdp",
+    "merge_fsdp_weights": "utils.fsdp",
     "pad_input_tensors": "utils.operations",
     "recursively_apply": "utils.operations",
+    "save_fsdp_model": "utils.fsdp",
+    "save_fsdp_optimizer": "utils.fsdp",
     "should_reduce_batch_size": "memory",
     "slice_tensors": "utils.operations",
 }
@@ -129,6 +135,12 @@ if TYPE_CHECKING:
     from accel_callbacks.data.skip import SkipDataLoader as SkipDataLoader
     from accel_callbacks.distributed.topology import is_initialized as is_initialized
     from accel_callbacks.memory import should_reduce_batch_size as should_reduce_batch_size
+    from accel_callbacks.utils.fsdp import fsdp2_prepare_model as fsdp2_prepare_model
+    from accel_callbacks.utils.fsdp import load_fsdp_model as load_fsdp_model
+    from accel_callbacks.utils.fsdp import load_fsdp_optimizer as load_fsdp_optimizer
+    from accel_callbacks.utils.fsdp import merge_fsdp_weights as merge_fsdp_weights
+    from accel_callbacks.utils.fsdp import save_fsdp_model as save_fsdp_model
+    from accel_callbacks.utils.fsdp import save_fsdp_optimizer as save_fsdp_optimizer
     from accel_callbacks.utils.imports import compare_versions as compare_versions
     from accel_callbacks.utils.imports import is_bf16_available as is_bf16_available
     from accel_callbacks.utils.imports import is_cuda_available as is_cuda_available
