@@ -121,8 +121,7 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fsdp.cpu_ram_efficient_loading": ("ACCEL_FSDP_CPU_RAM_EFFICIENT_LOADING", _boolean),
     "fsdp.activation_checkpointing": ("ACCEL_FSDP_ACTIVATION_CHECKPOINTING", _boolean),
     **{
-        f"parallelism.{axis}_size": (f"ACCEL_PARALLELISM_{axis.upper()}_SIZE", int)
-        for axis in AXES
+        f"parallelism.{axis}_size": (f"ACCEL_PARALLELISM_{axis.upper()}_SIZE", int) for axis in AXES
     },
 }
 _GROUPS = ("fsdp", "parallelism")
@@ -271,7 +270,9 @@ def launched_parallelism(
     """
     if given is not None or all(size == 1 for size in config.parallelism.values()):
         return given
-    return ParallelismConfig(**{f"{axis}_size": 1 for axis in AXES} | dict(config.parallelism))
+    # The sizes that the launch leaves out are 1.
+    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    return ParallelismConfig(**{**sizes, **config.parallelism})
 
 
 def launched_fsdp(
@@ -303,7 +304,9 @@ def launched_fsdp(
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 
     options = _fsdp_options(config)
-    if plugin is not None and not (plugin.sharding_strategy is plugin.reshard_after_forward is None):
+    if plugin is not None and not (
+        plugin.sharding_strategy is plugin.reshard_after_forward is None
+    ):
         options = {name: value for name, value in options.items() if name not in _SAME}
     try:
         if plugin is None:

@@ -331,9 +331,7 @@ def _sharding(chosen: Mapping[str, Any]) -> _Values:
     )
     block["fsdp_offload_params"] = yes_or_no("Keep weights in host memory, which is slow?")
     block |= _pick("Which modules are gathered as a unit?", _UNITS)()
-    block["fsdp_activation_checkpointing"] = yes_or_no(
-        "Compute activations twice, to save memory?"
-    )
+    block["fsdp_activation_checkpointing"] = yes_or_no("Compute activations twice, to save memory?")
     return {"distributed_type": "FSDP", "fsdp_config": block, **_replicas(chosen)}
 
 
@@ -367,11 +365,11 @@ def _replicas(chosen: Mapping[str, Any]) -> _Values:
 
     def read(text: str) -> int:
         number = int(find(path).parse(text or "1"))
-        if count % number:
+        if count % number or number == count:
             raise ValueError
         return number
 
-    hint = f"type a number that divides {count}"
+    hint = f"type a number that divides {count}, and is smaller"
     replicas = _until("How many replicas of the sharded model (HSDP)? [1] ", read, hint)
     if replicas == 1:
         return {}

@@ -62,9 +62,8 @@ def fsdp1_notes(resolved: Resolved) -> list[str]:
     if not (lines or resolved.given(_VERSION)):
         return []
     origin = f" ({resolved.origins[_VERSION]})" if resolved.given(_VERSION) else ""
-    return [f"fsdp_version: 1{origin} is trained as 2; `accel config update` rewrites a file"] + (
-        lines
-    )
+    advice = "; `accel config update` rewrites the file" if resolved.file else ""
+    return [f"fsdp_version: 1{origin} is trained as 2{advice}", *lines]
 
 
 def _renamed(path: str, strategy: str, frees: str) -> str:
@@ -83,7 +82,7 @@ def to_fsdp2(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         >>> from accel_callbacks.launch.fsdp2 import to_fsdp2
         >>> after, lines = to_fsdp2({"fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"})
         >>> after
-        {'fsdp_config.fsdp_version': 2, 'fsdp_config.fsdp_reshard_after_forward': 'false'}
+        {'fsdp_config.fsdp_version': 2, 'fsdp_config.fsdp_reshard_after_forward': False}
         >>> lines
         ['fsdp_sharding_strategy: SHARD_GRAD_OP is fsdp_reshard_after_forward: false']
     """
@@ -115,7 +114,7 @@ def to_fsdp2(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         lines.append("removed fsdp_sharding_strategy: fsdp_reshard_after_forward is given")
     found[_VERSION] = 2
     if frees is not None:
-        found[_RESHARD] = frees
+        found[_RESHARD] = frees in (True, "true")  # a switch in files, as Accelerate writes it
     return found, lines
 
 

@@ -176,9 +176,7 @@ class FsdpConfig:
         "what is gathered early in backward (version 1)",
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     )
-    fsdp_forward_prefetch: bool = option(
-        False, "gather early in forward (version 1)", valued=True
-    )
+    fsdp_forward_prefetch: bool = option(False, "gather early in forward (version 1)", valued=True)
     fsdp_state_dict_type: str | None = option(
         None,
         "layout of checkpoints, which has one format here",
