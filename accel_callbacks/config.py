@@ -90,12 +90,10 @@ def _boolean(text: str) -> bool:
     return BOOLEANS[text.lower()]
 
 
-def _reshard(text: str) -> bool | str:
-    return BOOLEANS.get(text.lower(), text)  # else a strategy of FSDP1
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def _switch(text: str) -> bool | int | str:
+    """Convert to a boolean or a number where it is one."""
+    value = BOOLEANS.get(text.lower(), text)
+    return int(text) if isinstance(value, str) and text.isdecimal() else value
 
 
 # The launcher passes its options to the processes that it starts in these variables.
@@ -112,27 +110,23 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fp8_pad_inner_dim": ("ACCEL_FP8_PAD_INNER_DIM", _boolean),
     "distributed_type": ("ACCEL_DISTRIBUTED_TYPE", str),
     "fsdp.sharding_strategy": ("ACCEL_FSDP_SHARDING_STRATEGY", str),
-    "fsdp.reshard_after_forward": ("ACCEL_FSDP_RESHARD_AFTER_FORWARD", _reshard),
+    "fsdp.reshard_after_forward": ("ACCEL_FSDP_RESHARD_AFTER_FORWARD", _switch),
     "fsdp.cpu_offload": ("ACCEL_FSDP_OFFLOAD_PARAMS", _boolean),
     "fsdp.auto_wrap_policy": ("ACCEL_FSDP_AUTO_WRAP_POLICY", str),
-    "fsdp.transformer_cls_names_to_wrap": ("ACCEL_FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP", _names),
+    "fsdp.transformer_cls_names_to_wrap": ("ACCEL_FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP", str),
     "fsdp.min_num_params": ("ACCEL_FSDP_MIN_NUM_PARAMS", int),
     "fsdp.ignored_modules": ("ACCEL_FSDP_IGNORED_MODULES", str),
     "fsdp.cpu_ram_efficient_loading": ("ACCEL_FSDP_CPU_RAM_EFFICIENT_LOADING", _boolean),
-    "fsdp.activation_checkpointing": ("ACCEL_FSDP_ACTIVATION_CHECKPOINTING", _boolean),
+    "fsdp.activation_checkpointing": ("ACCEL_FSDP_ACTIVATION_CHECKPOINTING", _switch),
+    "fsdp.sync_module_states": ("ACCEL_FSDP_SYNC_MODULE_STATES", _boolean),
+    "fsdp.forward_prefetch": ("ACCEL_FSDP_FORWARD_PREFETCH", _boolean),
+    "fsdp.no_sync": ("ACCEL_FSDP_NO_SYNC", _boolean),
     **{
         f"parallelism.{axis}_size": (f"ACCEL_PARALLELISM_{axis.upper()}_SIZE", int) for axis in AXES
     },
 }
 _GROUPS = ("fsdp", "parallelism")
-_SAME = ("sharding_strategy", "reshard_after_forward")  # of which a script gives one
-# The strategies of FSDP1: whether weights are freed after forward.
-_FREES = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD": True,
-    "HYBRID_SHARD_ZERO2": False,
-}
+_SAME = ("sharding_strategy", "reshard_after_forward")
 
 
 def resolve_config(
@@ -303,33 +297,14 @@ def launched_fsdp(
     # Imported here, because the launcher reads this module and no torch.
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 
-    options = _fsdp_options(config)
-    if plugin is not None and not (
-        plugin.sharding_strategy is plugin.reshard_after_forward is None
-    ):
-        options = {name: value for name, value in options.items() if name not in _SAME}
+    options = dict(config.fsdp)
     try:
         if plugin is None:
             return FullyShardedDataParallelPlugin(**options)
+        # A script that gives one of these has said what the other one would.
+        if any(getattr(plugin, name) is not None for name in _SAME):
+            options = {name: value for name, value in options.items() if name not in _SAME}
         left = {name: v for name, v in options.items() if getattr(plugin, name) is None}
         return replace(plugin, **left) if left else plugin
     except (TypeError, ValueError) as error:
         raise ValueError(f"FSDP as the launch asks for it (ACCEL_FSDP_*): {error}") from None
-
-
-def _fsdp_options(config: AcceleratorConfig) -> dict[str, Any]:
-    """Return the launcher's options, with a strategy of FSDP1 in the words of FSDP2."""
-    options = dict(config.fsdp)
-    strategy = options.pop("sharding_strategy", None)
-    if isinstance(options.get("reshard_after_forward"), str):
-        strategy = options.pop("reshard_after_forward")
-    if strategy is None:
-        return options
-    strategy = strategy.upper()
-    if strategy in _FREES:
-        options.setdefault("reshard_after_forward", _FREES[strategy])
-    sized = any(size > 1 for size in config.parallelism.values())
-    if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP") and not sized:
-        # Only the strategy knows the machines, on each of which HYBRID_SHARD has a replica.
-        options["sharding_strategy"] = strategy
-    return options

@@ -132,7 +132,8 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
         raise CommandError(f"{', '.join(args.dtypes)}: nothing is trained in these")
     model = _make(args, from_cache)
     shards = args.parallelism.dp_shard_size
-    found = sharded_memory(model, shards, regions(model), dtypes)
+    units = [(block,) for block in regions(model)]
+    found = sharded_memory(model, shards, units, dtypes)
     mesh = {axis: args.parallelism.sizes[axis] for axis in ("dp_replicate", "dp_shard")}
     if args.json:
         ranks = [{**vars(one), "total": one.total} for one in found]

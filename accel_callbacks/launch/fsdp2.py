@@ -15,11 +15,7 @@ __all__ = ["OF_FSDP1", "fsdp1_notes", "to_fsdp2"]
 #: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
 OF_FSDP1: Mapping[str, str] = {
     "fsdp_backward_prefetch": "FSDP2 always gathers the next unit early in backward",
-    "fsdp_forward_prefetch": "FSDP2 gathers the next unit early by itself",
     "fsdp_use_orig_params": "FSDP2 always keeps the weights' own names, types and groups",
-    "fsdp_sync_module_states": (
-        "every process has the same weights, or fsdp_cpu_ram_efficient_loading sends them"
-    ),
 }
 _BLOCK = "fsdp_config."
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"

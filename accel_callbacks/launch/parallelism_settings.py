@@ -133,8 +133,9 @@ class FsdpConfig:
     )
     fsdp_reshard_after_forward: str = option(
         "true",
-        "whether weights are freed after forward, and gathered again in backward",
+        "whether weights are freed after forward, or the number of processes that then share them",
         choices=("true", "false", *_SHARDING),
+        numbers=True,
         variable="ACCEL_FSDP_RESHARD_AFTER_FORWARD",
         child=True,
     )
@@ -176,7 +177,13 @@ class FsdpConfig:
         "what is gathered early in backward (version 1)",
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     )
-    fsdp_forward_prefetch: bool = option(False, "gather early in forward (version 1)", valued=True)
+    fsdp_forward_prefetch: bool = option(
+        False,
+        "gather the next unit early in forward",
+        valued=True,
+        variable="ACCEL_FSDP_FORWARD_PREFETCH",
+        child=True,
+    )
     fsdp_state_dict_type: str | None = option(
         None,
         "layout of checkpoints, which has one format here",
@@ -193,12 +200,24 @@ class FsdpConfig:
         child=True,
     )
     fsdp_sync_module_states: bool = option(
-        True, "broadcast weights at the start (version 1)", valued=True
-    )
-    fsdp_activation_checkpointing: bool = option(
-        False,
-        "compute activations twice, to save memory",
+        True,
+        "take the weights of the first process on all",
         valued=True,
+        variable="ACCEL_FSDP_SYNC_MODULE_STATES",
+        child=True,
+    )
+    fsdp_no_sync: bool = option(
+        False,
+        "reduce gradients at the end of a gradient window only, which takes more memory",
+        valued=True,
+        variable="ACCEL_FSDP_NO_SYNC",
+        child=True,
+    )
+    fsdp_activation_checkpointing: str = option(
+        "false",
+        "compute activations twice, to save memory; N: of every N-th block",
+        choices=("true", "false", "selective"),
+        numbers=True,
         variable="ACCEL_FSDP_ACTIVATION_CHECKPOINTING",
         child=True,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,7 @@ class ShardedMemory:
 def sharded_memory(
     model: torch.nn.Module,
     shards: int,
-    units: Iterable[torch.nn.Module],
+    units: Iterable[Sequence[torch.nn.Module]],
     dtypes: Iterable[str] = ("fp32", "bf16"),
 ) -> list[ShardedMemory]:
     """Return the memory of the rank with the largest shards, by dtype; activations do not count.
@@ -60,7 +60,7 @@ def sharded_memory(
     Args:
         model: also one on the meta device, which takes no memory.
         shards: ranks that share a replica.
-        units: the modules that are gathered one after the other; the rest of the model is one too.
+        units: modules that are gathered together, inner units first; the rest of the model is one.
         dtypes: of ``"fp32"``, ``"fp16"`` and ``"bf16"``.
 
     Example:
@@ -73,7 +73,7 @@ def sharded_memory(
         (500000, 1000004, 4000000)
     """
     kinds = [(name, masters) for name in dtypes for masters in dict.fromkeys(("fp32", name))]
-    sizes = dict(_units(model, list(units)))
+    sizes = dict(_units(model, units))
     name = max(sizes, key=lambda one: sizes[one])
     return [_memory(model, shards, *kind, sizes[name], name) for kind in kinds]
 
@@ -120,13 +120,14 @@ def _size(tensor: torch.Tensor, dtype: str) -> int:
     return _BYTES[dtype] if tensor.is_floating_point() else tensor.element_size()
 
 
-def _units(model: torch.nn.Module, units: list[torch.nn.Module]) -> Iterator[tuple[str, int]]:
+def _units(
+    model: torch.nn.Module, units: Iterable[Sequence[torch.nn.Module]]
+) -> Iterator[tuple[str, int]]:
     """Yield the name of each unit and its elements; a parameter is in its innermost unit."""
     names = {module: name for name, module in model.named_modules()}
     seen: set[int] = set()
-    # The innermost first: names of inner modules are longer.
-    for unit in sorted(units, key=lambda one: -names[one].count(".")):
-        yield names[unit], _elements(unit, seen)
+    for unit in units:
+        yield ", ".join(names[one] for one in unit), sum(_elements(one, seen) for one in unit)
     yield type(model).__name__, _elements(model, seen)
 
 

@@ -2,44 +2,237 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import KwargsHandler
 
 __all__ = ["FullyShardedDataParallelPlugin"]
+
+#: FSDP1's strategies by their numbers, and what ``reshard_after_forward`` is in FSDP2.
+_STRATEGIES = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "NO_SHARD": None,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+}
+_WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_FLAGS = (
+    "limit_all_gathers",
+    "use_orig_params",
+    "sync_module_states",
+    "forward_prefetch",
+    "cpu_ram_efficient_loading",
+    "no_sync",
+)
+_WORDS = {"true": True, "false": False}
+
+#: Options that FSDP2 has no use for: the value that is what it does anyway, and why.
+_IDLE: dict[str, tuple[Any, str]] = {
+    "backward_prefetch": ("BACKWARD_PRE", "the next unit is always gathered ahead in backward"),
+    "limit_all_gathers": (True, "gathers are always limited"),
+    "use_orig_params": (True, "parameters are always the original ones, under their names"),
+    "state_dict_type": (
+        "SHARDED_STATE_DICT",
+        "save_state always writes shards that any number of ranks loads, and save_model whole "
+        "weights",
+    ),
+    "state_dict_config": (None, "checkpoints are copied to host memory as they need it"),
+    "optim_state_dict_config": (None, "checkpoints are copied to host memory as they need it"),
+}
 
 
 @dataclass(frozen=True)
 class FullyShardedDataParallelPlugin(KwargsHandler):
     """How FSDP2 (``torch.distributed.fsdp.fully_shard``) shards models.
 
+    ``Accelerator(fsdp_plugin=...)``. An option that is None comes from ``accel launch``, else it
+    has its default. The options are those of Accelerate, and ``no_sync``.
+
     Args:
-        fsdp_version: version of FSDP; 1 is trained as 2.
-        sharding_strategy: what is sharded, in the words of version 1.
-        reshard_after_forward: free weights after forward, and gather them again in backward.
-        auto_wrap_policy: which modules are units.
-        cpu_offload: keep shards in host memory.
-        ignored_modules: modules that stay whole.
-        activation_checkpointing: compute activations twice, to save memory.
-        cpu_ram_efficient_loading: load weights of transformers on one rank only.
-        transformer_cls_names_to_wrap: classes that are units.
-        min_num_params: fewest parameters of a unit.
+        fsdp_version: 2. A version of 1 is trained as 2, with a warning.
+        sharding_strategy: of FSDP1: ``"FULL_SHARD"`` is ``reshard_after_forward=True``,
+            ``"SHARD_GRAD_OP"`` is False, and ``"HYBRID_SHARD"`` and ``"HYBRID_SHARD_ZERO2"`` also
+            shard within each machine and replicate over machines.
+        reshard_after_forward: True (default): gather a unit again for backward, which needs the
+            least memory. False: keep it from forward to backward. An int: keep it sharded over so
+            many ranks.
+        backward_prefetch: has no effect.
+        mixed_precision_policy: a ``torch.distributed.fsdp.MixedPrecisionPolicy``, a dict of its
+            arguments, or ``"bf16"`` or ``"fp16"``. By default that of the Accelerator's
+            ``mixed_precision="bf16"``: gather and compute in bfloat16, reduce gradients in float32.
+        auto_wrap_policy: what is sharded as one unit: ``"TRANSFORMER_BASED_WRAP"`` (modules of the
+            classes in ``transformer_cls_names_to_wrap``), ``"SIZE_BASED_WRAP"`` (modules of
+            ``min_num_params``), ``"NO_WRAP"`` (the model as a whole), or a function of a module
+            that returns True for a unit. By default the classes that the model names in
+            ``_no_split_modules``, else its repeated blocks.
+        cpu_offload: keep shards, gradients and optimizer states in host memory; off by default.
+        ignored_modules: modules that are not sharded: the modules, or their names, or a regular
+            expression for their names. Their gradients are averaged over the ranks.
+        state_dict_type: has no effect.
+        state_dict_config: has no effect.
+        optim_state_dict_config: has no effect.
+        limit_all_gathers: has no effect.
+        use_orig_params: has no effect.
+        param_init_fn: initialises a module that was built on the meta device.
+        sync_module_states: take the weights of rank 0 on all ranks; on by default.
+        forward_prefetch: gather the next unit before the forward of this one has begun; off by
+            default.
+        activation_checkpointing: compute activations again in backward.
+        cpu_ram_efficient_loading: load pretrained weights on rank 0 only.
+        transformer_cls_names_to_wrap: names of classes, in a list or separated by commas.
+        min_num_params: number of elements of a unit.
+        no_sync: reduce gradients only at the end of a gradient window. Each rank then keeps whole
+            gradients in between; by default they are reduced and sharded after each backward.
+
+    Raises:
+        ValueError: an option has an unknown value, or the strategy is ``"NO_SHARD"``.
+        TypeError: an option has another type.
 
     Example:
         >>> from accel_callbacks import FullyShardedDataParallelPlugin
-        >>> FullyShardedDataParallelPlugin(cpu_offload=True).cpu_offload
-        True
+        >>> FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP").reshard
+        False
     """
 
-    # merged with b
-    fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Any = None
-    activation_checkpointing: Any = None
+    fsdp_version: int | str | None = None
+    sharding_strategy: str | int | Any = None
+    reshard_after_forward: bool | int | str | None = None
+    backward_prefetch: str | Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: str | Callable[..., Any] | None = None
+    cpu_offload: bool | Any = None
+    ignored_modules: str | Iterable[Any] | None = None
+    state_dict_type: str | Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[Any], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | int | str | Any = None
     cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: Any = None
+    transformer_cls_names_to_wrap: str | Iterable[str] | None = None
     min_num_params: int | None = None
+    no_sync: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.fsdp_version is not None and str(self.fsdp_version) not in ("1", "2"):
+            raise ValueError(f"fsdp_version={self.fsdp_version!r} must be 2.")
+        if isinstance(self.reshard_after_forward, str):
+            self._read_reshard(self.reshard_after_forward)
+        elif self.reshard_after_forward is not None:
+            _check_int("reshard_after_forward", int(self.reshard_after_forward), least=0)
+        self._read("sharding_strategy", list(_STRATEGIES))
+        self._read("backward_prefetch", _PREFETCH)
+        self._read("state_dict_type", _STATE_DICT_TYPES)
+        if isinstance(self.auto_wrap_policy, str):
+            self._read("auto_wrap_policy", _WRAP_POLICIES)
+        elif self.auto_wrap_policy is not None and not callable(self.auto_wrap_policy):
+            raise TypeError(
+                f"auto_wrap_policy={self.auto_wrap_policy!r} must be one of {_WRAP_POLICIES} or a "
+                "function of a module."
+            )
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be True or False.")
+        names = self.transformer_cls_names_to_wrap
+        if names is not None:
+            listed = names.split(",") if isinstance(names, str) else names
+            kept = tuple(name.strip() for name in listed if name.strip())
+            object.__setattr__(self, "transformer_cls_names_to_wrap", kept)
+        if self.min_num_params is not None:
+            _check_int("min_num_params", self.min_num_params, least=0)
+        ignored = self.ignored_modules
+        if ignored is not None and not isinstance(ignored, str):
+            object.__setattr__(self, "ignored_modules", tuple(ignored))
+        if self.sharding_strategy == "NO_SHARD":
+            raise ValueError(
+                "sharding_strategy='NO_SHARD' keeps a whole replica on each rank, which is "
+                "DistributedDataParallel: leave the fsdp_plugin (--use_fsdp) out."
+            )
+
+    def _read_reshard(self, text: str) -> None:
+        """Read ``reshard_after_forward`` from a file or a variable, where it may be FSDP1's."""
+        lowered = text.strip().lower()
+        if lowered.upper() in _STRATEGIES:
+            value: bool | int | None = None
+            object.__setattr__(self, "sharding_strategy", lowered.upper())
+        elif lowered in _WORDS:
+            value = _WORDS[lowered]
+        elif lowered.isdigit():
+            value = int(lowered)
+        else:
+            raise ValueError(
+                f"reshard_after_forward={text!r} must be True, False, or a number of ranks."
+            )
+        object.__setattr__(self, "reshard_after_forward", value)
+
+    def _read(self, name: str, known: Iterable[str]) -> None:
+        """Read an option of FSDP1: a member of torch's enum, its name, or its number from 1."""
+        value, known = getattr(self, name), list(known)
+        if value is None:
+            return
+        text = str(getattr(value, "name", value)).strip().upper()
+        if text.isdigit() and 1 <= int(text) <= len(known):
+            text = known[int(text) - 1]
+        if text not in known:
+            raise ValueError(
+                f"{name}={value!r} is unknown; use one of {known}.{nearest(text, known)}"
+            )
+        object.__setattr__(self, name, text)
+
+    @property
+    def reshard(self) -> bool | int:
+        """``reshard_after_forward``, or what ``sharding_strategy`` means by it; True by default."""
+        if isinstance(self.reshard_after_forward, (bool, int)):
+            return self.reshard_after_forward
+        return bool(_STRATEGIES[str(self.sharding_strategy or "FULL_SHARD")])
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if the model is sharded within each machine, and replicated over machines."""
+        return str(self.sharding_strategy).startswith("HYBRID_SHARD")
+
+    @property
+    def offloads(self) -> bool:
+        """True if shards are kept in host memory."""
+        given = self.cpu_offload
+        if given is None or isinstance(given, bool):
+            return bool(given)
+        # FSDP1's CPUOffload has the attribute; of FSDP2's policies only one offloads.
+        return bool(getattr(given, "offload_params", type(given).__name__ == "CPUOffloadPolicy"))
+
+    def notes(self) -> list[str]:
+        """Return what is done in another way than asked for, for warnings.
+
+        Example:
+            >>> from accel_callbacks import FullyShardedDataParallelPlugin
+            >>> FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True).notes()
+            ['fsdp_version=1 is trained as FSDP2.']
+        """
+        notes = []
+        if str(self.fsdp_version) == "1":
+            notes.append("fsdp_version=1 is trained as FSDP2.")
+        idle = [
+            f"{name}={getattr(self, name)!r} ({reason})"
+            for name, (usual, reason) in _IDLE.items()
+            if getattr(self, name) is not None and getattr(self, name) != usual
+        ]
+        if idle:
+            notes.append(f"FSDP2 has no use for these options: {'; '.join(idle)}.")
+        return notes
+
+
+def _check_int(name: str, value: Any, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be an integer.")
+    if value < least:
+        raise ValueError(f"{name}={value!r} must be at least {least}.")

@@ -77,7 +77,7 @@ facts = {
     "weights": held(model.parameters()),
     "gradients": gradients,
     "optimizer": held(states),
-    "reshard": getattr(getattr(accel.strategy, "options", None), "reshard_after_forward", None),
+    "reshard": accel.strategy.options.reshard if mesh is not None else None,
 }
 with open(f"facts{accel.process_index}", "w") as file:
     json.dump(facts, file)
@@ -143,7 +143,7 @@ def test_a_file_of_accelerate_shards_and_trains_as_ddp_does(warm_accel: Run, scr
     sharded = facts_of(script)
     # Once for all processes, and each key by its name.
     assert done.stderr.count("is trained as 2") == 1
-    for key in ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states"):
+    for key in ("backward_prefetch", "use_orig_params"):
         assert done.stderr.count(f"fsdp_{key} ") == 1
     run(warm_accel, "--cpu", "--num_processes", "2")
     plain = facts_of(script)
@@ -227,7 +227,9 @@ class Uneven(nn.Module):
 
 def test_the_parts_of_the_estimate() -> None:
     model = Uneven()
-    fp32, mixed, low = sharded_memory(model, 4, regions(model), ["fp32", "bf16"])
+    fp32, mixed, low = sharded_memory(
+        model, 4, [(block,) for block in regions(model)], ["fp32", "bf16"]
+    )
     # ceil(rows / 4) rows: 3 x 6, and in both blocks 2 x 6 + 2 + 2 x 7 + 2.
     trained = 18 + 2 * (12 + 2 + 14 + 2)
     frozen = 2 * 6

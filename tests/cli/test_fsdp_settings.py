@@ -37,9 +37,7 @@ CONVERTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"fsdp_backward_prefetch": "BACKWARD_PRE"}, {}, "early in backward"),
     ({"fsdp_backward_prefetch_policy": "BACKWARD_PRE"}, {}, "early in backward"),
-    ({"fsdp_forward_prefetch": True}, {}, "by itself"),
     ({"fsdp_use_orig_params": False}, {}, "own names"),
-    ({"fsdp_sync_module_states": True}, {}, "fsdp_cpu_ram_efficient_loading"),
     (
         {"fsdp_state_dict_type": "LOCAL_STATE_DICT"},
         {"fsdp_state_dict_type": "SHARDED_STATE_DICT"},
@@ -55,7 +53,11 @@ CONVERTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
             {"fsdp_min_num_params": 2000},
             {"fsdp_ignored_modules": "head.*"},
             {"fsdp_cpu_ram_efficient_loading": False},
-            {"fsdp_activation_checkpointing": True},
+            {"fsdp_forward_prefetch": True},
+            {"fsdp_sync_module_states": False},
+            {"fsdp_no_sync": True},
+            {"fsdp_activation_checkpointing": "selective"},
+            {"fsdp_activation_checkpointing": "2"},
             {"fsdp_activation_checkpointing_offload": False},
         )
     ),
@@ -288,6 +290,9 @@ def test_every_option_reaches_its_keyword() -> None:
         IGNORED_MODULES="head.*",
         CPU_RAM_EFFICIENT_LOADING="0",
         ACTIVATION_CHECKPOINTING="true",
+        SYNC_MODULE_STATES="0",
+        FORWARD_PREFETCH="1",
+        NO_SYNC="1",
     )
     plugin = launched_fsdp(None, config)
     assert plugin == FullyShardedDataParallelPlugin(
@@ -299,6 +304,9 @@ def test_every_option_reaches_its_keyword() -> None:
         ignored_modules="head.*",
         cpu_ram_efficient_loading=False,
         activation_checkpointing=True,
+        sync_module_states=False,
+        forward_prefetch=True,
+        no_sync=True,
     )
     assert "fsdp.min_num_params=7 (environment variable ACCEL_FSDP_MIN_NUM_PARAMS)" in (
         config.describe()
@@ -306,21 +314,22 @@ def test_every_option_reaches_its_keyword() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "frees", "strategy"),
+    ("variables", "frees", "hybrid"),
     [
-        ({"SHARDING_STRATEGY": "FULL_SHARD"}, True, None),
-        ({"SHARDING_STRATEGY": "shard_grad_op"}, False, None),
-        ({"SHARDING_STRATEGY": "HYBRID_SHARD"}, True, "HYBRID_SHARD"),
-        ({"SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}, False, "HYBRID_SHARD_ZERO2"),
-        ({"SHARDING_STRATEGY": "FULL_SHARD", "RESHARD_AFTER_FORWARD": "false"}, False, None),
-        ({"RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP"}, False, None),
+        ({"SHARDING_STRATEGY": "FULL_SHARD"}, True, False),
+        ({"SHARDING_STRATEGY": "shard_grad_op"}, False, False),
+        ({"SHARDING_STRATEGY": "HYBRID_SHARD"}, True, True),
+        ({"SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}, False, True),
+        ({"SHARDING_STRATEGY": "FULL_SHARD", "RESHARD_AFTER_FORWARD": "false"}, False, False),
+        ({"RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP"}, False, False),
+        ({"RESHARD_AFTER_FORWARD": "4"}, 4, False),
     ],
     ids=str,
 )
-def test_strategies_of_fsdp1(variables: dict[str, str], frees: bool, strategy: str | None) -> None:
+def test_strategies_of_fsdp1(variables: dict[str, str], frees: int, hybrid: bool) -> None:
     plugin = launched_fsdp(None, launched(**variables))
     assert plugin is not None
-    assert (plugin.reshard_after_forward, plugin.sharding_strategy) == (frees, strategy)
+    assert (plugin.reshard, plugin.is_hybrid) == (frees, hybrid)
 
 
 def test_the_script_wins_field_by_field() -> None:
@@ -337,7 +346,7 @@ def test_two_words_for_one_thing_are_one_field() -> None:
     own = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
     plugin = launched_fsdp(own, launched(RESHARD_AFTER_FORWARD="true"))
     assert plugin is not None
-    assert plugin.reshard_after_forward is not True
+    assert plugin.reshard is False
 
 
 def test_without_a_launch_there_is_no_fsdp() -> None:
@@ -357,6 +366,11 @@ def test_the_mesh_of_a_launch() -> None:
     assert launched_parallelism(own, config) is own
     ones = resolve_config({}, {"ACCEL_PARALLELISM_DP_SHARD_SIZE": "1"})
     assert launched_parallelism(None, ones) is None
+
+
+def test_a_wrong_option_of_the_launch_is_said_to_be_one() -> None:
+    with pytest.raises(ValueError, match=r"as the launch asks for it .*NO_SHARD"):
+        launched_fsdp(None, launched(SHARDING_STRATEGY="NO_SHARD"))
 
 
 def test_a_wrong_variable_is_named() -> None:
