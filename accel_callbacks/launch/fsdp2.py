@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_callbacks.launch.option import SettingsError
+from accel_callbacks.launch.resolve import Resolved
+from accel_callbacks.launch.unsupported import OF_FSDP1
 
-if TYPE_CHECKING:
-    from accel_callbacks.launch.resolve import Resolved
+__all__ = ["fsdp1_notes", "to_fsdp2"]
 
-__all__ = ["OF_FSDP1", "fsdp1_notes", "to_fsdp2"]
-
-#: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
-OF_FSDP1: Mapping[str, str] = {
-    "fsdp_backward_prefetch": "FSDP2 always gathers the next unit early in backward",
-    "fsdp_use_orig_params": "FSDP2 always keeps the weights' own names, types and groups",
-}
 _BLOCK = "fsdp_config."
 _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
 _RESHARD = "fsdp_config.fsdp_reshard_after_forward"

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_callbacks.launch.fsdp2 import OF_FSDP1
+__all__ = ["IDLE", "OF_FSDP1", "UNBUILT", "Unbuilt"]
 
-__all__ = ["IDLE", "UNBUILT", "Unbuilt"]
-
+#: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
+OF_FSDP1: Mapping[str, str] = {
+    "fsdp_backward_prefetch": "FSDP2 always gathers the next unit early in backward",
+    "fsdp_use_orig_params": "FSDP2 always keeps the weights' own names, types and groups",
+}
 _Test = Callable[[Any], bool]
 
 

@@ -12,10 +12,11 @@ from accel_callbacks import FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_callbacks.cli.main import main
 from accel_callbacks.config import launched_fsdp, launched_parallelism, resolve_config
 from accel_callbacks.launch.config_file import read_config, values_of
-from accel_callbacks.launch.fsdp2 import OF_FSDP1, fsdp1_notes, to_fsdp2
+from accel_callbacks.launch.fsdp2 import fsdp1_notes, to_fsdp2
 from accel_callbacks.launch.option import SettingsError, options_of
 from accel_callbacks.launch.parallelism_settings import FsdpConfig
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
+from accel_callbacks.launch.unsupported import OF_FSDP1
 
 FREED = {"fsdp_reshard_after_forward": True}
 KEPT = {"fsdp_reshard_after_forward": False}
