@@ -33,7 +33,14 @@ from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_proj
 from accel_callbacks.checkpoint.selection import Only, Rename
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
-from accel_callbacks.config import PRECISIONS, launched_handlers, launched_plugin, resolve_config
+from accel_callbacks.config import (
+    PRECISIONS,
+    launched_fsdp,
+    launched_handlers,
+    launched_parallelism,
+    launched_plugin,
+    resolve_config,
+)
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.prepare import Loaders
@@ -213,7 +220,10 @@ class Accelerator(ProcessControl, MediaLogging):
         group = group_options(self.handlers, timeout)
         self.topology = resolve_topology(cpu=self.config.cpu, anew=True, **group)
         self.strategy = create_strategy(
-            self.topology, self.handlers, parallelism_config, fsdp_plugin
+            self.topology,
+            self.handlers,
+            launched_parallelism(parallelism_config, self.config),
+            launched_fsdp(fsdp_plugin, self.config),
         )
         note_copies(self.strategy.copies)
         _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.compile import TorchDynamoPlugin, choose_plugin
+from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
 from accel_callbacks.plugins.precision import AORecipeKwargs
 
-__all__ = ["AcceleratorConfig", "launched_handlers", "launched_plugin", "resolve_config"]
+if TYPE_CHECKING:
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+
+__all__ = [
+    "AcceleratorConfig",
+    "launched_fsdp",
+    "launched_handlers",
+    "launched_parallelism",
+    "launched_plugin",
+    "resolve_config",
+]
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -32,7 +43,10 @@ class AcceleratorConfig:
         dynamo_use_dynamic: compile for all shapes.
         dynamo_use_regional_compilation: compile the repeated blocks of a model.
         fp8_pad_inner_dim: pad inputs of fp8 layers.
-        origins: the origin of each value, by option.
+        distributed_type: ``"FSDP"`` shards models; others follow from the processes.
+        fsdp: keywords of :class:`accel_callbacks.FullyShardedDataParallelPlugin`.
+        parallelism: sizes of the axes of a :class:`accel_callbacks.ParallelismConfig`.
+        origins: the origin of each value, by option, such as ``"fsdp.cpu_offload"``.
 
     Example:
         >>> from accel_callbacks import AcceleratorConfig
@@ -53,20 +67,33 @@ class AcceleratorConfig:
     dynamo_use_dynamic: bool | None = None
     dynamo_use_regional_compilation: bool | None = None
     fp8_pad_inner_dim: bool | None = None
+    distributed_type: str | None = None
+    fsdp: Mapping[str, Any] = field(default_factory=dict)
+    parallelism: Mapping[str, int] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return one line per option, with its value and its origin."""
         plain = ("mixed_precision", "gradient_accumulation_steps", "cpu", "debug")
         names = (name for name in _FROM_ENVIRONMENT if name in plain or name in self.origins)
-        rows = [f"{n}={getattr(self, n)} ({self.origins.get(n, 'default')})" for n in names]
+        rows = [f"{n}={self._value(n)} ({self.origins.get(n, 'default')})" for n in names]
         return "\n".join(rows)
+
+    def _value(self, option: str) -> Any:
+        group, _, name = option.rpartition(".")
+        return getattr(self, group)[name] if group else getattr(self, option)
 
 
 def _boolean(text: str) -> bool:
     if text.lower() not in BOOLEANS:
         raise ValueError(f"{text!r} is neither true nor false")
     return BOOLEANS[text.lower()]
+
+
+def _switch(text: str) -> bool | int | str:
+    """Convert to a boolean or a number where it is one."""
+    value = BOOLEANS.get(text.lower(), text)
+    return int(text) if isinstance(value, str) and text.isdecimal() else value
 
 
 # The launcher passes its options to the processes that it starts in these variables.
@@ -81,7 +108,25 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dynamo_use_dynamic": ("ACCEL_DYNAMO_USE_DYNAMIC", _boolean),
     "dynamo_use_regional_compilation": ("ACCEL_DYNAMO_USE_REGIONAL_COMPILATION", _boolean),
     "fp8_pad_inner_dim": ("ACCEL_FP8_PAD_INNER_DIM", _boolean),
+    "distributed_type": ("ACCEL_DISTRIBUTED_TYPE", str),
+    "fsdp.sharding_strategy": ("ACCEL_FSDP_SHARDING_STRATEGY", str),
+    "fsdp.reshard_after_forward": ("ACCEL_FSDP_RESHARD_AFTER_FORWARD", _switch),
+    "fsdp.cpu_offload": ("ACCEL_FSDP_OFFLOAD_PARAMS", _boolean),
+    "fsdp.auto_wrap_policy": ("ACCEL_FSDP_AUTO_WRAP_POLICY", str),
+    "fsdp.transformer_cls_names_to_wrap": ("ACCEL_FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP", str),
+    "fsdp.min_num_params": ("ACCEL_FSDP_MIN_NUM_PARAMS", int),
+    "fsdp.ignored_modules": ("ACCEL_FSDP_IGNORED_MODULES", str),
+    "fsdp.cpu_ram_efficient_loading": ("ACCEL_FSDP_CPU_RAM_EFFICIENT_LOADING", _boolean),
+    "fsdp.activation_checkpointing": ("ACCEL_FSDP_ACTIVATION_CHECKPOINTING", _switch),
+    "fsdp.sync_module_states": ("ACCEL_FSDP_SYNC_MODULE_STATES", _boolean),
+    "fsdp.forward_prefetch": ("ACCEL_FSDP_FORWARD_PREFETCH", _boolean),
+    "fsdp.no_sync": ("ACCEL_FSDP_NO_SYNC", _boolean),
+    **{
+        f"parallelism.{axis}_size": (f"ACCEL_PARALLELISM_{axis.upper()}_SIZE", int) for axis in AXES
+    },
 }
+_GROUPS = ("fsdp", "parallelism")
+_SAME = ("sharding_strategy", "reshard_after_forward")
 
 
 def resolve_config(
@@ -113,9 +158,18 @@ def resolve_config(
                 values[option] = convert(environment[variable])
             except ValueError as error:
                 raise ValueError(f"{variable}={environment[variable]!r}: {error}") from None
-    config = AcceleratorConfig(**values, origins=origins)
+    config = AcceleratorConfig(**_grouped(values), origins=origins)
     _check(config)
     return config
+
+
+def _grouped(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nest ``"fsdp.cpu_offload"`` in ``"fsdp"``."""
+    found = {name: value for name, value in values.items() if "." not in name}
+    for group in _GROUPS:
+        start = f"{group}."
+        found[group] = {n[len(start) :]: v for n, v in values.items() if n.startswith(start)}
+    return found
 
 
 def _check(config: AcceleratorConfig) -> None:
@@ -189,3 +243,68 @@ def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers
     if padded is None or own is not None or config.mixed_precision != "fp8":
         return handlers
     return Handlers({**handlers.by_class, AORecipeKwargs: AORecipeKwargs(pad_inner_dim=padded)})
+
+
+def launched_parallelism(
+    given: ParallelismConfig | None, config: AcceleratorConfig
+) -> ParallelismConfig | None:
+    """Return the script's arrangement of ranks, or else the launcher's; None without one.
+
+    Raises:
+        ValueError: a size of the launcher is not positive, or axes do not go together.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig
+        >>> from accel_callbacks.config import launched_parallelism
+        >>> config = AcceleratorConfig(parallelism={"dp_replicate_size": 1, "dp_shard_size": 2})
+        >>> launched_parallelism(None, config).get_mesh()
+        (('dp_shard',), (2,))
+        >>> launched_parallelism(None, AcceleratorConfig()) is None
+        True
+    """
+    if given is not None or all(size == 1 for size in config.parallelism.values()):
+        return given
+    # The sizes that the launch leaves out are 1.
+    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    return ParallelismConfig(**{**sizes, **config.parallelism})
+
+
+def launched_fsdp(
+    plugin: FullyShardedDataParallelPlugin | None, config: AcceleratorConfig
+) -> FullyShardedDataParallelPlugin | None:
+    """Return the options of FSDP; those that the script leaves None are the launcher's.
+
+    Returns:
+        ``None`` if neither the script nor the launch asks for FSDP.
+
+    Raises:
+        ValueError: an option of the launcher is invalid.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, FullyShardedDataParallelPlugin
+        >>> from accel_callbacks.config import launched_fsdp
+        >>> config = AcceleratorConfig(distributed_type="FSDP", fsdp={"cpu_offload": True})
+        >>> launched_fsdp(None, config).cpu_offload
+        True
+        >>> launched_fsdp(FullyShardedDataParallelPlugin(cpu_offload=False), config).cpu_offload
+        False
+        >>> launched_fsdp(None, AcceleratorConfig()) is None
+        True
+    """
+    shards = config.parallelism.get("dp_shard_size", 1) > 1
+    if config.distributed_type != "FSDP" and not shards:
+        return plugin
+    # Imported here, because the launcher reads this module and no torch.
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+
+    options = dict(config.fsdp)
+    try:
+        if plugin is None:
+            return FullyShardedDataParallelPlugin(**options)
+        # A script that gives one of these has said what the other one would.
+        if any(getattr(plugin, name) is not None for name in _SAME):
+            options = {name: value for name, value in options.items() if name not in _SAME}
+        left = {name: v for name, v in options.items() if getattr(plugin, name) is None}
+        return replace(plugin, **left) if left else plugin
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"FSDP as the launch asks for it (ACCEL_FSDP_*): {error}") from None

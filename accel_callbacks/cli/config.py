@@ -22,6 +22,7 @@ from accel_callbacks.launch.config_file import (
     values_of,
     write_config,
 )
+from accel_callbacks.launch.fsdp2 import to_fsdp2
 from accel_callbacks.launch.machine import Machine, detect_machine
 from accel_callbacks.launch.option import Option, SettingsError
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
@@ -132,23 +133,25 @@ def _commands(path: Path, values: Mapping[str, Any]) -> list[str]:
 
 
 def _update(args: Namespace) -> int:
-    """Rename old keys and drop obsolete ones, in place."""
+    """Rename old keys, those of FSDP1 too, and drop obsolete ones, in place."""
     path = Path(args.config_file) if args.config_file else find_config(None, os.environ)
     if path is None:
         raise CommandError("found no config file to update: name it with --config_file")
     before = read_config(path)
     values, gone = values_of(before, str(path))
-    after = _nested(values)
+    values, replaced = to_fsdp2(values)
+    after = nested(values)
     for key in sorted(set(before) - set(after)):
         print(f"removed {key}: {gone.get(key, 'nothing is given there, or it has a new name')}")
     for key in sorted(set(after) - set(before)):
         print(f"added {key}: {redacted(after[key], key)}")
+    print("".join(f"{line}\n" for line in replaced), end="")
     write_config(path, after)
     print(f"wrote {path}; comments are not kept")
     return 0
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nest settings by path in blocks, as in a file."""
     found: dict[str, Any] = {}
     for path, value in values.items():
@@ -176,6 +179,8 @@ def answers(machine: Machine, mixed_precision: str | None) -> _Values:
         chosen = _left_to_slurm(chosen)
     else:
         chosen |= _machines(chosen)
+    if _several(chosen):
+        chosen |= _sharding(chosen)
     training: _Values = {"mixed_precision": mixed_precision or _precision(chosen)}
     if yes_or_no("Compile models with torch.compile?"):
         training["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
@@ -189,10 +194,11 @@ def place(environment: Mapping[str, str]) -> Path:
     return _pick("What is the file for?", texts)
 
 
-def yes_or_no(question: str) -> bool:
-    """Ask for yes or no; the default is no."""
-    words = {"": False, "n": False, "no": False, "y": True, "yes": True}
-    return _until(f"{question} [y/N] ", lambda text: words[text.lower()], "type y or n")
+def yes_or_no(question: str, default: bool = False) -> bool:
+    """Ask for yes or no."""
+    words = {"": default, "n": False, "no": False, "y": True, "yes": True}
+    shown = "[Y/n]" if default else "[y/N]"
+    return _until(f"{question} {shown} ", lambda text: words[text.lower()], "type y or n")
 
 
 def _complete(chosen: _Values, training: _Values) -> _Values:
@@ -304,6 +310,71 @@ def _precision(chosen: Mapping[str, Any]) -> str:
     words = ("no", "bf16") if chosen.get("use_cpu") else find("mixed_precision").choices
     texts = {"no": "no: float32 throughout", "fp8": "fp8: on GPUs that have it, with torchao"}
     return _pick("Mixed precision?", {texts.get(word, word): word for word in words})
+
+
+# --- FSDP ------------------------------------------------------------------------------------
+
+
+def _several(chosen: Mapping[str, Any]) -> bool:
+    """Return whether several processes train, which may share the weights of a model."""
+    several = max(chosen.get("num_processes", 1), chosen.get("nproc_per_node", 1)) > 1
+    return several and chosen.get("distributed_type") != "XLA"
+
+
+def _sharding(chosen: Mapping[str, Any]) -> _Values:
+    """Ask whether and how models are sharded."""
+    if not yes_or_no("Shard models over the processes (FSDP), to save memory?"):
+        return {}
+    block: _Values = {"fsdp_version": 2}
+    block["fsdp_reshard_after_forward"] = yes_or_no(
+        "Free weights after forward, and gather them again in backward?", default=True
+    )
+    block["fsdp_offload_params"] = yes_or_no("Keep weights in host memory, which is slow?")
+    block |= _pick("Which modules are gathered as a unit?", _UNITS)()
+    block["fsdp_activation_checkpointing"] = yes_or_no("Compute activations twice, to save memory?")
+    return {"distributed_type": "FSDP", "fsdp_config": block, **_replicas(chosen)}
+
+
+def _classes() -> _Values:
+    names = _until("Their class names, such as BertLayer,T5Block? ", _word, "type A or A,B")
+    return {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": names,
+    }
+
+
+def _sizes() -> _Values:
+    least = find("fsdp_config.fsdp_min_num_params")
+    count = _ask_number(least.path, "Fewest weights of a unit?", least.default)
+    return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": count}
+
+
+_UNITS: Mapping[str, Callable[[], _Values]] = {
+    "the blocks that a model repeats": dict,
+    "modules of some classes": _classes,
+    "modules of some size": _sizes,
+}
+
+
+def _replicas(chosen: Mapping[str, Any]) -> _Values:
+    """Ask for the mesh, where the number of all processes is known."""
+    count = chosen.get("num_processes", 1)
+    if count < 4:
+        return {}  # replicas of shards need at least 2 x 2
+    path = "parallelism_config.parallelism_config_dp_replicate_size"
+
+    def read(text: str) -> int:
+        number = int(find(path).parse(text or "1"))
+        if count % number or number == count:
+            raise ValueError
+        return number
+
+    hint = f"type a number that divides {count}, and is smaller"
+    replicas = _until("How many replicas of the sharded model (HSDP)? [1] ", read, hint)
+    if replicas == 1:
+        return {}
+    sizes = {"dp_replicate_size": replicas, "dp_shard_size": count // replicas}
+    return {"parallelism_config": {f"parallelism_config_{k}": v for k, v in sizes.items()}}
 
 
 # --- asking ----------------------------------------------------------------------------------

@@ -16,19 +16,27 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from accel_callbacks.cli.parser import CommandError, CommandParser, suggestion
+from accel_callbacks.cli.parser import CommandError, CommandParser, positive_int, suggestion
+from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
 from accel_callbacks.utils.text import size_of, table, to_json
 
 if TYPE_CHECKING:
     import torch
 
     from accel_callbacks.modeling.memory_estimate import MemoryEstimate, ModelSizes
+    from accel_callbacks.modeling.sharded_memory import ShardedMemory
 
 PATIENCE = 3.0  # seconds for the hub to answer
 DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")
 _NOTES = """\
 Inference: weights and buffers. Training with Adam: fp32 weights, gradients and two states; with
 fp16 and bf16 (mixed precision) also the 16-bit copies of the weights that autocast makes.
+Not counted: activations, which grow with the batch; temporary memory; torch itself."""
+
+_SHARDED_NOTES = """\
+Weights, gradients, optimizer (Adam): the shards of the first process, which has the largest, and
+all buffers. Masters: the type of the weights that Adam updates. A unit is gathered whole, in the
+type to compute in, before it computes: expect two of them on top, and the largest twice.
 Not counted: activations, which grow with the batch; temporary memory; torch itself."""
 
 
@@ -64,6 +72,12 @@ def configure(parser: CommandParser) -> None:
     parser.option(
         "--trust_remote_code", action="store_true", help="run the code that comes with the config"
     )
+    parser.option(
+        "--parallelism",
+        type=_axes,
+        metavar="AXIS=N,...",
+        help="bytes of each process under FSDP on a mesh, such as dp_shard=8,dp_replicate=2",
+    )
     parser.option("--json", action="store_true", help="print bytes as JSON")
 
 
@@ -78,6 +92,20 @@ def _keywords(text: str) -> dict[str, Any]:
     return value
 
 
+def _axes(text: str) -> ParallelismConfig:
+    """Parse the sizes of a mesh."""
+    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        key = f"{name.strip().removesuffix('_size')}_size"
+        if key not in sizes:
+            raise ArgumentTypeError(f"there is no axis {name!r}{suggestion(name, AXES)}")
+        sizes[key] = positive_int(number)
+        if key not in ("dp_shard_size", "dp_replicate_size") and sizes[key] > 1:
+            raise ArgumentTypeError(f"{part.strip()}: this axis is not in this version")
+    return ParallelismConfig(**sizes)
+
+
 def run(args: Namespace) -> int:
     """Instantiate the model, by default on the meta device, and print its sizes."""
     if args.kwargs and not _is_factory(args.model):
@@ -85,11 +113,44 @@ def run(args: Namespace) -> int:
     from_cache = _is_on_hub(args.model) and not _answers()
     if from_cache:  # before torch and transformers are imported, and transformers retries
         _require_cached(args.model)
+    if args.parallelism is not None:
+        return _sharded(args, from_cache)
     from accel_callbacks.modeling.memory_estimate import model_sizes  # imports torch
 
     sizes = model_sizes(_make(args, from_cache), args.dtypes)
     print(_as_json(args.model, sizes) if args.json else _as_text(args.model, sizes))
     return 0
+
+
+def _sharded(args: Namespace, from_cache: bool) -> int:
+    """Print the sizes of the shards on each process."""
+    from accel_callbacks.modeling.compile import regions
+    from accel_callbacks.modeling.sharded_memory import sharded_memory
+
+    dtypes = [name for name in args.dtypes if name not in ("int8", "int4")]
+    if not dtypes:
+        raise CommandError(f"{', '.join(args.dtypes)}: nothing is trained in these")
+    model = _make(args, from_cache)
+    shards = args.parallelism.dp_shard_size
+    units = [(block,) for block in regions(model)]
+    found = sharded_memory(model, shards, units, dtypes)
+    mesh = {axis: args.parallelism.sizes[axis] for axis in ("dp_replicate", "dp_shard")}
+    if args.json:
+        ranks = [{**vars(one), "total": one.total} for one in found]
+        print(to_json({"model": args.model, "mesh": mesh, "processes": ranks}))
+        return 0
+    rows = [(one.dtype, one.masters, *(size_of(size) for size in _sizes(one))) for one in found]
+    head = ("DTYPE", "MASTERS", "WEIGHTS", "GRADIENTS", "OPTIMIZER", "TOTAL", "LARGEST UNIT")
+    count = sum(one.numel() for one in model.parameters())
+    shown = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+    print(f"{args.model}: {count:,} parameters on {shown}, bytes of each process")
+    largest = f"Largest unit: {found[0].unit_name}." if shards > 1 else "Nothing is sharded: DDP."
+    print(f"{table(head, rows)}\n{largest}\n{_SHARDED_NOTES}")
+    return 0
+
+
+def _sizes(one: ShardedMemory) -> tuple[int, ...]:
+    return one.weights, one.gradients, one.optimizer, one.total, one.largest_unit
 
 
 # --- the model ------------------------------------------------------------------------------

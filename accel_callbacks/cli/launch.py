@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
 from accel_callbacks.launch.environment import changed_environment
+from accel_callbacks.launch.fsdp2 import fsdp1_notes
 from accel_callbacks.launch.machine import DRIVERS, gpu_drivers, has_driver, usable_cores
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.peer_access import nccl_workarounds
@@ -113,6 +114,11 @@ def _add_own(parser: CommandParser) -> None:
         "--dry_run", action="store_true", help="print what would run, and stop", default=False
     )
     parser.option("-q", "--quiet", action="store_true", help="no report after a failure")
+    parser.option(
+        "--use_parallelism_config",
+        action="store_true",
+        help="for command lines of Accelerate; sizes of axes count with and without it",
+    )
     group = parser.add_argument_group("as torchrun has them")
     for name, keywords in TORCHRUN_ONLY.items():
         parser.option(f"--{name}", group=group, **keywords)
@@ -190,6 +196,8 @@ def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
         one = find(path)
         if resolved.origins.get(path) == "command line" and resolved.value(path) != one.default:
             print(f"accel launch: {one.flag} has no effect: {reason}", file=sys.stderr)
+    for line in fsdp1_notes(resolved):
+        print(f"accel launch: {line}", file=sys.stderr)
     host = Host(environment, usable_cores(), _count_devices, _free_port)
     words = getattr(args, "words", [])
     plan = build_plan(resolved, program, host, given_extras(args), words, args.quiet)

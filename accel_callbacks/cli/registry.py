@@ -45,6 +45,9 @@ COMMANDS: Mapping[str, Command] = {
         "accel_callbacks.cli.merge_weights", "turn a sharded checkpoint into safetensors files"
     ),
     "test": Command("accel_callbacks.cli.test", "check what is installed on what is configured"),
+    "to-fsdp2": Command(
+        "accel_callbacks.cli.to_fsdp2", "turn a config file for FSDP1 into FSDP2's"
+    ),
     "migrate": Command("accel_callbacks.cli.migrate", "move a script from accelerate to us"),
     "completions": Command("accel_callbacks.cli.completions", "completions for bash, zsh or fish"),
 }

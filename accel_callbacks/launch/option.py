@@ -58,6 +58,7 @@ class Option:
         most: largest number.
         choices: allowed strings.
         renamed: older names of choices, and the current ones.
+        numbers: a positive integer is a choice too.
         flags: aliases of the flag.
         shorthands: flags that stand for one value each, such as the one that turns a switch off.
         flag: the flag; empty for none.
@@ -85,6 +86,7 @@ class Option:
     most: float | None = None
     choices: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    numbers: bool = False
     flags: tuple[str, ...] = ()
     shorthands: Mapping[str, Any] = field(default_factory=dict)
     flag: str = ""
@@ -146,9 +148,12 @@ class Option:
     def _choice(self, value: Any) -> str:
         known = {choice.lower(): choice for choice in self.choices}
         known |= {old.lower(): new for old, new in self.renamed.items()}
+        if self.numbers and isinstance(value, str) and value.isdecimal() and int(value) > 0:
+            return str(int(value))
         if not isinstance(value, str) or value.lower() not in known:
             hint = nearest(value.lower()[:100], known) if isinstance(value, str) else ""
-            raise ValueError(f"must be one of {', '.join(self.choices)}, not {shown(value)}.{hint}")
+            known_ones = ", ".join((*self.choices, "a number") if self.numbers else self.choices)
+            raise ValueError(f"must be one of {known_ones}, not {shown(value)}.{hint}")
         return known[value.lower()]
 
     def _requirement(self, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Blocks of settings: torch.compile and fp8, and those of Accelerate that are read and refused."""
+"""Blocks of settings: torch.compile, fp8, FSDP and the mesh; others that are read and refused."""
 
 from __future__ import annotations
 
@@ -110,58 +110,116 @@ class Fp8Config:
     )
 
 
-# Below: options of engines that are not implemented. Files of Accelerate with them are read and
-# validated, and a launch refuses them, or warns that they have no effect: see `unsupported`.
-
-
 @dataclass(frozen=True)
 class FsdpConfig:
-    """Fully sharded data parallelism.
+    """Fully sharded data parallelism: FSDP2. Options of FSDP1 are read: see `fsdp2`.
 
     Example:
         >>> from accel_callbacks.launch.parallelism_settings import FsdpConfig
         >>> FsdpConfig().fsdp_version
-        1
+        2
     """
 
     BLOCK: ClassVar[str] = "fsdp_config"
 
-    fsdp_version: int = option(1, "version of FSDP, 1 or 2", least=1, most=2)
+    fsdp_version: int = option(2, "version of FSDP; 1 is trained as 2", least=1, most=2)
     fsdp_sharding_strategy: str = option(
         "FULL_SHARD",
-        "what is sharded (version 1)",
+        "what is sharded, in the words of version 1",
         choices=_SHARDING,
         renamed=dict(zip("12345", _SHARDING, strict=True)),
+        variable="ACCEL_FSDP_SHARDING_STRATEGY",
+        child=True,
     )
     fsdp_reshard_after_forward: str = option(
-        "true", "whether weights are freed after forward (version 2)"
+        "true",
+        "whether weights are freed after forward, or the number of processes that then share them",
+        choices=("true", "false", *_SHARDING),
+        numbers=True,
+        variable="ACCEL_FSDP_RESHARD_AFTER_FORWARD",
+        child=True,
     )
-    fsdp_offload_params: bool = option(False, "keep weights in host memory", valued=True)
+    fsdp_offload_params: bool = option(
+        False,
+        "keep weights in host memory",
+        valued=True,
+        variable="ACCEL_FSDP_OFFLOAD_PARAMS",
+        child=True,
+    )
     fsdp_auto_wrap_policy: str | None = option(
         None,
-        "which modules are sharded",
+        "which modules are gathered as a unit; default: the blocks that a model repeats",
         choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+        variable="ACCEL_FSDP_AUTO_WRAP_POLICY",
+        child=True,
     )
-    fsdp_transformer_layer_cls_to_wrap: str | None = option(None, "classes that are sharded")
-    fsdp_min_num_params: int = option(100_000_000, "fewest weights of a sharded module", least=0)
+    fsdp_transformer_layer_cls_to_wrap: str | None = option(
+        None,
+        "classes that are units, such as BertLayer,T5Block (TRANSFORMER_BASED_WRAP)",
+        variable="ACCEL_FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP",
+        child=True,
+    )
+    fsdp_min_num_params: int = option(
+        100_000_000,
+        "fewest weights of a unit (SIZE_BASED_WRAP)",
+        least=0,
+        variable="ACCEL_FSDP_MIN_NUM_PARAMS",
+        child=True,
+    )
+    fsdp_ignored_modules: str | None = option(
+        None,
+        "names of modules that stay whole, as a regular expression",
+        variable="ACCEL_FSDP_IGNORED_MODULES",
+        child=True,
+    )
     fsdp_backward_prefetch: str | None = option(
         None,
         "what is gathered early in backward (version 1)",
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     )
-    fsdp_forward_prefetch: bool = option(False, "gather early in forward", valued=True)
+    fsdp_forward_prefetch: bool = option(
+        False,
+        "gather the next unit early in forward",
+        valued=True,
+        variable="ACCEL_FSDP_FORWARD_PREFETCH",
+        child=True,
+    )
     fsdp_state_dict_type: str | None = option(
         None,
-        "layout of checkpoints",
+        "layout of checkpoints, which has one format here",
         choices=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
     )
-    fsdp_use_orig_params: bool = option(True, "keep the weights' own names", valued=True)
-    fsdp_cpu_ram_efficient_loading: bool = option(
-        True, "load weights on one process only", valued=True
+    fsdp_use_orig_params: bool = option(
+        True, "keep the weights' own names (version 1)", valued=True
     )
-    fsdp_sync_module_states: bool = option(True, "broadcast weights at the start", valued=True)
-    fsdp_activation_checkpointing: bool = option(
-        False, "compute activations twice, to save memory", valued=True
+    fsdp_cpu_ram_efficient_loading: bool = option(
+        True,
+        "load weights of transformers on one process only",
+        valued=True,
+        variable="ACCEL_FSDP_CPU_RAM_EFFICIENT_LOADING",
+        child=True,
+    )
+    fsdp_sync_module_states: bool = option(
+        True,
+        "take the weights of the first process on all",
+        valued=True,
+        variable="ACCEL_FSDP_SYNC_MODULE_STATES",
+        child=True,
+    )
+    fsdp_no_sync: bool = option(
+        False,
+        "reduce gradients at the end of a gradient window only, which takes more memory",
+        valued=True,
+        variable="ACCEL_FSDP_NO_SYNC",
+        child=True,
+    )
+    fsdp_activation_checkpointing: str = option(
+        "false",
+        "compute activations twice, to save memory; N: of every N-th block",
+        choices=("true", "false", "selective"),
+        numbers=True,
+        variable="ACCEL_FSDP_ACTIVATION_CHECKPOINTING",
+        child=True,
     )
     fsdp_activation_checkpointing_offload: bool = option(
         False, "keep checkpointed activations in host memory", valued=True
@@ -180,17 +238,47 @@ class ParallelismConfig:
 
     BLOCK: ClassVar[str] = "parallelism_config"
 
-    parallelism_config_dp_replicate_size: int = option(1, "replicas of the model", least=1)
-    parallelism_config_dp_shard_size: int = option(1, "shards of FSDP", least=1)
-    parallelism_config_tp_size: int = option(1, "processes of tensor parallelism", least=1)
-    parallelism_config_cp_size: int = option(1, "processes of context parallelism", least=1)
+    parallelism_config_dp_replicate_size: int = option(
+        1,
+        "replicas of the model, or of its shards",
+        least=1,
+        variable="ACCEL_PARALLELISM_DP_REPLICATE_SIZE",
+        child=True,
+    )
+    parallelism_config_dp_shard_size: int = option(
+        1,
+        "shards of each replica (FSDP)",
+        least=1,
+        variable="ACCEL_PARALLELISM_DP_SHARD_SIZE",
+        child=True,
+    )
+    parallelism_config_tp_size: int = option(
+        1,
+        "processes of tensor parallelism",
+        least=1,
+        variable="ACCEL_PARALLELISM_TP_SIZE",
+        child=True,
+    )
+    parallelism_config_cp_size: int = option(
+        1,
+        "processes of context parallelism",
+        least=1,
+        variable="ACCEL_PARALLELISM_CP_SIZE",
+        child=True,
+    )
     parallelism_config_cp_backend: str = option(
         "torch", "backend of context parallelism", choices=("torch",)
     )
     parallelism_config_cp_comm_strategy: str = option(
         "allgather", "how context is exchanged", choices=("allgather", "alltoall")
     )
-    parallelism_config_sp_size: int = option(1, "processes of sequence parallelism", least=1)
+    parallelism_config_sp_size: int = option(
+        1,
+        "processes of sequence parallelism",
+        least=1,
+        variable="ACCEL_PARALLELISM_SP_SIZE",
+        child=True,
+    )
     parallelism_config_sp_backend: str = option(
         "deepspeed", "backend of sequence parallelism", choices=("deepspeed",)
     )
@@ -201,6 +289,10 @@ class ParallelismConfig:
     parallelism_config_sp_attn_implementation: str = option(
         "sdpa", "attention of sequence parallelism"
     )
+
+
+# Below: options of engines that are not implemented. Files of Accelerate with them are read and
+# validated, and a launch refuses them, or warns that they have no effect: see `unsupported`.
 
 
 @dataclass(frozen=True)

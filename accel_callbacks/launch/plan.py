@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,6 +163,8 @@ def build_plan(
         return _tpu_plan(resolved, program)
     knows_rank = resolved.given("machine_rank") or settings != resolved.settings
     rendezvous = plan_rendezvous(settings, extras, host, knows_rank)
+    if rendezvous.least == rendezvous.most:
+        _check_mesh(settings, rendezvous.most * rendezvous.local)
     env = child_environment(resolved, host, host.cores // rendezvous.local)
     alone = rendezvous.most * rendezvous.local == 1 and rendezvous.first_rank is not None
     if alone and not _needs_agent(settings, extras):
@@ -178,6 +181,20 @@ def build_plan(
     env |= {name: value for name, value in chosen.items() if name not in host.environment}
     torchrun = _torchrun_words(resolved, rendezvous, extras)
     return AgentPlan(torchrun, program, env, rendezvous, settings.log_dir, quiet, extras)
+
+
+def _check_mesh(settings: LaunchSettings, processes: int) -> None:
+    """Raise SettingsError unless the mesh arranges all processes, before any of them starts."""
+    mesh = {} if settings.parallelism_config is None else vars(settings.parallelism_config)
+    sizes = {key: size for key, size in mesh.items() if key.endswith("_size") and size > 1}
+    arranged = math.prod(sizes.values())
+    if not sizes or arranged == processes:
+        return
+    shown = ", ".join(f"{key}: {size}" for key, size in sizes.items())
+    raise SettingsError(
+        f"parallelism_config: {shown} arranges {arranged} processes, and this launch has "
+        f"{processes}: the product of the sizes must be {processes}, or --num_processes {arranged}"
+    )
 
 
 def _needs_agent(settings: LaunchSettings, extras: Mapping[str, Any]) -> bool:
@@ -247,6 +264,7 @@ def _task_plan(
             "or bind them: leave these options out, or start one task a machine with srun "
             "--ntasks-per-node=1"
         )
+    _check_mesh(settings, place.tasks)
     port = settings.main_process_port or place.port
     one_machine = len(place.hosts) == 1
     address = "127.0.0.1" if one_machine else place.hosts[0]

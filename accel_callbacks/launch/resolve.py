@@ -246,10 +246,10 @@ def refuse_unbuilt(resolved: Resolved) -> None:
 
     Example:
         >>> from accel_callbacks.launch.resolve import refuse_unbuilt, resolve_settings
-        >>> found = resolve_settings({"distributed_type": "FSDP"}, None, "/x/a.py", {"HOME": "/x"})
-        >>> refuse_unbuilt(found)
+        >>> asked = {"distributed_type": "MEGATRON_LM"}
+        >>> refuse_unbuilt(resolve_settings(asked, None, "/x/a.py", {"HOME": "/x"}))
         Traceback (most recent call last):
-        accel_callbacks.launch.option.SettingsError: distributed_type: FSDP (command line): ...
+        accel_callbacks.launch.option.SettingsError: distributed_type: MEGATRON_LM (command ...
     """
     for one in UNBUILT:
         if one.asked(resolved.settings):

@@ -58,6 +58,8 @@ class Processes:
         choices=_KINDS,
         renamed={"TPU": "XLA"},
         shorthands=_SHORT_KINDS,
+        variable="ACCEL_DISTRIBUTED_TYPE",
+        child=True,
     )
     num_processes: int | None = option(
         None,

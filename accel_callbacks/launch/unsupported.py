@@ -6,8 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["IDLE", "UNBUILT", "Unbuilt"]
+__all__ = ["IDLE", "OF_FSDP1", "UNBUILT", "Unbuilt"]
 
+#: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
+OF_FSDP1: Mapping[str, str] = {
+    "fsdp_backward_prefetch": "FSDP2 always gathers the next unit early in backward",
+    "fsdp_use_orig_params": "FSDP2 always keeps the weights' own names, types and groups",
+}
 _Test = Callable[[Any], bool]
 
 
@@ -67,12 +72,39 @@ def _fp8(backend: str, name: str) -> Unbuilt:
     )
 
 
+def _sharded(settings: Any) -> bool:
+    mesh = settings.parallelism_config
+    return settings.distributed_type == "FSDP" or (
+        mesh is not None and mesh.parallelism_config_dp_shard_size > 1
+    )
+
+
+def _fsdp(key: str, value: Any, reason: str, instead: str) -> Unbuilt:
+    return Unbuilt(
+        f"fsdp_config.{key}",
+        lambda settings: (
+            _sharded(settings)
+            and settings.fsdp_config is not None
+            and getattr(settings.fsdp_config, key) == value
+        ),
+        reason,
+        instead,
+    )
+
+
+_DDP = "--distributed_type MULTI_GPU or MULTI_CPU trains with DDP, which is the same"
+
 UNBUILT: tuple[Unbuilt, ...] = (
-    _kind("FSDP", "fully sharded data parallelism"),
     _kind("DEEPSPEED", "DeepSpeed"),
     _kind("MEGATRON_LM", "Megatron-LM"),
-    _axis("dp_replicate"),
-    _axis("dp_shard"),
+    _fsdp("fsdp_sharding_strategy", "NO_SHARD", "FSDP2 always shards", _DDP),
+    _fsdp("fsdp_reshard_after_forward", "NO_SHARD", "FSDP2 always shards", _DDP),
+    _fsdp(
+        "fsdp_activation_checkpointing_offload",
+        True,
+        "checkpointed activations stay on the device in this version",
+        "--fsdp_activation_checkpointing_offload false leaves it out",
+    ),
     _axis("tp"),
     _axis("cp"),
     _axis("sp"),
@@ -101,8 +133,23 @@ def _always(settings: Any) -> bool:
     return True
 
 
+def _unsharded(settings: Any) -> bool:
+    return not _sharded(settings)
+
+
 def _every_axis_is_one(settings: Any) -> bool:
-    return not any(one.asked(settings) for one in UNBUILT if one.path.startswith("parallelism"))
+    return all(value == 1 for key, value in _mesh(settings).items() if key.endswith("_size"))
+
+
+def _mesh(settings: Any) -> Mapping[str, Any]:
+    return {} if settings.parallelism_config is None else vars(settings.parallelism_config)
+
+
+def _of_axis(axis: str, *keys: str) -> dict[str, tuple[_Test, str]]:
+    """Return the rules of options that only have an effect on one axis of the mesh."""
+    size = f"parallelism_config_{axis}_size"
+    rule = (lambda settings: _mesh(settings).get(size, 1) == 1, f"{size} is 1")
+    return {f"parallelism_config.parallelism_config_{axis}_{key}": rule for key in keys}
 
 
 def _no_backend(settings: Any) -> bool:
@@ -125,13 +172,23 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "downcast_bf16": (_without("XLA"), "only on a TPU"),
     **dict.fromkeys(_POD, (_always, "only for a pod of TPUs")),
     "tpu_use_cluster": (lambda s: not s.tpu_use_cluster, "only for a pod of TPUs"),
-    "fsdp_config": (_without("FSDP"), "distributed_type is not FSDP"),
+    "fsdp_config": (_unsharded, "distributed_type is not FSDP"),
+    **{f"fsdp_config.{key}": (_always, reason) for key, reason in OF_FSDP1.items()},
+    "fsdp_config.fsdp_state_dict_type": (
+        _always,
+        "checkpoints have one format, which any number of processes loads",
+    ),
     "deepspeed_config": (_without("DEEPSPEED"), "distributed_type is not DEEPSPEED"),
     "megatron_lm_config": (_without("MEGATRON_LM"), "distributed_type is not MEGATRON_LM"),
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
+    **_of_axis("cp", "backend", "comm_strategy"),
+    **_of_axis("sp", "backend", "seq_length", "seq_length_is_variable", "attn_implementation"),
     "mpirun_config": (lambda s: not s.mpirun_config.mpirun_hostfile, "there is no hostfile"),
     "fp8_config": (lambda s: s.mixed_precision != "fp8", "mixed_precision is not fp8"),
-    "fp8_config.enable_fsdp_float8_all_gather": (_without("FSDP"), "distributed_type is not FSDP"),
+    "fp8_config.enable_fsdp_float8_all_gather": (
+        _always,
+        "the script gives it: AORecipeKwargs(config=Float8LinearConfig(...))",
+    ),
     **{
         f"fp8_config.{name}": (_always, "only for backends that are not in this version")
         for name in _FP8_ELSEWHERE

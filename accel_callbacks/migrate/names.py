@@ -32,7 +32,7 @@ _NOT_LIKE_OURS = {"__version__"}
 _BEYOND = ("commands", "test_utils")
 
 _FOR_TESTS = "left as it is: only tests import it, and accelerate has to be installed for them"
-_NO_FSDP = "FSDP is not there yet: keep this script with Accelerate"
+_NO_FSDP = "a part of its FSDP: Accelerator(fsdp_plugin=...) does this in prepare, or not at all"
 _NO_ENGINE = "this engine is not there yet: keep this script with Accelerate"
 _BIG = "loading of big models stays with Accelerate: this import can stand beside ours"
 ADVICE: Mapping[str, str] = {
@@ -40,11 +40,9 @@ ADVICE: Mapping[str, str] = {
     "merge_fsdp_weights": "accel merge-weights",
     "*fsdp*": _NO_FSDP,
     "*FSDP*": _NO_FSDP,
-    "FullyShardedDataParallelPlugin": _NO_FSDP,
     "*eep?peed*": _NO_ENGINE,
     "*egatron*": _NO_ENGINE,
     "GatheredParameters": _NO_ENGINE,
-    "*ParallelismConfig": "tensor and context parallelism are not there yet",
     "Torch*Parallel*": "tensor and context parallelism are not there yet",
     "TERecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "MSAMPRecipeKwargs": "fp8 is torchao here: AORecipeKwargs",

@@ -89,10 +89,8 @@ ARGUMENTS: Mapping[tuple[str, str, object], tuple[Kind, str]] = {
     ),
     ("Accelerator", "deepspeed_plugin", ANY): ("left", _NOT_YET),
     ("Accelerator", "deepspeed_plugins", ANY): ("left", _NOT_YET),
-    ("Accelerator", "fsdp_plugin", ANY): ("left", _NOT_YET),
     ("Accelerator", "megatron_lm_plugin", ANY): ("left", _NOT_YET),
     ("Accelerator", "torch_tp_plugin", ANY): ("left", _NOT_YET),
-    ("Accelerator", "parallelism_config", ANY): ("left", _NOT_YET),
     ("get_logger", "log_level", ANY): ("note", "sets the level of this logger, not of the root"),
     ("Accelerator", "log_with", "aim"): ("left", "there is no tracker for aim"),
     ("Accelerator", "mixed_precision", "fp8"): (
@@ -139,21 +137,11 @@ TF32 = (
 _NO_METHOD = "not there: an AttributeError"
 # Attributes that only Accelerate's Accelerator has.
 ATTRIBUTES: Mapping[str, str] = {
-    "context_parallel_rank": _NO_METHOD,
-    "data_parallel_rank": _NO_METHOD,
-    "data_parallel_shard_rank": _NO_METHOD,
     "deepspeed_plugin": _NO_METHOD,
     "deepspeed_ulysses_dl_adapter": _NO_METHOD,
     "fp8_backend": _NO_METHOD,
-    "is_composable_parallelism_enabled": _NO_METHOD,
-    "is_fsdp2": _NO_METHOD,
     "lomo_backward": _NO_METHOD,
     "maybe_context_parallel": _NO_METHOD,
-    "parallelism_config": _NO_METHOD,
-    "pipeline_parallel_rank": _NO_METHOD,
-    "should_save_model": _NO_METHOD,
-    "tensor_parallel_rank": _NO_METHOD,
-    "torch_device_mesh": _NO_METHOD,
     "verify_device_map": _NO_METHOD,
 }
 
@@ -161,13 +149,9 @@ ATTRIBUTES: Mapping[str, str] = {
 STATE_ATTRIBUTES: Mapping[str, str] = {
     "deepspeed_plugin": _NO_METHOD,
     "deepspeed_plugins": _NO_METHOD,
-    "device_mesh": _NO_METHOD,
     "dynamo_plugin": _NO_METHOD,
-    "fsdp_plugin": _NO_METHOD,
     "get_deepspeed_plugin": _NO_METHOD,
-    "is_fsdp2": _NO_METHOD,
     "megatron_lm_plugin": _NO_METHOD,
-    "parallelism_config": _NO_METHOD,
     "select_deepspeed_plugin": _NO_METHOD,
     "torch_tp_plugin": _NO_METHOD,
 }

@@ -84,8 +84,15 @@ def train_plainly(
 
 
 def flat_weights(model: nn.Module) -> torch.Tensor:
-    """Return all parameters, flattened."""
-    return torch.cat([one.detach().float().flatten() for one in model.parameters()])
+    """Return all parameters, flattened; collective if they are sharded."""
+    return torch.cat([_whole(one).float().flatten() for one in model.parameters()])
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter, gathered if it is a shard."""
+    one: Any = parameter.detach()
+    whole: torch.Tensor = one.full_tensor() if hasattr(one, "full_tensor") else one
+    return whole
 
 
 def differing_ranks(rows: torch.Tensor) -> Iterator[int]:
@@ -95,7 +102,8 @@ def differing_ranks(rows: torch.Tensor) -> Iterator[int]:
 
 def topology_is_whole(lab: Lab) -> str:
     """Check that each rank exists once, on its own device, with the same software and settings."""
-    here, config = lab.accelerator().topology, lab.config
+    accel, config = lab.accelerator(), lab.config
+    here = accel.topology
     everyone = collectives.all_objects(_facts(here, config))
     expect = Expectations()
     ranks = [one["rank"] for one in everyone]
@@ -113,9 +121,18 @@ def topology_is_whole(lab: Lab) -> str:
     notes = sorted({one["note"] for one in everyone if one["note"]})
     return (
         f"{_count(here.world_size, 'process', 'es')} on {_count(machines, 'machine')}, "
-        f"{_devices(everyone)}{backend}, precision {config.mixed_precision}"
+        f"{_devices(everyone)}{backend}, precision {config.mixed_precision}{_mesh(accel)}"
         + "".join(f"; {note}" for note in notes)
     )
+
+
+def _mesh(accel: Accelerator) -> str:
+    """Describe how the ranks are arranged, if models are sharded or replicas have a mesh."""
+    mesh = accel.torch_device_mesh
+    if mesh is None:
+        return ""
+    sizes = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
+    return ", " + " x ".join(f"{axis} {size}" for axis, size in sizes)
 
 
 def _facts(here: Topology, config: AcceleratorConfig) -> dict[str, Any]:

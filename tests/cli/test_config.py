@@ -91,6 +91,7 @@ def test_asks_and_writes_and_prints_how_to_launch(tmp_path: Path) -> None:
     shell.answer("from 0 (the first) to 1? [0] ", "1")
     shell.answer("Address of machine 0", "node0")
     shell.answer("A free port on it? [29500] ", "")
+    shell.answer("(FSDP), to save memory? [y/N] ", "")
     shell.answer("Number [1] ", "2")
     shell.answer("torch.compile? [y/N] ", "y")
     shell.answer("Number [1] ", "1")
@@ -169,24 +170,67 @@ def ask(
 
 
 def test_on_gpus_all_of_them_are_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, _ = ask(monkeypatch, GPUS, "", "", "2", "")
+    values, _ = ask(monkeypatch, GPUS, "", "", "", "2", "")
     assert values["distributed_type"] == "MULTI_GPU"
     assert values["num_processes"] == 4
     assert values["mixed_precision"] == "fp16"
 
 
 def test_some_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, _ = ask(monkeypatch, GPUS, "2", "7", "0, 3", "", "", "")
+    values, _ = ask(monkeypatch, GPUS, "2", "7", "0, 3", "", "", "", "")
     assert values["gpu_ids"] == "0,3"
     assert values["num_processes"] == 2
 
 
 def test_in_slurm_nothing_is_asked_that_slurm_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Machine(gpus=GPUS.gpus, gpu_kind="cuda", cores=64, slurm_nodes=2)
-    values, asked = ask(monkeypatch, job, "", "", "")
+    values, asked = ask(monkeypatch, job, "", "", "", "")
     assert not any("machine" in question for question in asked)
     assert values["nproc_per_node"] == 4
     assert not {"num_machines", "num_processes", "machine_rank"} & set(values)
+
+
+FSDP = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False}
+
+
+@pytest.mark.parametrize(
+    ("typed", "block", "mesh"),
+    [
+        (["y", "", "", "", "", ""], {"fsdp_activation_checkpointing": False}, None),
+        (
+            ["y", "n", "y", "2", "GPT2Block", "y", "2"],
+            {
+                "fsdp_reshard_after_forward": False,
+                "fsdp_offload_params": True,
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_transformer_layer_cls_to_wrap": "GPT2Block",
+                "fsdp_activation_checkpointing": True,
+            },
+            {"dp_replicate_size": 2, "dp_shard_size": 2},
+        ),
+        (
+            ["y", "", "", "3", "9000", "", "3", "4", "1"],
+            {
+                "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+                "fsdp_min_num_params": 9000,
+                "fsdp_activation_checkpointing": False,
+            },
+            None,
+        ),
+    ],
+    ids=["defaults", "classes and replicas", "sizes"],
+)
+def test_how_models_are_sharded(
+    typed: list[str],
+    block: dict[str, object],
+    mesh: dict[str, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values, _ = ask(monkeypatch, GPUS, "", "", *typed, "", "")
+    assert values["distributed_type"] == "FSDP"
+    assert values["fsdp_config"] == FSDP | block
+    named = mesh and {f"parallelism_config_{key}": size for key, size in mesh.items()}
+    assert values.get("parallelism_config") == named
 
 
 def test_a_tpu_is_offered_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +360,8 @@ def test_show_prints_origins_and_what_has_no_effect(accel: Run, tmp_path: Path) 
     assert rows["debug"] == ["true", "environment variable ACCEL_DEBUG"]
     assert rows["same_network"][1].startswith(f"{origin}; no effect: ")
     idle = (
-        f"{origin}; no effect: distributed_type is not FSDP; it would set: version of FSDP, 1 or 2"
+        f"{origin}; no effect: distributed_type is not FSDP; "
+        "it would set: version of FSDP; 1 is trained as 2"
     )
     assert rows["fsdp_config.fsdp_version"] == ["2", idle]
     assert rows["fsdp_config.fsdp_offload_params"] == ["false", "default"]
@@ -344,13 +389,13 @@ def test_show_searches_from_a_script_and_prints_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "accel.yaml"
-    path.write_text("distributed_type: FSDP\n")
+    path.write_text("distributed_type: DEEPSPEED\n")
     words = ["--script", str(tmp_path / "src" / "train.py"), "--json"]
     assert main(["config", "show", *words]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["file"] == str(path)
-    assert facts["refused"].startswith("distributed_type: FSDP")
-    assert facts["settings"]["distributed_type"]["value"] == "FSDP"
+    assert facts["refused"].startswith("distributed_type: DEEPSPEED")
+    assert facts["settings"]["distributed_type"]["value"] == "DEEPSPEED"
 
 
 def test_a_pipe_that_closes_is_no_traceback(tmp_path: Path) -> None:

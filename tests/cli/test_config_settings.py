@@ -247,7 +247,18 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("distributed_type: FSDP", "distributed_type: FSDP"),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}",
+            "fsdp_config.fsdp_sharding_strategy: NO_SHARD",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: NO_SHARD}",
+            "fsdp_config.fsdp_reshard_after_forward: NO_SHARD",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {activation_checkpointing_offload: true}",
+            "fsdp_config.fsdp_activation_checkpointing_offload: 1",
+        ),
         ("distributed_type: DEEPSPEED", "distributed_type: DEEPSPEED"),
         ("distributed_type: MEGATRON_LM", "distributed_type: MEGATRON_LM"),
         ("parallelism_config: {parallelism_config_tp_size: 2}", "parallelism_config_tp_size: 2"),
@@ -269,10 +280,12 @@ def test_what_is_not_built_stops_with_the_key_and_the_file(
 
 
 def test_the_way_out_that_the_message_names_works(tmp_path: Path) -> None:
-    text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}"
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}"
     found = resolve(tmp_path, text, distributed_type="MULTI_GPU")
     refuse_unbuilt(found)
-    assert found.idle() == {"fsdp_config.fsdp_version": "distributed_type is not FSDP"}
+    assert found.idle() == {
+        "fsdp_config.fsdp_sharding_strategy": "distributed_type is not FSDP",
+    }
 
 
 def test_gpus_that_are_not_there_are_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_help_shows_what_turns_a_switch_off(capsys: pytest.CaptureFixture[st
 
 
 def test_an_option_without_effect_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--same_network", "--machine_rank", "0", "--fsdp_version", "2"]
+    words = ["--same_network", "--machine_rank", "0", "--fsdp_version", "1"]
     assert main(["launch", "--dry_run", *words, "-m", "timeit"]) == 0
     printed = capsys.readouterr().err.splitlines()
     assert [line.split(":")[1] for line in printed] == [

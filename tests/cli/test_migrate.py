@@ -144,7 +144,7 @@ def test_what_stays_is_reported(name: str) -> None:
 
 def test_findings_say_where_and_what() -> None:
     script = """\
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import gather_object
 from transformers import get_cosine_schedule_with_warmup
 import os
@@ -156,17 +156,17 @@ warm.step()
 mine.save_state()
 other.save_state()
 gather_object({})
-mine.is_fsdp2
+mine.deepspeed_plugin
 mine.save_model(model, "x", safe_serialization=False)
 subprocess.run("accelerate launch train.py")
 mock.patch("accelerate.Accelerator.log")
-mine.state.fsdp_plugin
+mine.state.deepspeed_plugin
 Accelerator(True, False)
 Accelerator(*options)
 """
     found = {(f.line, f.name, f.kind) for f in migrate_script(script).findings}
     assert found == {
-        (1, "FullyShardedDataParallelPlugin", "left"),
+        (1, "DeepSpeedPlugin", "left"),
         (5, "ACCELERATE_LOG_LEVEL", "differs"),
         (6, "Accelerator(split_batches=...)", "left"),
         (6, "Accelerator(log_with='aim')", "left"),
@@ -174,12 +174,12 @@ Accelerator(*options)
         (9, "warm.step", "differs"),
         (10, "accelerator.save_state", "differs"),
         (12, "gather_object", "differs"),
-        (13, "accelerator.is_fsdp2", "left"),
+        (13, "accelerator.deepspeed_plugin", "left"),
         (14, "accelerator.save_model", "note"),
         (14, "accelerator.save_model(safe_serialization=False)", "left"),
         (15, "'accelerate launch train.py'", "note"),
         (16, "'accelerate.Accelerator.log'", "note"),
-        (17, "state.fsdp_plugin", "left"),
+        (17, "state.deepspeed_plugin", "left"),
         (18, "Accelerator(split_batches=...)", "left"),
         (19, "Accelerator(*...)", "left"),
     }
