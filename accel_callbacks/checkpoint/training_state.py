@@ -111,8 +111,6 @@ class TrainingState:
     def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what all ranks share and what belongs to this rank, as trees of plain values."""
         loop, strategy = self.loop, self.strategy
-        if loop.window.is_open:
-            strategy.reduce_gradients()
         names = parameter_names(self.bare_models)
         shared: dict[str, Any] = {
             "models": _numbered([strategy.local_state_dict(model) for model in self.models]),

@@ -224,10 +224,6 @@ class Strategy(ABC):
         """Drop gradients for this optimizer that are not in ``parameter.grad`` yet."""
         return None
 
-    def reduce_gradients(self) -> None:
-        """Collective: bring gradients of an open window into ``parameter.grad``, to be saved."""
-        return None
-
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse one of the first steps of an optimizer, if it would train nothing.
 
