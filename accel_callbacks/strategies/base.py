@@ -50,6 +50,8 @@ class Strategy(ABC):
     name: str
     #: False if there are no gradients to synchronize, so that no_sync can be left out.
     has_gradient_sync = False
+    #: True if weights that only rank 0 has are sent to the others when a model is set up.
+    sends_weights = False
 
     def __init__(
         self,
@@ -101,6 +103,18 @@ class Strategy(ABC):
     def averaged_over(self) -> int:
         """Processes over which backward averages gradients."""
         return self.data_world if self.has_gradient_sync else 1
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return a context to build models in, as they are best built for this strategy."""
+        return nullcontext()
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a new model to the device, before it is compiled."""
+        return model.to(self.topology.device)
+
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Compute blocks again in backward if the options say so; before the model is compiled."""
+        return None
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

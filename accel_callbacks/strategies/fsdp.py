@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,10 +11,13 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks.distributed.topology import DistributedType, Topology
+from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.compile import regions
+from accel_callbacks.modeling.empty_weights import init_empty_weights
+from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
+from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.checks import is_plain
 
@@ -37,6 +41,7 @@ class FSDP(Strategy):
 
     name = "fsdp"
     has_gradient_sync = True
+    sends_weights = True
 
     def __init__(
         self,
@@ -69,20 +74,43 @@ class FSDP(Strategy):
         assert self.parallelism is not None
         return self.parallelism.build_device_mesh(self.topology.device.type)
 
+    def check(self, model: torch.nn.Module) -> None:
+        """Accept a model without weights, which are filled after it is sharded."""
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return ``init_empty_weights()``."""
+        return init_empty_weights()
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Leave the model where it is: nowhere is all of it on one device."""
+        return model
+
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Apply ``activation_checkpointing`` of the options."""
+        checkpoint_with(self.options.activation_checkpointing, model)
+
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""
+        weights = InitialWeights(
+            model,
+            self.topology.device,
+            sync=self.options.sync_module_states is not False,
+            param_init_fn=self.options.param_init_fn,
+        )
         mesh = self.device_mesh
         if mesh is None:
-            return model
+            weights.fill()
+            return model.to(self.topology.device)
         assert self.parallelism is not None
         from torch.distributed.fsdp import fully_shard
 
         mesh = mesh[tuple(self.parallelism.fsdp_dim_names)]
         before = dict(model.named_parameters(remove_duplicate=False))
         self._plain[model] = is_plain(model)
-        for block in regions(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        for unit in (*regions(model), model):
+            with whole_parameters_freed(unit):
+                fully_shard(unit, mesh=mesh)
+        weights.fill()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._sharded[before[name]] = parameter
         return model
