@@ -94,8 +94,8 @@ class _Absent(NamedTuple):
 class AbsentWeights:
     """The parameters and buffers of a model that have memory and no values yet.
 
-    A forward pre-hook of the model raises before anything is computed with them. A write in place
-    by anybody counts as values.
+    A forward pre-hook of the model, a collective, raises on all ranks before anything is computed
+    with them. A write in place by anybody counts as values.
 
     Args:
         model: a model with tensors on the meta device. They get memory, filled with NaN, and stay
@@ -132,9 +132,13 @@ class AbsentWeights:
         if self._absent:
             with shared_failure(_FIRST_FORWARD):
                 self.require()
-            self._absent.clear()
-            self._handle.remove()
-            vars(self._model).pop(_ATTRIBUTE, None)
+            self.dismiss()
+
+    def dismiss(self) -> None:
+        """Look after the model no more, which has all of its values."""
+        self._absent.clear()
+        self._handle.remove()
+        vars(self._model).pop(_ATTRIBUTE, None)
 
     def require(self) -> None:
         """Raise ValueError if weights have no values."""

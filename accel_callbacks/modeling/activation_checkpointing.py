@@ -228,6 +228,12 @@ class CheckpointedForward:
         self.original = original
         self.context_fn = context_fn
         self.preserve_rng_state = preserve_rng_state
+        # A partial, since torch.compile does not look for a context in an attribute.
+        self._checkpoint = functools.partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+        if context_fn is not noop_context_fn:
+            self._checkpoint = functools.partial(self._checkpoint, context_fn=context_fn)
         self._caches = _cache_places(original)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -239,14 +245,7 @@ class CheckpointedForward:
         call = self.original
         if not _RESERVED.isdisjoint(kwargs):
             call, kwargs = functools.partial(call, **kwargs), {}
-        return checkpoint(
-            call,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=self.preserve_rng_state,
-            context_fn=self.context_fn,
-            **kwargs,
-        )
+        return self._checkpoint(call, *args, **kwargs)
 
     def _without_caches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

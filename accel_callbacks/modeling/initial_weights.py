@@ -63,18 +63,21 @@ class InitialWeights:
     ) -> None:
         self._model, self._device, self._param_init_fn = model, device, param_init_fn
         tensors = named_tensors(model)
-        self._sent = _differences(model, tensors, sync)
+        self._sent, self._lacks = _differences(model, tensors, sync)
         # Sharding replaces the parameters; until they are sent, rank 0 needs the whole ones.
         first = collectives.rank() == 0
         self._whole = {name: tensors[name].detach() for name in self._sent} if first else {}
 
     def fill(self) -> None:
         """Give memory to what is on the meta device, and receive what rank 0 sends."""
+        absent = None
         if any(tensor.is_meta for tensor in named_tensors(self._model).values()):
-            AbsentWeights(self._model, self._device, self._param_init_fn)
+            absent = AbsentWeights(self._model, self._device, self._param_init_fn)
         targets = named_tensors(self._model)
         for name in self._sent:
             _send(self._whole.pop(name, None), targets[name])
+        if absent is not None and not self._lacks:
+            absent.dismiss()
 
 
 @contextmanager
@@ -111,10 +114,10 @@ class _Report(NamedTuple):
 
 def _differences(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], sync: bool
-) -> list[str]:
-    """Return the names of what rank 0 has to send."""
+) -> tuple[list[str], bool]:
+    """Return the names of what rank 0 has to send, and whether it lacks others."""
     if collectives.world_size() == 1:
-        return []
+        return [], any(tensor.is_meta for tensor in tensors.values())
     with shared_failure(_WHERE):
         structure = {name: (tuple(one.shape), str(one.dtype)) for name, one in tensors.items()}
         meta = [name for name, tensor in tensors.items() if tensor.is_meta]
@@ -140,7 +143,7 @@ def _differences(
             for name, value in all_sums[0].items()
             if any(other.get(name, value) != value for other in all_sums)
         }
-    return [name for name in tensors if name in sent]
+    return [name for name in tensors if name in sent], bool(first.meta)
 
 
 def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -213,11 +213,11 @@ def test_a_copy_has_its_own_forward() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="name them with blocks="):
         apply_activation_checkpointing(torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="'selectiv' is unknown.*selective"):
+    with pytest.raises(ValueError, match=r"'selectiv' is unknown.*selective"):
         apply_activation_checkpointing(Net(), "selectiv")
     with pytest.raises(ValueError, match="must be positive"):
         apply_activation_checkpointing(Net(), -1)
-    with pytest.raises(ValueError, match="no module of class 'Blok'.*Block"):
+    with pytest.raises(ValueError, match=r"no module of class 'Blok'.*Block"):
         apply_activation_checkpointing(Net(), blocks=["Blok"])
     with pytest.raises(ValueError, match=r"no operator with an overload"):
         apply_activation_checkpointing(Net(), [aten.addmm])
@@ -252,23 +252,19 @@ def test_prepared_models_train_alike(precision: str) -> None:
 @pytest.mark.parametrize("policy", [True, "selective"])
 @pytest.mark.parametrize("regional", [True, False])
 def test_blocks_are_compiled_with_it(policy: Any, regional: bool) -> None:
-    def trained(policy: Any, backend: str) -> list[torch.Tensor]:
-        plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
-        accel = Accelerator(cpu=True, dynamo_plugin=plugin)
+    def prepared(policy: Any) -> torch.nn.Module:
+        torch._dynamo.reset()
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
         model = Net(dropout=0.0)
         apply_activation_checkpointing(model, policy)
-        return gradients(accel.prepare(model), X)
+        return Accelerator(cpu=True, dynamo_plugin=plugin).prepare(model)
 
-    torch._dynamo.reset()
-    found = trained(policy, "aot_eager")
-    for one, other in zip(found, trained(False, "no"), strict=True):
+    for one, other in zip(
+        gradients(prepared(policy), X), gradients(Net(dropout=0.0), X), strict=True
+    ):
         torch.testing.assert_close(one, other)
-    # Tensors that are kept between the passes, seen from outside of the compiled code.
-    model = Net(dropout=0.0)
-    apply_activation_checkpointing(model, policy)
-    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
-    model = Accelerator(cpu=True, dynamo_plugin=plugin).prepare(model)
-    assert saved(model, X) < saved(Net(dropout=0.0), X)
+    # What the compiled code keeps between the passes.
+    assert saved(prepared(policy), X) < saved(prepared(False), X)
 
 
 def test_layers_of_transformers_leave_their_cache_alone() -> None:
