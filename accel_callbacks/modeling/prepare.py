@@ -18,7 +18,7 @@ from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.strategies import Strategy
-from accel_callbacks.strategies.checks import is_on_several_devices
+from accel_callbacks.strategies.checks import is_on_several_devices, refuse_empty
 
 __all__ = ["ModelRequest", "Preparer", "is_scheduler"]
 
@@ -157,10 +157,15 @@ class Preparer:
         """
         self._strategy.check(inner)
         model = adopt(request.model)
-        # A teacher is not set up by the strategy.
-        own = self._strategy.places_models or request.evaluation_mode
-        if own and request.device_placement and not is_on_several_devices(inner):
-            model = model.to(self._strategy.topology.device)
+        if request.evaluation_mode:
+            refuse_empty(inner)  # no strategy gives it weights
+        if request.device_placement and not is_on_several_devices(inner):
+            # A model that is not trained is used as it is, on the device.
+            trained = not request.evaluation_mode
+            device = self._strategy.topology.device
+            model = self._strategy.place(model) if trained else model.to(device)
+        if not request.evaluation_mode:
+            self._strategy.checkpoint_activations(inner)
         if not self._casts or request.evaluation_mode:
             # It changes the forward of the inner model, so the wrapper stays valid.
             inner = self._precision.wrap(inner)

@@ -55,6 +55,8 @@ class Strategy(ABC):
     name: str
     #: False if there are no gradients to synchronize, so that no_sync can be left out.
     has_gradient_sync = False
+    #: True if weights that only rank 0 has are sent to the others when a model is set up.
+    sends_weights = False
 
     def __init__(
         self,
@@ -127,11 +129,6 @@ class Strategy(ABC):
         return self.data_world if self.has_gradient_sync else 1
 
     @property
-    def places_models(self) -> bool:
-        """True if models are to be moved to the device before :meth:`setup`."""
-        return True
-
-    @property
     def allows_unfreezing(self) -> bool:
         """True if parameters may be frozen and unfrozen after :meth:`setup`."""
         return True
@@ -145,6 +142,18 @@ class Strategy(ABC):
             precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
         """
         return False
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return a context to build models in, as they are best built for this strategy."""
+        return nullcontext()
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a new model to the device, before it is compiled."""
+        return model.to(self.topology.device)
+
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Compute blocks again in backward if the options say so; before the model is compiled."""
+        return None
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

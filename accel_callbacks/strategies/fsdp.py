@@ -17,6 +17,9 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
 from accel_callbacks.logging import notice
+from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
+from accel_callbacks.modeling.empty_weights import init_empty_weights
+from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -61,6 +64,7 @@ class FSDP(Strategy):
 
     name = "fsdp"
     has_gradient_sync = True
+    sends_weights = True
 
     def __init__(
         self,
@@ -97,11 +101,6 @@ class FSDP(Strategy):
         return self.options
 
     @property
-    def places_models(self) -> bool:
-        """False for several ranks: models go to the device unit by unit, while they are sharded."""
-        return self.topology.world_size == 1
-
-    @property
     def _models(self) -> list[torch.nn.Module]:
         """The sharded models, in the same order on all ranks."""
         return list(self._lingering)
@@ -117,8 +116,10 @@ class FSDP(Strategy):
     # --- sharding -----------------------------------------------------------------------------
 
     def check(self, model: torch.nn.Module) -> None:
-        """Refuse models that are distributed in another way, or share a sharded parameter."""
-        super().check(model)
+        """Refuse models that are distributed in another way, or share a sharded parameter.
+
+        A model on the meta device is filled after it is sharded.
+        """
         refuse_spread(model)
         if not _is_sharded(model):
             refuse_distributed(model)
@@ -132,11 +133,32 @@ class FSDP(Strategy):
                     "sharded already: put both models into one module, and prepare that."
                 )
 
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return ``init_empty_weights()``."""
+        return init_empty_weights()
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Leave the model where it is: nowhere is all of it on one device; but for one rank."""
+        alone = self.topology.world_size == 1 and not _has_meta(model)
+        return model.to(self.topology.device) if alone else model
+
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Apply ``activation_checkpointing`` of the options."""
+        checkpoint_with(self.options.activation_checkpointing, model)
+
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""
+        weights = InitialWeights(
+            model,
+            self.topology.device,
+            sync=self.options.sync_module_states is not False,
+            param_init_fn=self.options.param_init_fn,
+        )
         mesh = self.device_mesh
         if mesh is None:
-            return model
+            empty = _has_meta(model)
+            weights.fill()
+            return model.to(self.topology.device) if empty else model
         assert self.parallelism is not None
         if not _is_sharded(model):
             self._refuse_shared(model)
@@ -144,6 +166,7 @@ class FSDP(Strategy):
             self._plain[model] = is_plain(model)
             names = self.parallelism.fsdp_dim_names
             self._shard(model, self.parallelism.get_submesh(names, mesh.device_type))
+            weights.fill()
             self._replace(before, model)
         else:  # by the user
             self._lingering[model] = [one for one in model.modules() if _is_sharded(one)]
@@ -167,16 +190,18 @@ class FSDP(Strategy):
         units = find_units(model, options, whole)
         for unit in units:
             upcast += self._take_weights(unit.modules, taken, policy)
-            fully_shard(
-                list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
-                mp_policy=inner,
-                reshard_after_forward=False if unit.is_last else options.reshard,
-                **common,
-            )
+            with whole_parameters_freed(*unit.modules):
+                fully_shard(
+                    list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
+                    mp_policy=inner,
+                    reshard_after_forward=False if unit.is_last else options.reshard,
+                    **common,
+                )
             if unit.is_last or options.reshard is not True:
                 lingering.extend(unit.modules)
         upcast += self._take_weights((model,), taken, policy)
-        fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
+        with whole_parameters_freed(model):
+            fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
         self._lingering[model] = lingering
         if options.forward_prefetch:
             _prefetch([unit.modules[0] for unit in units if len(unit.modules) == 1][::-1])
@@ -185,9 +210,9 @@ class FSDP(Strategy):
     def _place_whole(self, model: torch.nn.Module, whole: Sequence[torch.nn.Parameter]) -> None:
         """Move the parameters that are not sharded to the device."""
         for parameter in whole:
-            parameter.data = parameter.data.to(self.topology.device)
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(self.topology.device)
         self._whole[model] = list(whole)
-        self._synchronize(whole)
 
     def _take_weights(
         self, modules: Sequence[torch.nn.Module], taken: set[int], policy: Any
@@ -204,12 +229,10 @@ class FSDP(Strategy):
             if id(tensor) not in taken and not hasattr(tensor, "device_mesh")
         ]
         taken.update(map(id, tensors))
-        if not all(tensor.is_meta for tensor in tensors):
-            for tensor in tensors:
-                tensor.data = tensor.data.to(self.topology.device)
-            self._synchronize(tensors)
         upcast = 0
         for tensor in tensors:
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(self.topology.device)
             low = tensor.dtype in _LOW_PRECISION and tensor.requires_grad
             if policy.param_dtype is not None and low:
                 tensor.data = tensor.data.float()
@@ -217,16 +240,6 @@ class FSDP(Strategy):
             if not tensor.is_contiguous():
                 tensor.data = tensor.data.contiguous()
         return upcast
-
-    def _synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Collective: take the values of rank 0, as DistributedDataParallel does.
-
-        Else a shard of one rank's model would be gathered with those of another's.
-        """
-        if self.options.sync_module_states is False:
-            return
-        for tensor in tensors:
-            tensor.data.copy_(collectives.broadcast(tensor.data, 0))
 
     def _offload_policy(self) -> Any:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -441,6 +454,10 @@ def _default_parallelism(
         cp_size=1,
         sp_size=1,
     )
+
+
+def _has_meta(model: torch.nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:

@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from accel_callbacks import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_callbacks import TorchTensorParallelConfig as TorchTensorParallelConfig
     from accel_callbacks import TrainingRun as TrainingRun
+    from accel_callbacks import apply_activation_checkpointing as apply_activation_checkpointing
     from accel_callbacks import broadcast as broadcast
     from accel_callbacks import broadcast_object as broadcast_object
     from accel_callbacks import broadcast_object_list as broadcast_object_list
@@ -108,6 +109,9 @@ if TYPE_CHECKING:
     from accel_callbacks import gather as gather
     from accel_callbacks import gather_object as gather_object
     from accel_callbacks import get_logger as get_logger
+    from accel_callbacks import init_empty_weights as init_empty_weights
+    from accel_callbacks import init_on_device as init_on_device
+    from accel_callbacks import initialize_weights as initialize_weights
     from accel_callbacks import is_main_process as is_main_process
     from accel_callbacks import last_process_only as last_process_only
     from accel_callbacks import load_checkpoint_in_model as load_checkpoint_in_model
