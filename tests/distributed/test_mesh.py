@@ -493,7 +493,7 @@ def test_another_number_of_data_ranks_is_told(run_on, tmp_path):
     run_on(4, stopped, 2, folder, 3)
     told = run_on(4, loaded_on_more, 1, folder)
     assert all("saved by 2 data ranks and is loaded by 4" in text for text in told)
-    assert all("the gradients of the open window are dropped" in text for text in told[:2])
+    assert not any("dropped" in text for text in told)  # the open window is of all ranks
 
 
 # --- the mesh ----------------------------------------------------------------------------------
