@@ -129,7 +129,7 @@ def loader_of(kind: str) -> DataLoader:
     if kind == "shuffled stream in workers":
         return DataLoader(Numbers(11, shuffled=True), 2, num_workers=1)
     if kind == "shards":
-        return DataLoader(Sharded([[0, 1, 2, 3, 4], [10, 11], [20], [30, 31, 32]]), 2)
+        return DataLoader(Sharded([[0, 1, 2, 3, 4, 5], [10, 11], [20, 21], [30]]), 2)
     if kind == "noise in workers":
         return DataLoader(Noisy(torch.arange(11.0)), 2, num_workers=2, shuffle=True)
     return DataLoader(numbers, 2, shuffle=True)
