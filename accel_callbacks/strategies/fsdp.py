@@ -39,7 +39,13 @@ from accel_callbacks.warning import warn
 __all__ = ["FSDP"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None, "fp32": None}
+#: "fp32" and "no" cast nothing.
+_DTYPES: dict[Any, torch.dtype | None] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": None,
+    "no": None,
+}
 
 
 class FSDP(Strategy):
@@ -474,7 +480,7 @@ def _policy(given: Any, precision: str, autocast: AutocastKwargs) -> Any:
     if isinstance(given, MixedPrecisionPolicy):
         return given
     if isinstance(given, dict):
-        return MixedPrecisionPolicy(**given)
+        return MixedPrecisionPolicy(**{name: _DTYPES.get(one, one) for name, one in given.items()})
     if hasattr(given, "param_dtype") and hasattr(given, "reduce_dtype"):  # FSDP1's
         return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
     raise TypeError(

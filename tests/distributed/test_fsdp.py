@@ -561,12 +561,12 @@ def read_and_write() -> tuple[bool, bool, list[float]]:
     expected = Network()
     with torch.no_grad():
         model(batch(accel)[0])
-    with accel.strategy.full_parameters(model, writeback=True):
+    with accel.full_parameters(model, writeback=True):
         named = dict(model.named_parameters())
         same = all(torch.equal(named[n], p) for n, p in expected.named_parameters())
         if accel.is_main_process:
             named["first.weight"].data.fill_(2.0)
-    with accel.strategy.full_parameters(model.blocks[1]):
+    with accel.full_parameters(model.blocks[1]):
         model.blocks[1].linear.weight.data.fill_(7.0)  # not written back
     with torch.no_grad():
         model(batch(accel)[0])
