@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -635,6 +637,21 @@ def test_each_rank_holds_its_part_and_two_units_at_most(request, ranks):
         assert 0 < found["unsharded"] <= found["unsharded bound"]
 
 
+def freed_models() -> list[bool]:
+    accel, model = accelerator(), Network()
+    model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(accel, model, optimizer, *batch(accel))
+    left = [weakref.ref(one) for one in (model, optimizer.optimizer, model.first.weight)]
+    del model, optimizer
+    accel.free_memory()
+    gc.collect()
+    return [one() is not None for one in left]
+
+
+def test_free_memory_frees_sharded_models(pool):
+    assert pool.run(freed_models) == [[False, False, False]] * 2
+
+
 # --- evaluation, callbacks ----------------------------------------------------------------------
 
 
@@ -748,23 +765,29 @@ def test_callbacks_see_what_they_see_on_one_process(pool):
             assert mine == pytest.approx(theirs, abs=1e-6)
 
 
-def unfrozen(layout: str = "fsdp") -> list[float]:
-    accel, model = accelerator(layout), Network()
+def unfrozen(precision: str, layout: str = "fsdp") -> tuple[set[str], list[float]]:
+    accel, model = accelerator(layout, mixed_precision=precision), Network()
     model.blocks.requires_grad_(False)
     model.blocks[0].linear.requires_grad_(True)
     model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for number in range(3):
         if number == 1:
             model.blocks.requires_grad_(True)
-        step(accel, model, optimizer, *batch(accel, number))
-    return flat(accel.unwrap_model(model))
+        inputs, targets = batch(accel, number)
+        accel.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+        dtypes = {str(p.grad.dtype) for p in model.parameters()} if number else set()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dtypes, flat(accel.unwrap_model(model))
 
 
-def test_units_that_were_all_frozen_train_once_they_are_not(pool):
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-6), ("bf16", 3e-2)])
+def test_units_that_were_all_frozen_train_once_they_are_not(pool, precision, tolerance):
     # On one process, where it may be unfrozen too.
-    expected = unfrozen("ddp")
-    for weights in pool.run(unfrozen):
-        assert weights == pytest.approx(expected, abs=1e-6)
+    _, expected = unfrozen(precision, "ddp")
+    for dtypes, weights in pool.run(unfrozen, precision):
+        assert dtypes == {"torch.float32"}
+        assert weights == pytest.approx(expected, abs=tolerance)
 
 
 def found_rate() -> tuple[int, bool, list[float]]:
