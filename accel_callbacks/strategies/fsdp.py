@@ -154,7 +154,8 @@ class FSDP(Strategy):
             self._plain[model] = is_plain(model)
             self._shard(model, mesh[tuple(self.parallelism.fsdp_dim_names)])
             self._replace(before, model)
-        else:  # by the user
+        else:  # by the user, or for another Accelerator
+            self._plain[model] = True
             self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
         self._groups[model] = list(map(ref, parameter_groups(model)))
         if callable(getattr(model, "generate", None)):
@@ -582,7 +583,7 @@ def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return {
-        name: distribute_tensor(value.to(shard.device), shard.device_mesh, shard.placements)
+        name: distribute_tensor(value, shard.device_mesh, shard.placements).to(shard.device)
         if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim()
         else value
         for name, value in state.items()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from accel_callbacks import (
     DataLoaderConfiguration,
@@ -143,6 +145,27 @@ def several_models(layout: str = "fsdp") -> list[float]:
 def test_several_models_and_optimizers_train_together(pool):
     expected = several_models("ddp")
     for weights in pool.run(several_models):
+        assert weights == pytest.approx(expected, abs=1e-6)
+
+
+def sharded_by_hand(layout: str = "fsdp") -> list[float]:
+    accel, model = accelerator(layout), Network()
+    if layout == "fsdp":
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = accel.prepare(model, optimizer)
+    step(accel, *first, *batch(accel))
+    # Another Accelerator in the same process takes what this one has prepared.
+    other = accelerator(layout)
+    second = other.prepare(*first)
+    step(other, *second, *batch(other, 1))
+    return flat(other.unwrap_model(second[0]))
+
+
+def test_a_model_that_is_sharded_already_is_taken_as_it_is(pool):
+    expected = sharded_by_hand("ddp")
+    for weights in pool.run(sharded_by_hand):
         assert weights == pytest.approx(expected, abs=1e-6)
 
 
