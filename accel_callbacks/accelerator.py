@@ -1264,6 +1264,28 @@ class Accelerator(ProcessControl, MediaLogging):
             uncompile(inner)
         return inner if keep_fp32_wrapper else self.precision.unwrap(inner)
 
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which each rank has the whole parameters of a sharded model.
+
+        Collective. Parameters of models that are not sharded are whole anyway.
+
+        Args:
+            module: a prepared model or a part of it. It cannot be called inside of the block.
+            writeback: keep what rank 0 has changed; off by default.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True)
+            >>> model = accel.prepare(torch.nn.Linear(2, 1))
+            >>> with accel.full_parameters(model):
+            ...     tuple(model.weight.shape)
+            (1, 2)
+        """
+        return self.strategy.full_parameters(module, writeback=writeback)
+
     def get_state_dict(
         self, model: torch.nn.Module, unwrap: bool = True, *, all_ranks: bool = False
     ) -> dict[str, Any]:
