@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.compile import regions
 from accel_callbacks.modeling.empty_weights import init_empty_weights
+from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -41,7 +42,6 @@ class FSDP(Strategy):
 
     name = "fsdp"
     has_gradient_sync = True
-    sends_weights = True
 
     def __init__(
         self,
@@ -80,6 +80,12 @@ class FSDP(Strategy):
     def init_context(self) -> AbstractContextManager[None]:
         """Return ``init_empty_weights()``."""
         return init_empty_weights()
+
+    def pretrained_context(self) -> AbstractContextManager[None]:
+        """Return a context in which rank 0 alone loads weights, to send them when sharding."""
+        if self.topology.world_size == 1 or self.options.cpu_ram_efficient_loading is False:
+            return nullcontext()
+        return weights_on_rank_0(self.topology.rank)
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
         """Leave the model where it is: nowhere is all of it on one device."""
