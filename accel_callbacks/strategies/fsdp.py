@@ -20,7 +20,7 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
-from accel_callbacks.strategies.checks import is_plain
+from accel_callbacks.strategies.checks import is_on_several_devices, is_plain, refuse_spread
 
 __all__ = ["FSDP"]
 
@@ -76,6 +76,8 @@ class FSDP(Strategy):
 
     def check(self, model: torch.nn.Module) -> None:
         """Accept a model without weights, which are filled after it is sharded."""
+        if self.topology.world_size > 1:
+            refuse_spread(model)
 
     def init_context(self) -> AbstractContextManager[None]:
         """Return ``init_empty_weights()``."""
@@ -99,12 +101,14 @@ class FSDP(Strategy):
         """Shard the model."""
         weights = InitialWeights(
             model,
-            self.topology.device,
+            torch.device("cpu") if self.options.cpu_offload else self.topology.device,
             sync=self.options.sync_module_states is not False,
             param_init_fn=self.options.param_init_fn,
         )
         mesh = self.device_mesh
         if mesh is None:
+            if is_on_several_devices(model):  # its parts come when they are needed
+                return model
             weights.fill()
             return model.to(self.topology.device)
         assert self.parallelism is not None
@@ -136,7 +140,8 @@ class FSDP(Strategy):
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters by their shards, in place."""
         for group in optimizer.param_groups:
-            group["params"][:] = [self._sharded.get(one, one) for one in group["params"]]
+            sharded: Any = self._sharded
+            group["params"][:] = [sharded.get(one, one) for one in group["params"]]
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return whether the model was plain before it was sharded."""

@@ -359,6 +359,30 @@ def test_a_checkpoint_of_another_model_initializes_nothing(pool, tmp_path: Path)
         assert "has none of the names of FSDPNet" in text
 
 
+def with_adapter(folder: str) -> Any:
+    """Base weights from a file, beside an adapter that was built with values."""
+    accel = accelerator()
+    model = empty()
+    torch.manual_seed(0)
+    model.adapter = torch.nn.Linear(15, 15, bias=False)
+    expected = model.adapter.weight.tolist()
+    model = accel.prepare(model)
+    load_checkpoint_in_model(model, folder)
+    found = full(model)
+    adapter = found.pop("adapter.weight").tolist()
+    torch.manual_seed(5)
+    plain = full(Net())
+    model(IDS)
+    accel.end_training()
+    return adapter == expected, [n for n in plain if not torch.equal(plain[n], found[n])]
+
+
+@pytest.mark.filterwarnings("ignore:.*did not have")
+def test_an_adapter_keeps_its_values(pool, tmp_path: Path) -> None:
+    write(str(tmp_path))
+    assert pool.run(with_adapter, str(tmp_path)) == [(True, [])] * 2
+
+
 class Own(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
