@@ -541,6 +541,40 @@ class Accelerator(ProcessControl, MediaLogging):
         prepared: torch.nn.Module = ready[id(model)]
         return prepared
 
+    def init_module(self) -> AbstractContextManager[None]:
+        """Return a context to build models in.
+
+        Under a strategy that shards, their parameters get no memory before :meth:`prepare`, and
+        values after it: from ``load_checkpoint_in_model``, :meth:`load_state` or
+        ``initialize_weights``. Else models are built as without it, and these calls work too.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator, initialize_weights
+            >>> accel = Accelerator(cpu=True)
+            >>> with accel.init_module():
+            ...     model = torch.nn.Linear(2, 2)
+            >>> model = accel.prepare(model)
+            >>> initialize_weights(model)  # on one device it has been
+            []
+        """
+        return self.strategy.init_context()
+
+    def cpu_ram_efficient_loading(self) -> AbstractContextManager[None]:
+        """Return a context for ``from_pretrained`` of transformers, on all ranks.
+
+        Under a strategy that shards, only rank 0 loads weights, into host memory, and
+        :meth:`prepare` sends the others their parts, block by block. Else nothing changes. To read
+        safetensors files on all ranks, each its part, build the model in :meth:`init_module`
+        instead, and call ``load_checkpoint_in_model`` after :meth:`prepare`.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> with Accelerator(cpu=True).cpu_ram_efficient_loading():
+            ...     pass  # model = AutoModelForCausalLM.from_pretrained(name)
+        """
+        return self.strategy.pretrained_context()
+
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:

@@ -19,6 +19,7 @@ from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.empty_weights import init_empty_weights
+from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
@@ -26,7 +27,11 @@ from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.strategies.base import SetUp, Strategy
-from accel_callbacks.strategies.checks import is_plain, refuse_distributed, refuse_spread
+from accel_callbacks.strategies.checks import (
+    is_plain,
+    refuse_distributed,
+    refuse_spread,
+)
 from accel_callbacks.strategies.fsdp_groups import (
     drop_held,
     has_held,
@@ -70,7 +75,6 @@ class FSDP(Strategy):
 
     name = "fsdp"
     has_gradient_sync = True
-    sends_weights = True
 
     def __init__(
         self,
@@ -129,7 +133,8 @@ class FSDP(Strategy):
 
         A model on the meta device is filled after it is sharded.
         """
-        refuse_spread(model)
+        if self.topology.world_size > 1:
+            refuse_spread(model)
         if not _is_sharded(model):
             refuse_distributed(model)
         self._refuse_shared(model)
@@ -146,6 +151,12 @@ class FSDP(Strategy):
         """Return ``init_empty_weights()``."""
         return init_empty_weights()
 
+    def pretrained_context(self) -> AbstractContextManager[None]:
+        """Return a context in which rank 0 alone loads weights, to send them when sharding."""
+        if self.topology.world_size == 1 or self.options.cpu_ram_efficient_loading is False:
+            return nullcontext()
+        return weights_on_rank_0(self.topology.rank)
+
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
         """Leave the model where it is: nowhere is all of it on one device; but for one rank."""
         alone = self.topology.world_size == 1 and not _has_meta(model)
@@ -159,7 +170,7 @@ class FSDP(Strategy):
         """Shard the model."""
         weights = InitialWeights(
             model,
-            self.topology.device,
+            torch.device("cpu") if self.options.cpu_offload else self.topology.device,
             sync=self.options.sync_module_states is not False,
             param_init_fn=self.options.param_init_fn,
         )
@@ -184,6 +195,14 @@ class FSDP(Strategy):
         if callable(getattr(model, "generate", None)):
             self.mark_forward_methods(model, ["generate"])
         return model
+
+    def _initial_weights(self, model: torch.nn.Module) -> InitialWeights:
+        return InitialWeights(
+            model,
+            self.topology.device,
+            sync=self.options.sync_module_states is not False,
+            param_init_fn=self.options.param_init_fn,
+        )
 
     def _shard(self, model: torch.nn.Module, mesh: Any) -> None:
         """Shard the units of a model, and then what is left of it."""
