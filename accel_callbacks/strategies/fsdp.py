@@ -13,7 +13,7 @@ from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.modeling.compile import regions
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.checks import is_plain
 
