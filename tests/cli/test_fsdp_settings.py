@@ -273,6 +273,15 @@ def test_a_mesh_that_does_not_fit_starts_nothing(
     assert main(asked) == 0
 
 
+@pytest.mark.parametrize("flags", [("--use_fsdp", "--multi_gpu"), ("--multi_gpu", "--use_fsdp")])
+def test_two_kinds_of_run_are_an_error(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--dry_run", *flags, "-m", "timeit"]) == 2
+    assert f"{flags[1]} contradicts distributed_type" in capsys.readouterr().err
+    assert main(["launch", "--dry_run", flags[0], flags[0], "-m", "timeit"]) == 0
+
+
 # --- what a process takes ------------------------------------------------------------------
 
 
