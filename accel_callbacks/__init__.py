@@ -26,6 +26,7 @@ _HOME = {
     "DataLoaderConfiguration": "data.config",
     "DataLoaderDispatcher": "data.dispatch",
     "DataLoaderShard": "data.loader",
+    "DeepSpeedSequenceParallelConfig": "plugins.parallelism_handlers",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedOperationException": "errors",
     "DistributedType": "distributed.topology",
@@ -51,8 +52,11 @@ _HOME = {
     "ResumeError": "errors",
     "SeedableRandomSampler": "data.sampler",
     "Topology": "distributed.topology",
+    "TorchContextParallelConfig": "plugins.parallelism_handlers",
     "TorchDynamoPlugin": "plugins.compile",
+    "TorchTensorParallelConfig": "plugins.parallelism_handlers",
     "TrainingRun": "loop.run",
+    "apply_activation_checkpointing": "modeling.activation_checkpointing",
     "broadcast": "collectives",
     "broadcast_object": "collectives",
     "broadcast_object_list": "collectives",
@@ -62,6 +66,9 @@ _HOME = {
     "gather": "collectives",
     "gather_object": "collectives",
     "get_logger": "logging",
+    "init_empty_weights": "modeling.empty_weights",
+    "init_on_device": "modeling.empty_weights",
+    "initialize_weights": "modeling.absent_weights",
     "is_main_process": "distributed.process_control",
     "last_process_only": "distributed.process_control",
     "load_checkpoint_in_model": "modeling.load",
@@ -150,6 +157,12 @@ if TYPE_CHECKING:
     from accel_callbacks.memory import clear_device_cache as clear_device_cache
     from accel_callbacks.memory import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks.memory import release_memory as release_memory
+    from accel_callbacks.modeling.absent_weights import initialize_weights as initialize_weights
+    from accel_callbacks.modeling.activation_checkpointing import (
+        apply_activation_checkpointing as apply_activation_checkpointing,
+    )
+    from accel_callbacks.modeling.empty_weights import init_empty_weights as init_empty_weights
+    from accel_callbacks.modeling.empty_weights import init_on_device as init_on_device
     from accel_callbacks.modeling.load import (
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
@@ -168,6 +181,15 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin as GradientAccumulationPlugin,
     )
     from accel_callbacks.plugins.parallelism import ParallelismConfig as ParallelismConfig
+    from accel_callbacks.plugins.parallelism_handlers import (
+        DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    )
+    from accel_callbacks.plugins.parallelism_handlers import (
+        TorchContextParallelConfig as TorchContextParallelConfig,
+    )
+    from accel_callbacks.plugins.parallelism_handlers import (
+        TorchTensorParallelConfig as TorchTensorParallelConfig,
+    )
     from accel_callbacks.plugins.precision import AORecipeKwargs as AORecipeKwargs
     from accel_callbacks.plugins.precision import AutocastKwargs as AutocastKwargs
     from accel_callbacks.plugins.precision import GradScalerKwargs as GradScalerKwargs

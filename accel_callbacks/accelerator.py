@@ -49,7 +49,12 @@ from accel_callbacks.distributed.abort import group_is_aborted
 from accel_callbacks.distributed.heartbeat import stop_heartbeat
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.distributed.topology import DistributedType, destroy_topology, resolve_topology
+from accel_callbacks.distributed.topology import (
+    DistributedType,
+    destroy_topology,
+    note_copies,
+    resolve_topology,
+)
 from accel_callbacks.distributed.votes import Trigger
 from accel_callbacks.errors import unknown_option
 from accel_callbacks.integrations.adapt import adapt
@@ -208,6 +213,8 @@ class Accelerator(ProcessControl, MediaLogging):
         loader_config = checked_config(dataloader_config)
         self.rng_types = checked_rng_types(rng_types)
         dispatch = Dispatcher(_several(callbacks), adapters=(adapt,))
+        _check_plugin("parallelism_config", parallelism_config, ParallelismConfig)
+        _check_plugin("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
         self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
@@ -218,6 +225,8 @@ class Accelerator(ProcessControl, MediaLogging):
             launched_parallelism(parallelism_config, self.config),
             launched_fsdp(fsdp_plugin, self.config),
         )
+        note_copies(self.strategy.copies)
+        _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only
         self.precision = create_precision(
             self.config.mixed_precision, self.topology.device, self.handlers
         )
@@ -292,6 +301,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.topology.device,
             data_rank=self.strategy.data_rank,
             data_world=self.strategy.data_world,
+            copies=self.strategy.copies,
             events=self.passes,
             prepared=self.loaders,
         )
@@ -310,12 +320,12 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How the ranks are arranged, None if all of them only read different data."""
+        """How the ranks are arranged, None if nothing was said about it."""
         return self.strategy.parallelism
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The named mesh of the ranks, None without one."""
+        """The named mesh of the ranks (a ``DeviceMesh``), None without one."""
         return self.strategy.device_mesh
 
     @property
@@ -324,9 +334,73 @@ class Accelerator(ProcessControl, MediaLogging):
         return self.strategy.data_world
 
     @property
+    def data_parallel_rank(self) -> int:
+        """Index of this rank's replica of the model; 0 if there is one replica.
+
+        Raises:
+            RuntimeError: there is no ``parallelism_config``; likewise for the ranks below.
+
+        Example:
+            >>> from accel_callbacks import Accelerator, ParallelismConfig
+            >>> accel = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
+            >>> accel.data_parallel_rank, accel.data_parallel_shard_rank
+            (0, 0)
+        """
+        return self._index_along("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Index of this rank's shard in its replica; 0 if nothing is sharded."""
+        return self._index_along("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Index of this rank along the axis of tensor parallelism; 0 without it."""
+        return self._index_along("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Index of this rank along the axis of context parallelism; 0 without it."""
+        return self._index_along("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Not available: a mesh has no axis of pipeline parallelism.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "pipeline_parallel_rank: ParallelismConfig has no axis of pipeline parallelism."
+        )
+
+    def _index_along(self, axis: str) -> int:
+        if self.parallelism_config is None:
+            raise RuntimeError(
+                f"this Accelerator has no mesh, and so no rank along {axis!r}: pass "
+                "parallelism_config=ParallelismConfig(...), or use process_index."
+            )
+        return self.parallelism_config.coordinate(self.process_index)[axis]
+
+    @property
+    def should_save_model(self) -> bool:
+        """True on ranks that take part in saving a model; with a mesh, on all."""
+        return self.parallelism_config is not None or self.is_local_main_process
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded."""
+        return self.distributed_type is DistributedType.FSDP
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """True if models are sharded over a mesh; the same as :attr:`is_fsdp2`."""
+        return self.is_fsdp2
+
+    @property
     def multi_device(self) -> bool:
-        """True with several ranks that each compute on a device of their own, not the CPU."""
-        return self.use_distributed and self.device.type != "cpu"
+        """True with several ranks that replicate a model on devices other than the CPU."""
+        return self.distributed_type is DistributedType.MULTI_GPU
 
     @property
     def debug(self) -> bool:
@@ -336,7 +410,7 @@ class Accelerator(ProcessControl, MediaLogging):
     @property
     def state(self) -> AcceleratorState:
         """The topology as this rank sees it, with the options of this Accelerator."""
-        return AcceleratorState.of(self.config)
+        return AcceleratorState.of(self.config, self.strategy)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -418,6 +492,7 @@ class Accelerator(ProcessControl, MediaLogging):
             tensor([1.])
         """
         self.loop.share_identity(self.loop.run)
+        self.strategy.share_random_state()
         places = device_placement
         if places is None or isinstance(places, bool):
             places = [places] * len(args)
@@ -460,6 +535,7 @@ class Accelerator(ProcessControl, MediaLogging):
             ValueError: the model is sharded over devices or ranks, has no weights yet, or lacks
                 one of the ``forward_methods``.
         """
+        self.strategy.share_random_state()
         request = ModelRequest(model, self._placement(device_placement), evaluation_mode)
         ready = self._preparer.prepare([request], forward_methods=_names(forward_methods))
         prepared: torch.nn.Module = ready[id(model)]
@@ -766,7 +842,12 @@ class Accelerator(ProcessControl, MediaLogging):
     # --- values of all ranks ------------------------------------------------------------------
 
     def gather(self, tensor: T) -> T:
-        """Concatenate each tensor over all ranks; see :func:`accel_callbacks.gather`."""
+        """Concatenate each tensor over all ranks; see :func:`accel_callbacks.gather`.
+
+        A DTensor, such as a sharded parameter, gives the whole tensor. Ranks that share a model
+        (``tp_size`` of a ``parallelism_config``) each add what they have of the same batch:
+        :meth:`gather_for_metrics` counts it once.
+        """
         return collectives.gather(tensor, debug=self.debug)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -780,7 +861,8 @@ class Accelerator(ProcessControl, MediaLogging):
         Args:
             input_data: a tensor of shape ``(batch, ...)`` or a nested structure of them, with
                 lists of other objects between them; anything else is gathered as objects. Batch
-                sizes may differ between ranks.
+                sizes may differ between ranks. Of ranks that share a model, and have read the same
+                batch, the first one counts.
             use_gather_object: gather objects; lists and tuples become one list in rank order,
                 anything else becomes a list with one entry per rank.
 
@@ -812,7 +894,11 @@ class Accelerator(ProcessControl, MediaLogging):
         *,
         weight: float | torch.Tensor | None = None,
     ) -> T:
-        """Reduce each tensor over all ranks; see :func:`accel_callbacks.reduce`."""
+        """Reduce each tensor over all ranks; see :func:`accel_callbacks.reduce`.
+
+        Ranks that share a model (``tp_size`` of a ``parallelism_config``) each count, though they
+        have read the same batch: a mean is right, and a sum is that many times too large.
+        """
         return collectives.reduce(tensor, reduction, scale, weight=weight, debug=self.debug)
 
     def pad_across_processes(
@@ -1136,7 +1222,8 @@ class Accelerator(ProcessControl, MediaLogging):
         """Write a flat dict of tensors as one safetensors file, on rank 0.
 
         With ``save_on_each_node`` of the project, on one rank of each node. The others do not
-        wait, so it may be called on all ranks or on rank 0 only.
+        wait, so it may be called on all ranks or on rank 0 only; with DTensors it gathers them,
+        and all ranks must call it.
 
         Args:
             obj: names to tensors.
@@ -1177,12 +1264,23 @@ class Accelerator(ProcessControl, MediaLogging):
             uncompile(inner)
         return inner if keep_fp32_wrapper else self.precision.unwrap(inner)
 
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(
+        self, model: torch.nn.Module, unwrap: bool = True, *, all_ranks: bool = False
+    ) -> dict[str, Any]:
         """Return the full state dict of a prepared model.
+
+        That of a sharded model is gathered in host memory, one tensor after the other, so all ranks
+        must call it. :meth:`save_model` writes the same weights without holding them all.
 
         Args:
             model: a prepared model.
             unwrap: use the names of the unwrapped model; else those of the wrapper, if any.
+            all_ranks: return the gathered state on all ranks; by default it is on rank 0, and the
+                other ranks get an empty dict.
+
+        Raises:
+            RuntimeError: the model is sharded, and a rank did not call it within the timeout.
+            DistributedOperationException: likewise in debug mode, if it makes another call instead.
 
         Example:
             >>> import torch
@@ -1191,7 +1289,9 @@ class Accelerator(ProcessControl, MediaLogging):
             >>> sorted(accel.get_state_dict(accel.prepare(torch.nn.Linear(1, 1))))
             ['bias', 'weight']
         """
-        return self.strategy.model_state_dict(model) if unwrap else model.state_dict()
+        return self.strategy.model_state_dict(
+            model, unwrap=unwrap, all_ranks=all_ranks, debug=self.debug
+        )
 
     # --- runs ---------------------------------------------------------------------------------
 
@@ -1657,6 +1757,20 @@ def _several(callbacks: Any) -> Iterable[Any]:
         return ()
     one = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
     return (callbacks,) if one else callbacks
+
+
+def _check_plugin(name: str, value: Any, kind: type[Any]) -> None:
+    """Raise TypeError for an argument of another class."""
+    if value is None or isinstance(value, kind):
+        return
+    where = ""
+    if type(value).__name__ == kind.__name__:  # imported from another library by the same name
+        where = f" of {type(value).__module__}, another library"
+        value = kind.__name__
+    raise TypeError(
+        f"{name}={value}{where} must be a {kind.__name__}: "
+        f"`from accel_callbacks import {kind.__name__}`."
+    )
 
 
 def _unnamed_option(value: Any, owner: type[Any]) -> str:

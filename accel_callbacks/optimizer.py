@@ -14,6 +14,7 @@ from accel_callbacks.loop.first_steps import OptimizerWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.precision.base import StepFinding
+from accel_callbacks.strategies import Strategy
 
 __all__ = ["AcceleratedOptimizer"]
 
@@ -40,12 +41,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         loop: Loop,
         precision: Precision,
         watch: OptimizerWatch | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         # Without Optimizer.__init__, because the state is that of the wrapped optimizer.
         self.optimizer = optimizer
         self._loop = loop
         self._precision = precision
         self._watch = watch
+        self._strategy = strategy
         self._settled_window = -1
         self._outcome: bool | StepFinding = True
 
@@ -84,7 +87,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_outcome": not self.step_was_skipped}
+        return {
+            **self.__dict__,
+            "_watch": None,
+            "_strategy": None,
+            "_outcome": not self.step_was_skipped,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -180,10 +188,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         for hook in loop.dispatch.hooks["on_before_zero_grad"]:
             hook(loop.run, loop.model, self)
         normalizer = window.normalizer
-        if normalizer.pending and has_gradients(self.optimizer):  # discarded without a step
+        if normalizer.pending and self._has_gradients():  # discarded without a step
             normalizer.forget()
         self.optimizer.zero_grad(set_to_none)
+        if self._strategy is not None:
+            self._strategy.drop_gradients(self.optimizer)
         self._precision.forget(self.optimizer)
+
+    def _has_gradients(self) -> bool:
+        if self._strategy is None:
+            return has_gradients(self.optimizer)
+        return self._strategy.has_gradients(self.optimizer)
 
     def train(self) -> None:
         """Switch a schedule-free optimizer to training mode."""

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard
     from accel_callbacks.loop.gradient_window import GradientWindow
     from accel_callbacks.loop.loop import Loop
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel_callbacks.plugins.parallelism import ParallelismConfig
+    from accel_callbacks.strategies import Strategy
 
 __all__ = [
     "AcceleratorState",
@@ -244,6 +247,8 @@ def _group_options(given: dict[str, Any], owner: type[Any]) -> InitProcessGroupK
 class AcceleratorState(PartialState):
     """A :class:`PartialState` with the options given by the launcher.
 
+    ``Accelerator.state`` also has the mesh and the options of that Accelerator.
+
     Args:
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the launcher's if ``None``.
         cpu: as for :class:`PartialState`.
@@ -261,10 +266,15 @@ class AcceleratorState(PartialState):
         super().__init__(cpu, **kwargs)
         explicit = {"mixed_precision": mixed_precision, "cpu": cpu}
         self._config = resolve_config(explicit, os.environ)
+        self._strategy: Strategy | None = None
 
     @classmethod
-    def of(cls, config: AcceleratorConfig) -> AcceleratorState:
+    def of(cls, config: AcceleratorConfig, strategy: Strategy | None = None) -> AcceleratorState:
         """Return the state of an Accelerator with these options.
+
+        Args:
+            config: the resolved options.
+            strategy: how the Accelerator distributes the work; of one without a mesh if None.
 
         Example:
             >>> from accel_callbacks import AcceleratorConfig, AcceleratorState
@@ -273,7 +283,35 @@ class AcceleratorState(PartialState):
         """
         state = cls(config.mixed_precision, cpu=config.cpu)
         state._config = config
+        state._strategy = strategy
         return state
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of run."""
+        return (
+            super().distributed_type if self._strategy is None else self._strategy.distributed_type
+        )
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How the ranks are arranged, None if nothing was said about it."""
+        return None if self._strategy is None else self._strategy.parallelism
+
+    @property
+    def device_mesh(self) -> Any:
+        """The named mesh of the ranks (a ``DeviceMesh``), None without one."""
+        return None if self._strategy is None else self._strategy.device_mesh
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded, None if they are not."""
+        return None if self._strategy is None else self._strategy.fsdp_plugin
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded."""
+        return self.distributed_type is DistributedType.FSDP
 
     @property
     def config(self) -> AcceleratorConfig:

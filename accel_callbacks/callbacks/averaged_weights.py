@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.gradients import local_part
 
 __all__ = ["Averages", "Rule", "local_part"]
 
@@ -17,21 +18,6 @@ Rule = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 
 _CHUNK_ELEMENTS = 2**26  # copied at a time to the dtype and device of the averages
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, in the same memory.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks.averaged_weights import local_part
-        >>> local_part(torch.ones(1))
-        tensor([1.])
-    """
-    if not hasattr(tensor, "device_mesh"):
-        return tensor
-    part: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    return part
 
 
 class Averages:

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.interval import Interval
 from accel_callbacks.errors import nearest
+from accel_callbacks.modeling.original_class import class_of
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -101,7 +102,7 @@ class Freeze(Callback):
     @property
     def state_key(self) -> str:
         """``Freeze:<targets>``, with the class for a module."""
-        parts = (one if isinstance(one, str) else type(one).__name__ for one in self.schedule)
+        parts = (one if isinstance(one, str) else class_of(one).__name__ for one in self.schedule)
         return f"Freeze:{','.join(parts)}"
 
     # --- hooks --------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class Freeze(Callback):
     def _require_parameters(self, phase: _Phase, matched: bool, run: TrainingRun) -> None:
         if phase.parameters:
             return
-        shown = phase.target if isinstance(phase.target, str) else type(phase.target).__name__
+        shown = phase.target if isinstance(phase.target, str) else class_of(phase.target).__name__
         if matched:
             raise ValueError(
                 f"Freeze: all parameters of {shown!r} have requires_grad=False already: prepare "
@@ -286,10 +287,8 @@ def _parse_until(until: int | str | None) -> Interval | None:
 def _can_change_requires_grad(run: TrainingRun) -> bool:
     """Return whether ``requires_grad`` may change after the model was prepared."""
     strategy = getattr(run.accelerator, "strategy", None)
-    if strategy is None:  # over a foreign trainer, which may wrap the model in DDP itself
-        return False
-    options = getattr(strategy, "options", None)
-    return not strategy.has_gradient_sync or bool(getattr(options, "find_unused_parameters", False))
+    # There is none over a foreign trainer, which may wrap the model in DDP itself.
+    return strategy is not None and bool(strategy.allows_unfreezing)
 
 
 def split_param_groups(

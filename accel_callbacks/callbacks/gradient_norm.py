@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.finite import parameters_of
 from accel_callbacks.callbacks.freeze import Freeze
+from accel_callbacks.gradients import combined_norm, total_norm
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
@@ -127,7 +127,7 @@ class GradientNorm(Callback):
         if self.per_layer:
             for layer, members in self._layers(run, with_grad).items():
                 norms[f"{self.log_name}/{layer}"] = total_norm(members, self.norm_type)
-            total = _combined(list(norms.values()), self.norm_type)
+            total = combined_norm(list(norms.values()), self.norm_type)
         else:
             total = total_norm(with_grad, self.norm_type)
         norms[self._name(run, optimizer)] = total
@@ -153,47 +153,3 @@ class GradientNorm(Callback):
         for parameter in parameters:
             layers.setdefault(self._layer_names.get(id(parameter), "other"), []).append(parameter)
         return layers
-
-
-def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the total norm of the gradients, as a tensor on their device; 0 without any.
-
-    For sharded gradients it is the norm over all ranks, and all ranks must call it.
-
-    Args:
-        parameters: those without a gradient are ignored.
-        norm_type: the ``p`` of the norm.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.callbacks.gradient_norm import total_norm
-        >>> weight = torch.ones(2, requires_grad=True)
-        >>> (weight * torch.tensor([3.0, 4.0])).sum().backward()
-        >>> total_norm([weight])
-        tensor(5.)
-    """
-    by_sharding: dict[Any, list[torch.Tensor]] = {}
-    for gradient in (p.grad for p in parameters if p.grad is not None and p.grad.numel()):
-        dense = gradient.coalesce().values() if gradient.is_sparse else gradient
-        sharding = (getattr(dense, "device_mesh", None), getattr(dense, "placements", None))
-        by_sharding.setdefault(sharding, []).append(dense.detach())
-    if not by_sharding:
-        return torch.tensor(0.0, device="cpu")
-    return _combined([_norm(same, norm_type) for same in by_sharding.values()], norm_type)
-
-
-def _norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of gradients with the same sharding."""
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-    full_tensor: Any = getattr(norm, "full_tensor", None)  # of a DTensor
-    total: torch.Tensor = norm if full_tensor is None else full_tensor()
-    return total
-
-
-def _combined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the total norm from the norms of parts."""
-    if len(norms) == 1:
-        return norms[0]
-    parts = torch.stack([norm.to(norms[0].device).float() for norm in norms])
-    total: torch.Tensor = torch.linalg.vector_norm(parts, norm_type)
-    return total

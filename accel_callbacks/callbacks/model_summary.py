@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.flops import FlopCounter
 from accel_callbacks.collectives import tensors_in
+from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.modeling.undisturbed import undisturbed_eval
 from accel_callbacks.utils.text import table
 
@@ -214,7 +215,7 @@ def _summarize_layer(
     others = {owners[id(one)] for one in every} - {name}
     return LayerSummary(
         name=name,
-        kind=type(module).__name__,
+        kind=class_of(module).__name__,
         parameters=sum(one.numel() for one in known),
         trainable=sum(one.numel() for one in known if one.requires_grad),
         bytes=sum(_bytes(one) for one in known),

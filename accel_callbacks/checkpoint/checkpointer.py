@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.open import describe_foreign_folder
@@ -23,7 +24,7 @@ from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
 from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
 from accel_callbacks.distributed.abort import refuse_aborted_group
-from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.distributed.failures import meet, shared_failure
 from accel_callbacks.distributed.process_control import synchronize
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.modeling.adapters import (
@@ -144,6 +145,8 @@ class Checkpointer:
             return ""
         step = loop.run.global_step
         url = target if isinstance(target, str) else target.path(step)
+        if loop.window.is_open:
+            self.training.strategy.reduce_gradients()
         shared, local, labels = self._state_and_labels(url, trainable_only, storage_options)
         options: dict[str, Any] = {
             "local_state": local,
@@ -199,9 +202,10 @@ class Checkpointer:
         ]
         if len(found) != 1:
             return []
+        adapter = self._gathered(found[0])
         if training.strategy.topology.rank == 0:
             with writable_folder(url) as folder:
-                _write_adapter(found[0], folder, storage_options)
+                _write_adapter(adapter, folder, storage_options)
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
     def wait(self) -> None:
@@ -237,16 +241,18 @@ class Checkpointer:
         require_neighbour("checkpoint_io")
         import checkpoint_io
 
-        state = training.strategy.model_state_dict(model)
+        state = training.strategy.local_state_dict(model)
         if adapters := adapters_of(training.strategy.unwrap(model), state):
             with synchronize("save_model"):
-                for adapter in adapters if self._writes_files else ():
-                    own = () if adapter.name == "default" else (adapter.name,)
-                    _write_adapter(adapter, path_in(fspath(save_directory), *own), storage_options)
+                for adapter in map(self._gathered, adapters):
+                    if self._writes_files:
+                        own = () if adapter.name == "default" else (adapter.name,)
+                        folder = path_in(fspath(save_directory), *own)
+                        _write_adapter(adapter, folder, storage_options)
             return
         if trainable_only:
             state = without_frozen(state, training.strategy.unwrap(model))
-        spread = any(hasattr(value, "device_mesh") for value in state.values())
+        spread = any(map(collectives.is_sharded, state.values()))
         with synchronize("save_model"):
             # Sharded parameters are gathered one at a time in the write, so all ranks take part.
             if spread or self._writes_files:
@@ -274,8 +280,18 @@ class Checkpointer:
         """
         _refuse_pickle(safe_serialization)
         remote_failure.raise_in("save")
+        if isinstance(obj, Mapping) and any(map(collectives.is_sharded, obj.values())):
+            meet("save")
+            obj = collectives.gather_sharded(obj, keep=self._writes_files)
         if self._writes_files:
             save_tensors(obj, f)
+
+    def _gathered(self, adapter: Adapter) -> Adapter:
+        """Collective if it is sharded: return an adapter with the tensors that are written."""
+        if not any(map(collectives.is_sharded, adapter.tensors.values())):
+            return adapter
+        tensors = collectives.gather_sharded(adapter.tensors, keep=self._writes_files)
+        return adapter._replace(tensors=tensors)
 
     @property
     def _writes_files(self) -> bool:

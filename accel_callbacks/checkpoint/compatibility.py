@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks import collectives
 from accel_callbacks.checkpoint.frozen_weights import check_same_model, differing_weights
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
@@ -175,12 +174,22 @@ def rank_part(
 ) -> dict[str, Any] | None:
     """Return the part of the checkpoint that belongs to this rank alone, as far as it is restored.
 
-    With another world size that is only the random generators, on ranks that exist on both sides.
+    With another number of data ranks that is only the random generators, on data ranks that exist
+    on both sides (an open window is restored for any number, by `open_window`).
+
+    Args:
+        training: the state that is restored.
+        manifest: of the checkpoint.
+        state: the selected part of its shared state.
+        local: what the rank that read the data of this one saved for itself.
+        selection: what is restored.
+        strict: raise where it would warn.
 
     Raises:
         ResumeError: the resume is not exact, and ``strict``.
     """
-    saved, here = manifest.world_size, collectives.world_size()
+    copies = state.get("copies", 1)
+    saved, here = manifest.world_size // copies, training.strategy.data_world
     own = local if saved == here else None
     prepared = {
         str(i): loader
@@ -190,7 +199,9 @@ def rank_part(
     problems = stream_problems(prepared, state["loaders"], own)
     text = "".join(f"a stream does not go on exactly: {problem}; " for problem in problems)
     if saved != here:
-        text += _other_world(saved, here, local, exact=not problems, selection=selection)
+        unit = "processes" if copies == training.strategy.copies == 1 else "data ranks"
+        change = f"was saved by {saved} {unit} and is loaded by {here}"
+        text += _other_world(change, min(saved, here), exact=not problems, selection=selection)
         if local is not None:
             own = {"rng": local["rng"]}
     if text and strict:
@@ -200,18 +211,20 @@ def rank_part(
     return own
 
 
-def _other_world(
-    saved: int, here: int, local: Mapping[str, Any] | None, *, exact: bool, selection: Selection
-) -> str:
-    """Describe what another world size means for the rest of a run; empty if nothing."""
-    kept = min(saved, here)
+def _other_world(change: str, kept: int, *, exact: bool, selection: Selection) -> str:
+    """Describe what another world size means for the rest of a run; empty if nothing.
+
+    Args:
+        change: the world sizes.
+        kept: number of data ranks that exist on both sides.
+        exact: loaders continue exactly.
+        selection: what is restored.
+    """
     alike = "rank 0" if kept == 1 else f"ranks 0 to {kept - 1}"
     parts = []
     if exact and selection.takes("loaders/0"):
         parts.append("the order of samples goes on exactly, but")
     if selection.takes("rng"):
         parts.append(f"random generators are not restored, except on {alike};")
-    if local is not None and "window" in local and selection.takes("window"):
-        parts.append("the gradients of the open window are dropped;")
-    start = f"the checkpoint was saved by {saved} processes and is loaded by {here}: "
+    start = f"the checkpoint {change}: "
     return start + " ".join(parts) + " " if parts and parts[-1].endswith(";") else ""

@@ -25,6 +25,7 @@ from accel_callbacks.checkpoint.open import (
     process_group,
     together,
 )
+from accel_callbacks.checkpoint.open_window import OpenWindow, read_window, restore_window
 from accel_callbacks.checkpoint.project import number_of
 from accel_callbacks.checkpoint.selection import Selection, all_keys
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
@@ -46,6 +47,7 @@ __all__ = [
     "apply",
     "find",
     "make_ready",
+    "place_optimizer_state",
     "read_content",
     "restore_from",
     "restore_newest",
@@ -229,11 +231,15 @@ class LoadOptions:
 
 
 class Content(NamedTuple):
-    """The content of a checkpoint; if ``lazy``, models and optimizers are still to be read."""
+    """The content of a checkpoint; if ``lazy``, models and optimizers are still to be read.
+
+    The gradients of the open window are read into new memory.
+    """
 
     state: dict[str, Any]
     local: dict[str, Any] | None
     lazy: bool
+    window: OpenWindow | None
 
 
 class Ready(NamedTuple):
@@ -245,6 +251,7 @@ class Ready(NamedTuple):
         optimizers: states whose tensors are read by ``reads``, by index.
         indices: the prepared objects to restore, by kind.
         local: the part of this rank.
+        window: the open window.
         reads: the tensors to read in place.
         report: the names that are not restored.
     """
@@ -254,6 +261,7 @@ class Ready(NamedTuple):
     optimizers: dict[int, dict[str, Any]]
     indices: dict[str, list[int]]
     local: dict[str, Any] | None
+    window: OpenWindow | None
     reads: InPlaceReads
     report: RestoreReport
 
@@ -289,14 +297,14 @@ def _divide(training: TrainingState, reader: CheckpointReader, options: LoadOpti
             "checkpoint_io.load reads it."
         )
     part = options.selection.apply(state)
-    rest, in_place = dict(state), {}
+    rest, in_place = {k: v for k, v in state.items() if k != "window"}, {}
     lazy = not _hooks_want_tensors(training)
     if lazy:
         in_place = {name: part[name] for name in ("models", "optimizers")}
-        rest = {name: value for name, value in state.items() if name not in in_place}
+        rest = {name: value for name, value in rest.items() if name not in in_place}
         rest["registered"] = part["registered"]
     first = {"state": rest, "local": reader.local_state}
-    keys = {view.key for view in views_in([in_place, first])}
+    keys = {view.key for view in views_in([in_place, first, state.get("window")])}
     sharded = list(_sharded(training, in_place)) if options.verify == "full" else []
     return _Division(state, first, lazy, keys, sharded)
 
@@ -326,7 +334,9 @@ def _fitting(saved: Any, here: torch.Tensor | None) -> Iterator[tuple[TensorView
         yield saved, here
 
 
-def read_content(reader: CheckpointReader, options: LoadOptions, divided: _Division) -> Content:
+def read_content(
+    training: TrainingState, reader: CheckpointReader, options: LoadOptions, divided: _Division
+) -> Content:
     """Verify the checkpoint, and read all that is not read in place.
 
     With ``verify="full"`` it is collective, and each byte is verified by one rank.
@@ -343,7 +353,8 @@ def read_content(reader: CheckpointReader, options: LoadOptions, divided: _Divis
         pairs=divided.sharded,
     )
     loaded = reader.load_tree(divided.first)
-    return Content({**divided.state, **loaded["state"]}, loaded["local"], divided.lazy)
+    window = read_window(training, reader, loaded["local"], options.selection)
+    return Content({**divided.state, **loaded["state"]}, loaded["local"], divided.lazy, window)
 
 
 def _hooks_want_tensors(training: TrainingState) -> bool:
@@ -391,7 +402,7 @@ def make_ready(
     training.registered.load_state_dict(
         registered, strict=options.strict, chosen=lambda name: selection.takes(f"registered/{name}")
     )
-    return Ready(part, weights, optimizers, indices, local, reads, report)
+    return Ready(part, weights, optimizers, indices, local, content.window, reads, report)
 
 
 def _weights(
@@ -437,16 +448,28 @@ def _place_states(
     training: TrainingState, optimizers: dict[int, dict[str, Any]], reads: InPlaceReads
 ) -> dict[int, dict[str, Any]]:
     """Return optimizer states with tensors to be read in place of views."""
-    given: dict[int, dict[str, Any]] = {}
-    for index, saved in optimizers.items():
-        optimizer = training.optimizers[index].optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        states = {
-            place: reads.replace(state, optimizer.state.get(parameters[place]), parameters[place])
-            for place, state in saved["state"].items()
-        }
-        given[index] = {**reads.replace({**saved, "state": {}}), "state": states}
-    return given
+    return {
+        index: place_optimizer_state(training.optimizers[index].optimizer, saved, reads)
+        for index, saved in optimizers.items()
+    }
+
+
+def place_optimizer_state(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], reads: InPlaceReads
+) -> dict[str, Any]:
+    """Return a saved state by position with tensors to be read in place of its views.
+
+    Args:
+        optimizer: as the user made it; tensors of its state that fit are used again.
+        saved: from ``Strategy.fit_optimizer_state``.
+        reads: gets the tensors.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {
+        place: reads.replace(state, optimizer.state.get(parameters[place]), parameters[place])
+        for place, state in saved["state"].items()
+    }
+    return {**reads.replace({**saved, "state": {}}), "state": states}
 
 
 def apply(training: TrainingState, ready: Ready, selection: Selection) -> None:
@@ -469,7 +492,7 @@ def apply(training: TrainingState, ready: Ready, selection: Selection) -> None:
         training.tracking.resume_run(state["trackers"], training.loop.run)
     local = ready.local or {}
     if selection.takes("window"):
-        _restore_window(training, local.get("window"), selection)
+        restore_window(training, ready.window)
     if "rng" in local and selection.takes("rng"):
         restore_rng(local["rng"], training.device, devices_of(training.models))
 
@@ -487,27 +510,6 @@ def _restore_place(training: TrainingState, ready: Ready, selection: Selection) 
             loader.end_pass()
         elif loader.done:
             loader.skip_next_pass()  # the open epoch has read it to the end
-
-
-def _restore_window(
-    training: TrainingState, saved: Mapping[str, Any] | None, selection: Selection
-) -> None:
-    window = training.loop.window
-    window.close()
-    window.normalizer.forget()
-    window.dirty = False
-    found = {} if saved is None else saved["gradients"]
-    gradients = {selection.weight(name): gradient for name, gradient in found.items()}
-    for index, model in enumerate(training.bare_models):
-        for name, parameter in model.named_parameters():
-            gradient = gradients.get(f"{index}.{name}")
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    if saved is not None:
-        window.position, window.divisor = saved["position"], saved["divisor"]
-        window.sync, window.touched = False, True
-        window.normalizer.load_state_dict(saved["normalizer"])
-    logged = None if saved is None else saved.get("logged")
-    training.tracking.row.load_state_dict(logged, training.loop.run)
 
 
 def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -635,10 +637,13 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
     """
     if options.accept is not None:
         options.accept(reader)
+    reader = _of_own_data(training, reader)
     division = partial(_divide, training, reader, options)
     # a rank that raises here must not leave the others in the collective of a full check
     divided = together(_WHERE, division) if options.verify == "full" else None
-    content = together(_WHERE, lambda: read_content(reader, options, divided or division()))
+    content = together(
+        _WHERE, lambda: read_content(training, reader, options, divided or division())
+    )
     with training.registered.all_or_nothing():
         with shared_failure(_WHERE):
             ready = make_ready(training, reader, content, options)
@@ -653,6 +658,22 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
             if hasattr(saver, "resumed"):
                 saver.resumed(training.loop.run)
     return reader.path
+
+
+def _of_own_data(training: TrainingState, reader: CheckpointReader) -> CheckpointReader:
+    """Return a reader of the local state of a rank that had read the data of this one.
+
+    Collective, if another number of ranks shared a model in the run that saved.
+
+    Raises:
+        LoadFailed: a rank could not read it.
+    """
+    saved, strategy = reader.state.get("copies", 1), training.strategy
+    if saved == strategy.copies:
+        return reader
+    copy = strategy.topology.rank % strategy.copies
+    rank = strategy.data_rank * saved + copy % saved
+    return together(_WHERE, lambda: reader.of_rank(rank))
 
 
 def _read_in_place(training: TrainingState, ready: Ready, progress: bool | None) -> None:

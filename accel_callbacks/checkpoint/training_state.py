@@ -113,7 +113,7 @@ class TrainingState:
         loop, strategy = self.loop, self.strategy
         names = parameter_names(self.bare_models)
         shared: dict[str, Any] = {
-            "models": _numbered([strategy.model_state_dict(model) for model in self.models]),
+            "models": _numbered([strategy.local_state_dict(model) for model in self.models]),
             "optimizers": _numbered(
                 [strategy.optimizer_state_dict(o.optimizer, names) for o in self.optimizers]
             ),
@@ -129,13 +129,17 @@ class TrainingState:
         rng, own = random or self._random_state()
         for state, generators in zip(shared["loaders"].values(), own, strict=False):
             state["order"]["generators"] = generators
+        if strategy.copies > 1:
+            shared["copies"] = strategy.copies  # of each data rank's local state
         local: dict[str, Any] = {"rng": rng}
         if options := loop.dispatch.options():
             shared["callback_options"] = options
         if streams := split_local_states(shared["loaders"]):
             local["streams"] = streams
         if loop.window.is_open:
-            local["window"] = self._open_window()
+            local["window"], gradients = self._open_window()
+            if gradients:
+                shared["window"] = {"gradients": gradients}
         return shared, local
 
     def _random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -157,22 +161,28 @@ class TrainingState:
         waiting = loader in self.loop.active and loader.trained and not self.loop.worked
         return loader.state_dict(again=waiting and len(self.optimizers) > 0)
 
-    def _open_window(self) -> dict[str, Any]:
-        """Return the gradients of an open window: a save may come in the middle of one."""
+    def _open_window(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the state of an open window: a save may come in the middle of one.
+
+        Sharded gradients come apart: they are averaged over the ranks already, so any number of
+        ranks can go on with them.
+        """
         gradients = {
-            f"{index}.{name}": parameter.grad
-            for index, model in enumerate(self.bare_models)
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
+            f"{index}.{name}": gradient
+            for index, model in enumerate(self.models)
+            for name, gradient in self.strategy.open_gradients(model).items()
         }
+        sharded = {n: one for n, one in gradients.items() if collectives.is_sharded(one)}
         window = self.loop.window
-        return {
+        local = {
             "position": window.position,
             "divisor": window.divisor,
             "normalizer": window.normalizer.state_dict(),
-            "gradients": gradients,
+            "averaged_over": self.strategy.averaged_over,
+            "gradients": {n: one for n, one in gradients.items() if n not in sharded},
             "logged": self.tracking.row.state_dict(),
         }
+        return local, sharded
 
     def choose_weights(
         self, shared: dict[str, Any], url: str, *, trainable_only: bool = False

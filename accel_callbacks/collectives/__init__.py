@@ -10,6 +10,7 @@ from accel_callbacks.collectives.group import expect_group as expect_group
 from accel_callbacks.collectives.group import explained as explained
 from accel_callbacks.collectives.group import explains_with as explains_with
 from accel_callbacks.collectives.group import group_for as group_for
+from accel_callbacks.collectives.group import group_timeout as group_timeout
 from accel_callbacks.collectives.group import has_peers as has_peers
 from accel_callbacks.collectives.group import join_control_group as join_control_group
 from accel_callbacks.collectives.group import leave_control_group as leave_control_group
@@ -30,6 +31,10 @@ from accel_callbacks.collectives.objects import (
     broadcast_object_list,
     gather_object,
 )
+from accel_callbacks.collectives.sharded import full_tensor as full_tensor
+from accel_callbacks.collectives.sharded import gather_sharded as gather_sharded
+from accel_callbacks.collectives.sharded import is_sharded as is_sharded
+from accel_callbacks.collectives.sharded import shard_like as shard_like
 from accel_callbacks.collectives.store import BoundedStore as BoundedStore
 from accel_callbacks.collectives.tensors import broadcast, gather, pad_across_processes, reduce
 from accel_callbacks.collectives.tensors import gather_sized as gather_sized

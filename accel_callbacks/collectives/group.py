@@ -23,6 +23,7 @@ __all__ = [
     "explained",
     "explains_with",
     "group_for",
+    "group_timeout",
     "has_peers",
     "join_control_group",
     "leave_control_group",
@@ -175,6 +176,13 @@ def group_for(tensor: torch.Tensor) -> Any:
 
 def _serves_cpu(group: Any) -> bool:
     return any(kind.type == "cpu" for kind in group._device_types)
+
+
+def group_timeout() -> timedelta:
+    """Return the timeout of collectives of the default group; torch's default if it is unknown."""
+    world = dist.group.WORLD
+    found = None if world is None else _timeout_of(world)
+    return dist.constants.default_pg_timeout if found is None else found
 
 
 def _timeout_of(group: Any) -> timedelta | None:

@@ -61,7 +61,7 @@ def gather_counted(data: Any, active: Sequence[Tally], ranks: Sequence[int] | No
         return torch.cat([piece[:count] for piece, count in pieces])
 
     counted = collectives.map_tensors(collectives.gather_sized(data, sizes), keep_real)
-    counted = collectives.numbers_to_tensors(counted)
+    counted = collectives.numbers_to_tensors(counted, ranks)
     return apply_to_collection(counted, _Joined, lambda joined: joined.items)
 
 

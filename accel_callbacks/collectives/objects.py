@@ -61,6 +61,9 @@ def any_process(flag: bool) -> bool:
 def gather_object(object: Any, *, debug: bool | None = None) -> list[Any]:
     """Gather the objects of all processes into one list, in rank order.
 
+    Processes that share a model, and have read the same batch, are not told apart:
+    ``Accelerator.gather_for_metrics`` does.
+
     Args:
         object: a picklable object. Lists and tuples are joined into one list; anything else (a
             dict, a string, a number) is one entry for each process.

@@ -31,6 +31,7 @@ from accel_callbacks.collectives.nested import (
     map_tensors,
     tensors_in,
 )
+from accel_callbacks.collectives.sharded import full_tensor, is_sharded
 from accel_callbacks.errors import nearest
 
 __all__ = [
@@ -57,12 +58,15 @@ _REDUCTIONS = ("sum", "mean", "max", "min", "none")
 def gather(tensor: T, *, debug: bool | None = None) -> T:
     """Concatenate each tensor over all processes, along dimension 0, in rank order.
 
+    Processes that share a model, and have read the same batch, are not told apart:
+    ``Accelerator.gather_for_metrics`` does.
+
     Args:
         tensor: a tensor or a nested structure (list, tuple, named tuple, mapping of any class,
             dataclass) of tensors of shape ``(n, ...)`` and any dtype, the same structure on all
             processes; ``n`` may differ between them. Tensors without dimensions and Python's
-            numbers give one entry for each process. Sets, strings and other objects are not
-            changed.
+            numbers give one entry for each process. A DTensor, which is sharded over the
+            processes, gives the whole tensor. Sets, strings and other objects are not changed.
         debug: first compare what the processes hold; read from ``ACCEL_DEBUG`` if ``None``.
 
     Returns:
@@ -92,12 +96,20 @@ def gather_sized(data: T, sizes: list[list[int]] | None) -> T:
     return map_tensors(data, lambda tensor: gather_tensor(tensor, next(each)))
 
 
-def numbers_to_tensors(data: T) -> T:
-    """Collective: replace each of Python's numbers by a tensor with an entry for each rank."""
+def numbers_to_tensors(data: T, ranks: Sequence[int] | None = None) -> T:
+    """Collective: replace each of Python's numbers by a tensor with an entry for each rank.
+
+    Args:
+        data: a nested structure.
+        ranks: those that get an entry; all if None.
+    """
     own = [leaf.value for leaf in leaves(data, is_number, by_key=True)]
     if not own:
         return data
-    each = iter(zip(*exchange(own), strict=True))
+    held = exchange(own)
+    if ranks is not None:
+        held = [held[rank] for rank in ranks]
+    each = iter(zip(*held, strict=True))
     return map_leaves(data, lambda _: _tensor_of_numbers(next(each)), is_number, by_key=True)
 
 
@@ -233,6 +245,8 @@ def reduce(
     debug: bool | None = None,
 ) -> T:
     """Combine each tensor and number over all processes, element by element.
+
+    Processes that share a model, and have read the same batch, are not told apart: each counts.
 
     Args:
         tensor: a tensor, a number, or a nested structure of them, of the same shape on all
@@ -375,6 +389,8 @@ def gather_tensor(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> t
         tensor: of the same dtype and shape on all ranks, except for its first dimension.
         sizes: that dimension on each rank; None if it is the same on all.
     """
+    if is_sharded(tensor):
+        return full_tensor(tensor)
     local = dense(tensor)
     local = local.unsqueeze(0) if local.dim() == 0 else local
     world = world_size()
@@ -483,7 +499,12 @@ def sum_of(value: float | torch.Tensor) -> torch.Tensor:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached, contiguous and resolved tensor; raise for sparse and nested ones."""
+    """Return a detached, contiguous and resolved tensor; raise for those of other kinds."""
+    if is_sharded(tensor):
+        raise TypeError(
+            "a DTensor is sharded over the processes already, so it cannot be reduced or sent: "
+            "gather() returns the whole tensor, and its own sum(), mean() or to_local() a part."
+        )
     if tensor.layout is not torch.strided or tensor.is_nested:
         how = "to_padded_tensor(0)" if tensor.is_nested else "to_dense()"
         raise TypeError(

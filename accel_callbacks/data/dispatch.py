@@ -2,7 +2,8 @@
 
 A batch travels as a header of fixed size (broadcast), its structure without the tensors (scattered
 as objects, only if it differs from that of the batch before), and the bytes of the tensors (sent
-point to point). So a steady loop costs one small broadcast and one send per rank and batch.
+point to point). So a steady loop costs one small broadcast and one send per rank and batch. Ranks
+that share a model get the same part.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 _ALIGNED = 16  # bytes; a tensor of any dtype can start at a multiple
-_HEAD = 6  # integers in a header, before one for each rank: kind, new structure, four numbers
+_HEAD = 6  # integers in a header, before one for each part: kind, new structure, four numbers
 _BATCH, _END = 0, 1
 
 
@@ -132,14 +133,21 @@ def _signature(layout: Any) -> Any:
 
 
 class Sender:
-    """The sending end, on rank 0; its calls and those of :class:`Receiver` pair up in order."""
+    """The sending end, on rank 0; its calls and those of :class:`Receiver` pair up in order.
 
-    def __init__(self) -> None:
+    Args:
+        copies: number of neighbouring ranks that get the same piece.
+    """
+
+    def __init__(self, copies: int = 1) -> None:
+        self._copies = copies
         self._known: Any = None  # signatures of the structures that the receivers have
 
     def batch(self, pieces: list[Any], numbers: list[int], kept: list[int]) -> None:
-        """Send each rank its piece; ``kept`` has an entry for each rank."""
-        packed = [_pack(piece) for piece in pieces]
+        """Send each rank its piece; there is a piece, and a number in ``kept``, a data rank."""
+        wire = _wire()
+        packed = [(layout, data.to(wire)) for layout, data in map(_pack, pieces)]
+        packed = [one for one in packed for _ in range(self._copies)]
         layouts = [layout for layout, _ in packed]
         try:
             known: Any = [_signature(layout) for layout in layouts[1:]]
@@ -150,8 +158,7 @@ class Sender:
         self._head(_BATCH, news, numbers, kept)
         if news:
             self._structures(layouts)
-        wire = _wire()
-        parts = [(rank, data.to(wire)) for rank, (_, data) in enumerate(packed) if rank]
+        parts = [(rank, data) for rank, (_, data) in enumerate(packed) if rank]
         pending = [dist.isend(data, rank) for rank, data in parts if data.numel()]
         for work in pending:
             if work is not None:
@@ -159,13 +166,13 @@ class Sender:
 
     def end(self) -> None:
         """Send the end of the pass."""
-        self._head(_END, False, [0, 0, 0, 0], [0] * dist.get_world_size())
+        self._head(_END, False, [0, 0, 0, 0], [0] * (dist.get_world_size() // self._copies))
 
     def failure(self, report: str) -> None:
         """Send an error in place of the next batch."""
         self._known = None
         world = dist.get_world_size()
-        self._head(_BATCH, True, [0, 0, 0, 0], [0] * world)
+        self._head(_BATCH, True, [0, 0, 0, 0], [0] * (world // self._copies))
         self._structures([_Failed(report)] * world)
 
     def _head(self, kind: int, news: bool, numbers: list[int], kept: list[int]) -> None:
@@ -200,10 +207,12 @@ class Receiver:
 
     Args:
         pinned: receive into pinned memory, so that copies to the device are asynchronous.
+        copies: number of neighbouring ranks that get the same piece.
     """
 
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned: bool = False, copies: int = 1) -> None:
         self._pinned = pinned
+        self._copies = copies
         self._layout: Any = None
 
     def batch(self) -> tuple[Any, list[int], list[int]] | None:
@@ -213,7 +222,8 @@ class Receiver:
             RemoteError: rank 0 failed.
         """
         wire = _wire()
-        head = torch.empty(_HEAD + dist.get_world_size(), dtype=torch.int64, device=wire)
+        parts = dist.get_world_size() // self._copies
+        head = torch.empty(_HEAD + parts, dtype=torch.int64, device=wire)
         dist.broadcast(head, src=0)
         kind, news, *numbers = head.tolist()
         if kind == _END:
@@ -310,7 +320,12 @@ class WholeShares(ShareSource):
 
     def __init__(self, source: ShareSource, setting: Setting) -> None:
         super().__init__(
-            source._loader, source._plan, source.sampler, source._batched, source._seeded
+            source._loader,
+            source._plan,
+            source.sampler,
+            source._batched,
+            source._seeded,
+            source._copies,
         )
         self._world = setting.world_size
         whole = setting.slice_fn is not None and self._batched
@@ -349,22 +364,21 @@ class DispatchSource(StatefulSource):
         self, inner: WholeShares | StreamSource, loader: DataLoader[Any], setting: Setting
     ) -> None:
         there = dist.get_world_size() if dist.is_initialized() else 1
-        if setting.world_size != there:
+        if setting.world_size * setting.copies != there:
             raise ValueError(
                 f"dispatch_batches=True sends batches to the {there} processes that there are: "
                 f"leave num_processes={setting.world_size} out."
             )
         self._inner = inner
-        self._rank, self._world = setting.rank, setting.world_size
+        self._world, self._copies = setting.world_size, setting.copies
+        self._alone = there == 1
+        # Not the rank of the setting: all ranks of the first model have its 0.
+        self._reads = self._alone or dist.get_rank() == 0
         # Ready batches are not sliced.
         self._slice = None if loader.batch_sampler is None else setting.slice_fn
         self._pinned = loader.pin_memory and torch.accelerator.is_available()
         self._problem: Exception | None = None
         self._position = 0
-
-    @property
-    def _reads(self) -> bool:
-        return self._rank == 0
 
     @property
     def sampler(self) -> Any:
@@ -495,18 +509,18 @@ class DispatchSource(StatefulSource):
             self._begin(lambda: self._inner.seek(position))
 
     def _begin(self, begin: Callable[[], None]) -> None:
-        if self._world > 1 and not self._reads and isinstance(self._inner, StreamSource):
+        if not self._reads and isinstance(self._inner, StreamSource):
             return
         try:
             begin()
         except Exception as problem:
-            if self._world == 1:
+            if self._alone:
                 raise
             self._problem = problem  # the other ranks wait for a batch, so deliver() sends it
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
         """Yield this rank's part of each batch, with its counts."""
-        if self._world == 1:
+        if self._alone:
             for item, delivery in self._inner.deliver(items):
                 yield self._pieces(item)[0], delivery
         elif self._reads:
@@ -515,7 +529,7 @@ class DispatchSource(StatefulSource):
             yield from self._receive()
 
     def _send(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
-        sender = Sender()
+        sender = Sender(self._copies)
         try:
             if self._problem is not None:
                 raise self._problem
@@ -535,7 +549,7 @@ class DispatchSource(StatefulSource):
         sender.end()
 
     def _receive(self) -> Iterator[tuple[Any, Delivery]]:
-        receiver = Receiver(self._pinned)
+        receiver = Receiver(self._pinned, self._copies)
         while (received := receiver.batch()) is not None:
             piece, (real, padded, last, counted), kept = received
             known = None if last < 0 else bool(last)

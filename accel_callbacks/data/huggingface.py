@@ -82,6 +82,7 @@ class AgreedSource(StatefulSource):
     def __init__(self, inner: StreamSource, batch_size: int | None, setting: Setting) -> None:
         self._inner = inner
         self._size = (batch_size or 1) * setting.world_size
+        self._copies = setting.copies
         self._ready = batch_size is None
         self._setting = setting
         self._drop_last = inner.drop_last
@@ -253,6 +254,7 @@ class AgreedSource(StatefulSource):
                         raise failure
                     finally:
                         failure = None  # its traceback has this frame: a cycle
+            table = table[:: self._copies]  # one of the ranks that read the same shards
             reals, sizes, others = ([row[i] for row in table] for i in range(3))
             if not any(reals) or (self._drop_last and not all(reals)):
                 return
@@ -260,7 +262,8 @@ class AgreedSource(StatefulSource):
                 held, size, stream = entry[0], real, entry[1].state
             if not all(sizes):  # a rank without any batch yet borrows one to repeat
                 giver = next(rank for rank, count in enumerate(reals) if count)
-                lent = collectives.broadcast_object(held, from_process=giver)
+                source = giver * self._copies
+                lent = collectives.broadcast_object(held, from_process=source)
                 held, size = (held, size) if size else (lent, reals[giver])
                 sizes = [count or reals[giver] for count in sizes]
             more = all(others) if self._drop_last else any(others)

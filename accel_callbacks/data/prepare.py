@@ -57,6 +57,7 @@ class Loaders:
         device: the device of batches.
         data_rank: rank among those that read different data.
         data_world: number of ranks that read different data.
+        copies: number of neighbouring ranks that read the same data.
         events: adds the hooks around batches.
         prepared: the prepared loaders, a list that grows.
 
@@ -76,6 +77,7 @@ class Loaders:
         *,
         data_rank: int,
         data_world: int,
+        copies: int,
         events: LoopEvents,
         prepared: list[DataLoaderShard],
     ) -> None:
@@ -85,6 +87,7 @@ class Loaders:
         self._device = device
         self._data_rank = data_rank
         self._data_world = data_world
+        self._copies = copies
         self._events = events
 
     def prepare(
@@ -106,7 +109,7 @@ class Loaders:
         config = self.config
         loader = prepare_loader(
             origin,
-            Setting(self._data_rank, self._data_world, config, slice_fn_for_dispatch),
+            Setting(self._data_rank, self._data_world, config, slice_fn_for_dispatch, self._copies),
             events=self._events,
             feed=device_feed(self._device, config.non_blocking) if device_placement else None,
             seed=order_seed(origin, config, len(self.prepared)),
@@ -278,7 +281,6 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
     """Return the source of a map-style dataset: ready batches, samples, or a custom sampler's."""
     config, rank, world = setting.config, setting.rank, setting.world_size
     batches: Any = loader.batch_sampler
-    seeded = config.seeds_orders
     size = share_of(getattr(batches, "batch_size", None), setting)
     if batches is None:
         if config.split_batches:
@@ -287,13 +289,21 @@ def _open_shares(loader: DataLoader[Any], setting: Setting) -> Source:
                 "split them: give it a batch_size."
             )
         plan: Any = SamplePlan(1, False, rank, world)
-        source = ShareSource(loader, plan, _seedable(loader.sampler, config), False, seeded)
+        sampler: Any = loader.sampler
     elif type(batches) is BatchSampler:
         plan = SamplePlan(size or 1, batches.drop_last, rank, world)
-        source = ShareSource(loader, plan, _seedable(batches.sampler, config), True, seeded)
+        sampler = batches.sampler
     else:
         plan = BatchPlan(rank, world, split=config.split_batches, batch_size=size)
-        source = ShareSource(loader, plan, _seedable(batches, config), True, seeded)
+        sampler = batches
+    source = ShareSource(
+        loader,
+        plan,
+        _seedable(sampler, config),
+        batched=batches is not None,
+        seeded=config.seeds_orders,
+        copies=setting.copies,
+    )
     source.even_batches = config.even_batches
     if config.dispatch_batches:
         return DispatchSource(WholeShares(source, setting), loader, setting)
@@ -324,10 +334,10 @@ def _open_stream(loader: DataLoader[Any], setting: Setting) -> Source:
     )
     shards.even = config.even_batches
     if not every_rank:
-        return StreamSource(loader, shards, seeded=config.seeds_orders)
+        return StreamSource(loader, shards, seeded=config.seeds_orders, copies=setting.copies)
     whole = setting.slice_fn is not None and batch_size is not None
     collate = CollatePieces(loader.collate_fn, whole=whole)
-    stream = StreamSource(loader, shards, collate, config.seeds_orders)
+    stream = StreamSource(loader, shards, collate, config.seeds_orders, setting.copies)
     return DispatchSource(stream, loader, setting)
 
 

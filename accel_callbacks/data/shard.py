@@ -357,6 +357,7 @@ class ShareSource:
         sampler: the source of the order: a batch sampler for a :class:`BatchPlan`.
         batched: the loader has a batch size or a batch sampler.
         seeded: the order is a function of seed and epoch.
+        copies: number of processes that read each share.
 
     Attributes:
         batch_size: of one rank, ``None`` if unknown.
@@ -371,8 +372,10 @@ class ShareSource:
         sampler: Any,
         batched: bool,
         seeded: bool = False,
+        copies: int = 1,
     ) -> None:
         self._loader = loader
+        self._copies = copies
         self._plan = self._current = plan
         self.sampler = sampler
         self._batched = batched
@@ -430,14 +433,18 @@ class ShareSource:
     @property
     def base_seed_first(self) -> bool:
         """True if a pass from its start first draws the base seed, as in a plain loop."""
-        plain = not self._seeded and self._plan.world_size == 1
+        plain = not self._seeded and self._alone
         # Some samplers shuffle where __iter__ is called, which torch does before.
         return plain and not (self._is_asked and draws_again(self.sampler))
 
     @property
     def draws_base_seed(self) -> bool:
         """True if torch's loader draws its base seed in the current pass as in a plain loop."""
-        return self._draws is not None and self._fresh and self._plan.world_size == 1
+        return self._draws is not None and self._fresh and self._alone
+
+    @property
+    def _alone(self) -> bool:
+        return self._plan.world_size * self._copies == 1
 
     @property
     def repeats(self) -> bool:
@@ -542,7 +549,7 @@ class ShareSource:
             self._draws = Draws(self.sampler, record, self._loader.generator)
             if self._draws.differs:
                 warn(_OTHER_ORDER.format(type(self.sampler).__name__))
-            if self._plan.world_size > 1:
+            if not self._alone:
                 self._order = self._agreed_order(self._draws)
             elif record is not None and isinstance(self._plan, BatchPlan):
                 self._skip = self._plan.batches_before(self._draws.held, position)

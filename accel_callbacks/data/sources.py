@@ -19,10 +19,11 @@ class Setting:
     """The rank that a source reads for, and the options of the loader.
 
     Args:
-        rank: index of this process.
-        world_size: number of processes.
+        rank: index of this process among those that read different data.
+        world_size: number of processes that read different data.
         config: the options of all loaders.
         slice_fn: the user's ``slice_fn_for_dispatch``, if any.
+        copies: number of neighbouring processes that read the same data.
 
     Example:
         >>> from accel_callbacks.data.sources import Setting
@@ -34,6 +35,7 @@ class Setting:
     world_size: int
     config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     slice_fn: Callable[..., Any] | None = None
+    copies: int = 1
 
 
 class Delivery(NamedTuple):

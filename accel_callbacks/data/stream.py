@@ -65,6 +65,7 @@ class StreamSource(StatefulSource):
         shards: reads the stream, in each worker process.
         collate_fn: collates the batch of this rank; the loader's own if ``None``.
         seeded: workers get a seed that is a function of seed and epoch.
+        copies: number of processes that read each part of the stream.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class StreamSource(StatefulSource):
         shards: IterableShards,
         collate_fn: Callable[[Any], Any] | None = None,
         seeded: bool = False,
+        copies: int = 1,
     ) -> None:
         self._loader = loader
         self._seeded = seeded
+        self._alone = shards.world_size * copies == 1
         self._seed = 0
         self._base: str | None = None
         self._fresh = True
@@ -184,7 +187,7 @@ class StreamSource(StatefulSource):
     @property
     def base_seed_first(self) -> bool:
         """True if a pass from its start first draws the base seed, as in a plain loop."""
-        return not self._seeded and self._shards.world_size == 1
+        return not self._seeded and self._alone
 
     @property
     def draws_base_seed(self) -> bool:
@@ -195,8 +198,11 @@ class StreamSource(StatefulSource):
         """Do nothing: the dataset is told the epoch at the start of each pass."""
 
     def record(self) -> Record | None:
-        """Return the generator that the seed of the workers came from, ``None`` without one."""
-        return None if self._base is None else {"base": self._base}
+        """Return the generator that the seed of the workers came from; None before the first pass.
+
+        A record without one still tells a resume that the pass has drawn its base seed.
+        """
+        return None if self._begun is None else {"base": self._base}
 
     def problem_of(self, record: Record | None) -> str | None:
         """Return ``None``: a record of a stream is always of use."""

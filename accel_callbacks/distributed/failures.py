@@ -24,11 +24,13 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
 from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import current_heartbeat
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.errors import DistributedOperationException, RemoteError
 
-__all__ = ["share_failure", "shared_failure"]
+__all__ = ["meet", "share_failure", "shared_failure"]
 
 _KEY = "sync_point"  # "{_KEY}/{rank}" in the store: number and name of the last one reached
+_POLLING = 0.01  # seconds between two looks at the store
 _PATIENCE = 5.0  # seconds that a failed rank waits for the others at its sync point
 # Sync points counted by default group: after an abort, ranks agree only on those of a new group.
 _counters: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
@@ -94,11 +96,7 @@ def share_failure(error: BaseException | None, where: str) -> None:
         if first is not problem:
             raise first from problem
         if late:
-            raise RuntimeError(
-                f"ranks {late} did not come to {where} within the timeout of the process group"
-                f"{_last_seen(late)}: check what they do there, or give them longer with "
-                f"Accelerator(timeout=...).{dump_hang(collectives.rank())}"
-            ) from problem
+            raise _too_late(late, where) from problem
         raise
     for failed, report in enumerate(reports):
         if report is not None:
@@ -119,6 +117,72 @@ def _report(error: BaseException, where: str) -> None:
         _arrive_at(None)
     if first is not error:
         raise first from error  # another rank's error has broken the collective of this one
+
+
+def meet(where: str) -> None:
+    """Wait until all ranks have come here, before collectives that a rank may start by mistake.
+
+    The others may be in another collective, with which one of this rank would be paired: gloo ends
+    the process then, and NCCL hangs. So this waits in the store; it is a sync point.
+
+    Args:
+        where: shown in errors.
+
+    Raises:
+        RuntimeError: a rank is elsewhere, or did not come within the timeout of the group.
+        RemoteError: another rank failed.
+
+    Example:
+        >>> from accel_callbacks.distributed.failures import meet
+        >>> meet("get_state_dict")
+    """
+    if collectives.world_size() == 1:
+        return
+    collectives.refuse_in_turn(where)
+    point = _next_point(where)
+    deadline = time.monotonic() + collectives.group_timeout().total_seconds()
+    try:
+        _arrive_at(point)
+        while absent := _not_yet_at(point):
+            remote_failure.raise_in(where)
+            if time.monotonic() > deadline:
+                raise _too_late(absent, where)
+            time.sleep(_POLLING)
+    except Exception as problem:
+        first = abort_run(problem, where)
+        if first is not problem:
+            raise first from problem
+        raise
+
+
+def _not_yet_at(point: str) -> list[int]:
+    """Return the ranks that have not reached a sync point.
+
+    Raises:
+        RuntimeError: a rank is at another one in its place, so it will not come.
+    """
+    number, _, where = point.partition(" ")
+    ranks = range(collectives.world_size())
+    reached = collectives.store().read([f"{_KEY}/{rank}" for rank in ranks])
+    absent = []
+    for rank, last in zip(ranks, reached, strict=True):
+        count, _, name = (last or "").partition(" ")
+        if count == number and name != where:
+            raise RuntimeError(
+                f"rank {rank} is at {name} while this one is at {where}: make the same calls on "
+                "all ranks; a call inside of `if is_main_process:` is made on one."
+            )
+        if not count.isdecimal() or int(count) < int(number):
+            absent.append(rank)
+    return absent
+
+
+def _too_late(ranks: list[int], where: str) -> RuntimeError:
+    return RuntimeError(
+        f"ranks {ranks} did not come to {where} within the timeout of the process group"
+        f"{_last_seen(ranks)}: check what they do there, or give them longer with "
+        f"Accelerator(timeout=...).{dump_hang(collectives.rank())}"
+    )
 
 
 def _next_point(where: str) -> str:

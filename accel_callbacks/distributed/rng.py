@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.collectives import broadcast_object, world_size
+from accel_callbacks.collectives import all_objects, broadcast_object, rank, world_size
 from accel_callbacks.distributed.failures import shared_failure
-from accel_callbacks.distributed.topology import process_rank
+from accel_callbacks.distributed.topology import process_data_rank
 from accel_callbacks.errors import nearest
 from accel_callbacks.warning import warn
 
@@ -25,6 +25,7 @@ __all__ = [
     "devices_of",
     "restore_rng",
     "set_seed",
+    "share_rng",
     "synchronize_rng_state",
     "synchronize_rng_states",
 ]
@@ -35,7 +36,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: any integer from 0 to 2**32 - 1.
-        device_specific: add the rank, so that ranks draw different numbers.
+        device_specific: add the rank, so that ranks draw different numbers; with a
+            :class:`ParallelismConfig`, the rank among those that read different data, so that the
+            ranks of one model draw the same. The latest Accelerator, else ``accel launch``, says
+            which these are.
         deterministic: also make torch raise for nondeterministic operations, and turn cuDNN's
             benchmarking off. Slower; it stays on.
 
@@ -51,7 +55,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         >>> bool(torch.rand(1) == first)
         True
     """
-    seed += process_rank()[0] if device_specific else 0
+    seed += process_data_rank() if device_specific else 0
     random.seed(seed)
     torch.manual_seed(seed)
     numpy: Any = sys.modules.get("numpy")
@@ -135,6 +139,24 @@ def restore_rng(
     for other in _other_devices(device, others):
         if (found := state.get("other_devices", {}).get(str(other))) is not None:
             torch.get_device_module(other).set_rng_state(_tensor(found), *_device_args(other))
+
+
+def share_rng(copies: int, device: torch.device) -> None:
+    """Collective: set the generators of ranks that read the same data to those of the first one.
+
+    Args:
+        copies: number of neighbouring ranks that read the same data.
+        device: the device of this process.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.distributed.rng import share_rng
+        >>> share_rng(1, torch.device("cpu"))
+    """
+    states = all_objects(capture_rng(device))
+    first = rank() // copies * copies
+    if first != rank():
+        restore_rng(states[first], device)
 
 
 def devices_of(models: Iterable[torch.nn.Module]) -> set[torch.device]:

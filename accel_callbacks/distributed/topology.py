@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -65,6 +66,7 @@ _current: Topology | None = None
 _group: ReferenceType[Any] | None = None  # the default group that it describes
 _owns_group = False
 _exit_hook_set = False
+_copies: int | None = None  # ranks that read the same data; None if no Accelerator has said it
 _joined_with: GroupOptions | None = None  # None if the script or another library made the group
 
 
@@ -212,8 +214,8 @@ def _has_joined_group() -> bool:
 
 def _forget_group() -> None:
     """Reset the topology, because the script has destroyed the group or made another one."""
-    global _current, _owns_group, _joined_with
-    _current, _owns_group, _joined_with = None, False, None
+    global _current, _owns_group, _joined_with, _copies
+    _current, _owns_group, _joined_with, _copies = None, False, None, None
     stop_heartbeat()
     collectives.expect_group(1)
 
@@ -341,8 +343,8 @@ def destroy_topology() -> None:
         >>> _ = resolve_topology(cpu=True)
         >>> destroy_topology()
     """
-    global _current, _owns_group, _joined_with
-    _current = _joined_with = None
+    global _current, _owns_group, _joined_with, _copies
+    _current = _joined_with = _copies = None
     stop_heartbeat()
     collectives.expect_group(1)
     if _owns_group and dist.is_initialized() and _has_joined_group():
@@ -370,6 +372,34 @@ def process_rank() -> tuple[int, int, int, int]:
     if here is not None:
         return here.rank, here.world_size, here.local_rank, here.local_world_size
     return _group_ranks(os.environ) or _ranks_from(os.environ)
+
+
+def note_copies(copies: int) -> None:
+    """Note how many neighbouring ranks read the same data, for seeds; the latest value counts.
+
+    Example:
+        >>> from accel_callbacks.distributed.topology import note_copies
+        >>> note_copies(1)
+    """
+    global _copies
+    _copies = copies
+
+
+def process_data_rank() -> int:
+    """Return the rank of this process among those that read different data.
+
+    Before any Accelerator exists, the launcher's sizes of the mesh count.
+
+    Example:
+        >>> from accel_callbacks.distributed.topology import process_data_rank
+        >>> process_data_rank()
+        0
+    """
+    copies = _copies
+    if copies is None:
+        names = (f"ACCEL_PARALLELISM_{axis}_SIZE" for axis in ("CP", "SP", "TP"))
+        copies = math.prod(max(_number(os.environ, name, 1), 1) for name in names)
+    return process_rank()[0] // copies
 
 
 def _group_ranks(env: Mapping[str, str], cpu: bool = False) -> tuple[int, int, int, int] | None:

@@ -48,13 +48,13 @@ class Accumulate(AbstractContextManager["Accumulate"]):
             loop.drop_gradients()
         remaining, last = loop.progress.remaining(innermost)
         window.enter(remaining, last)
-        # Only the last backward of a window communicates: the others keep their gradients on the
-        # rank, and the last one averages the sums.
+        # The strategy may leave gradients on the rank until the last backward of a window, which
+        # averages the sums.
         local = not window.sync and not window.plugin.sync_each_batch
         if local and self._strategy.has_gradient_sync:
             self._stack = ExitStack()
             for model in self._models:
-                self._stack.enter_context(self._strategy.no_sync(model))
+                self._stack.enter_context(self._strategy.accumulate(model))
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

@@ -182,6 +182,8 @@ class OptimizerWatch:
             closure: the step computes gradients itself.
         """
         self._first.share_calls()
+        if not closure:
+            self._first.strategy.check_step(optimizer)
         if self._passes:
             self._check_window()
             self._check_backward()

@@ -73,7 +73,9 @@ class LoaderProgress:
         if len(now) <= 1:
             return (None, False) if innermost is None else (innermost.left, innermost.on_last)
         # Loaders that delivered in this and in the last micro-batch are iterated in lockstep.
-        chosen = {one for one in now if one in before} | ({innermost} if innermost else set())
+        chosen = {one for one in now if one in before}
+        if innermost is not None:
+            chosen.add(innermost)
         known = [one.left for one in chosen if one.left is not None]
         return min(known, default=None), any(one.on_last for one in chosen)
 

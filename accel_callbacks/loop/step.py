@@ -9,7 +9,6 @@ import torch
 
 from accel_callbacks.distributed.abort import explain
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.gradients import has_gradients
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
@@ -142,7 +141,7 @@ class StepEngine:
                 "a micro-batch up, and put each micro-batch inside `with accel.accumulate(model)`."
             )
         inside = window.position > 1 and not counts.pending
-        if inside and any(has_gradients(optimizer) for optimizer in self._optimizers):
+        if inside and any(self._strategy.has_gradients(one.optimizer) for one in self._optimizers):
             raise ValueError(mixed)
         return counts.add(loss, normalizer, expected=window.divisor), 1
 

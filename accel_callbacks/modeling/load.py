@@ -10,6 +10,8 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.modeling.absent_weights import absent_weights
+from accel_callbacks.modeling.compile import original
 from accel_callbacks.warning import warn
 
 __all__ = ["load_checkpoint_in_model"]
@@ -37,7 +39,9 @@ def load_checkpoint_in_model(
     """Load a checkpoint's weights into a model's own parameters and buffers.
 
     ``checkpoint_io.load_model`` under Accelerate's name: names and shapes are checked before
-    anything changes, no second copy of the weights is made, tied parameters stay tied.
+    anything changes, no second copy of the weights is made, tied parameters stay tied. Of a sharded
+    model each rank reads its part, and all must call; what a model that was built without weights
+    does not find here is initialized, see ``initialize_weights``.
 
     Args:
         model: the module; parameters on the meta device get memory.
@@ -150,7 +154,26 @@ def _load(
         if names:
             listed = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
             warn(f"{os.fspath(checkpoint)} {what} {listed}")
+    _initialize_missing(model, checkpoint, missing)
     return missing
+
+
+def _initialize_missing(
+    model: torch.nn.Module, checkpoint: str | os.PathLike[str], missing: Sequence[str]
+) -> None:
+    """Initialize what the checkpoint did not have, of a model that was built without weights."""
+    guard = absent_weights(model)
+    if guard is None:
+        return
+    if len(missing) == len(original(model).state_dict()):
+        raise ValueError(
+            f"{os.fspath(checkpoint)} has none of the names of {type(original(model)).__name__}, "
+            f"such as {missing[0]!r}: nothing was loaded. checkpoint_io.load_model(rename=...) "
+            "translates names."
+        )
+    if names := guard.initialize(guard.names(), partly=True):
+        listed = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+        warn(f"initialized what {os.fspath(checkpoint)} did not have: {listed}")
 
 
 def _load_and_send(

@@ -18,7 +18,7 @@ from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.strategies import Strategy
-from accel_callbacks.strategies.checks import is_on_several_devices
+from accel_callbacks.strategies.checks import is_on_several_devices, refuse_empty
 
 __all__ = ["ModelRequest", "Preparer", "is_scheduler"]
 
@@ -81,6 +81,7 @@ class Preparer:
         self._schedulers = schedulers
         self._first_steps = first_steps
         self._scheduler_options = scheduler_options
+        self._casts = strategy.casts_to(precision.name)
         self._left_in_place: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def prepare(
@@ -131,7 +132,8 @@ class Preparer:
             ready[id(request.model)] = self._add_model(prepared[id(inner)])
             own = [name for name in forward_methods if _has_method(inner, name)]
             if own:
-                self._precision.wrap_methods(inner, own)
+                if not self._casts:
+                    self._precision.wrap_methods(inner, own)
                 self._strategy.mark_forward_methods(prepared[id(inner)], own)
         for given, optimizer in zip(optimizers, set_up.optimizers, strict=True):
             ready[id(given)] = self._optimizer(optimizer)
@@ -155,10 +157,21 @@ class Preparer:
         """
         self._strategy.check(inner)
         model = adopt(request.model)
+        if request.evaluation_mode:
+            refuse_empty(inner)  # no strategy gives it weights
         if request.device_placement and not is_on_several_devices(inner):
-            model = model.to(self._strategy.topology.device)
-        # The precision changes the forward of the inner model, so the wrapper stays valid.
-        compile_model(self._precision.wrap(inner), self._compile_plugin)
+            # A model that is not trained is used as it is, on the device.
+            trained = not request.evaluation_mode
+            device = self._strategy.topology.device
+            model = self._strategy.place(model) if trained else model.to(device)
+        if not request.evaluation_mode:
+            self._strategy.checkpoint_activations(inner)
+        if not self._casts or request.evaluation_mode:
+            # It changes the forward of the inner model, so the wrapper stays valid.
+            inner = self._precision.wrap(inner)
+        else:
+            self._precision.unwrap(inner)
+        compile_model(inner, self._compile_plugin)
         if not request.evaluation_mode:
             self._precision.check_compiled(is_compiled(inner))
         return model
@@ -174,7 +187,9 @@ class Preparer:
             if known.optimizer is optimizer:
                 return known
         watch = self._first_steps.watch(optimizer)
-        prepared = AcceleratedOptimizer(optimizer, self._loop, self._precision, watch)
+        prepared = AcceleratedOptimizer(
+            optimizer, self._loop, self._precision, watch, self._strategy
+        )
         self._optimizers.append(prepared)
         return prepared
 

@@ -6,6 +6,11 @@ from accel_callbacks.plugins.ddp import DDPCommunicationHookType, DistributedDat
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from accel_callbacks.plugins.precision import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
@@ -13,6 +18,7 @@ __all__ = [
     "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DynamoBackend",
     "FullyShardedDataParallelPlugin",
@@ -23,6 +29,8 @@ __all__ = [
     "KwargsHandler",
     "OptionEnum",
     "ParallelismConfig",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
     "sort_handlers",
 ]

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch.distributed as dist
 
 from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.parallelism_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from accel_callbacks.warning import warn
 
 __all__ = ["AXES", "ParallelismConfig"]
 
@@ -17,6 +26,25 @@ __all__ = ["AXES", "ParallelismConfig"]
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _VARIABLE = "ACCEL_PARALLELISM_{}_SIZE"
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
+_HANDLERS: Mapping[str, type[KwargsHandler]] = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+}
+# Dimensions of a mesh that join several axes; not built where only one of them has ranks.
+_JOINED: Mapping[str, tuple[str, ...]] = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
+
+
+class _Mesh(NamedTuple):
+    """A mesh with its joined dimensions, and the process group that it was built in."""
+
+    root: Any
+    joined: dict[str, Any]
+    group: ReferenceType[Any]
 
 
 @dataclass(frozen=True)
@@ -24,7 +52,8 @@ class ParallelismConfig(KwargsHandler):
     """The sizes of the axes over which the ranks of a run are arranged.
 
     The product of all sizes is the number of ranks. Ranks that differ in ``tp``, ``cp`` or ``sp``
-    only share a replica of the model, and get the same batches.
+    only share a replica of the model, and get the same batches. If all sizes are 1, all ranks are
+    data parallel: sharded with an ``fsdp_plugin``, else replicated.
 
     Args:
         dp_replicate_size: replicas of the model, or of its shards (HSDP).
@@ -34,21 +63,24 @@ class ParallelismConfig(KwargsHandler):
         cp_backend: ``"torch"``.
         sp_size: ranks of sequence parallelism; not together with ``cp_size``.
         sp_backend: ``"deepspeed"``.
-        tp_handler: options of tensor parallelism.
-        cp_handler: options of context parallelism.
-        sp_handler: options of sequence parallelism.
+        tp_handler: options of tensor parallelism, a :class:`TorchTensorParallelConfig`.
+        cp_handler: options of context parallelism, a :class:`TorchContextParallelConfig`.
+        sp_handler: options of sequence parallelism, a :class:`DeepSpeedSequenceParallelConfig`.
 
     Each size is what ``accel launch`` was told if None, else 1.
 
     Raises:
         ValueError: a size is not positive, or axes do not go together.
-        TypeError: a size is no integer.
+        TypeError: a size is no integer, or a handler is of another class.
+
+    Warns:
+        UserWarning: a handler for an axis of one rank.
 
     Example:
         >>> from accel_callbacks import ParallelismConfig
         >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
         >>> config.total_size, config.fsdp_dim_names
-        (8, ['dp_replicate', 'dp_shard_cp'])
+        (8, ['dp_replicate', 'dp_shard'])
         >>> config.get_mesh()
         (('dp_replicate', 'dp_shard'), (2, 4))
     """
@@ -60,11 +92,11 @@ class ParallelismConfig(KwargsHandler):
     cp_backend: str | None = None
     sp_size: int | None = None
     sp_backend: str | None = None
-    tp_handler: Any = None
-    cp_handler: Any = None
-    sp_handler: Any = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
     # The mesh by device type: a mesh has groups of its own, and is built once.
-    _meshes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _meshes: dict[str, _Mesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -85,6 +117,23 @@ class ParallelismConfig(KwargsHandler):
             raise ValueError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide sequences: use one."
             )
+        for axis, kind in _HANDLERS.items():
+            self._check_handler(axis, kind)
+
+    def _check_handler(self, axis: str, kind: type[KwargsHandler]) -> None:
+        """Give an axis with several ranks the default options, and refuse those of another."""
+        name, size = f"{axis}_handler", self.sizes[axis]
+        handler = getattr(self, name)
+        if handler is None:
+            object.__setattr__(self, name, kind() if size > 1 else None)
+        elif not isinstance(handler, kind):
+            raise TypeError(f"{name}={handler!r} must be a {kind.__name__}.")
+        elif size == 1:
+            warn(f"{name} has no effect, because {axis}_size is 1: leave it out, or give the size.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options without meshes, which belong to the groups of this process."""
+        return {**vars(self), "_meshes": {}}
 
     # --- sizes ----------------------------------------------------------------------------------
 
@@ -167,7 +216,9 @@ class ParallelismConfig(KwargsHandler):
     @property
     def fsdp_dim_names(self) -> list[str]:
         """The dimensions of the mesh that FSDP gets: replicas, if any, and shards."""
-        return (["dp_replicate"] if self.dp_replicate_enabled else []) + ["dp_shard_cp"]
+        shards = self.dp_shard_cp_dim_names
+        joined = shards if len(shards) < 2 else ["dp_shard_cp"]
+        return (["dp_replicate"] if self.dp_replicate_enabled else []) + joined
 
     @property
     def model_shard_dim_names(self) -> list[str]:
@@ -187,17 +238,34 @@ class ParallelismConfig(KwargsHandler):
         active = self.active_mesh_dims
         return tuple(active), tuple(self.sizes[axis] for axis in active)
 
-    def build_device_mesh(self, device_type: str) -> Any:
-        """Collective: return the mesh over all ranks, with its joined dimensions; None for one.
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Return the index of a rank along each axis.
 
-        Joined are, as far as they have ranks, ``"dp"`` of both data axes, ``"dp_shard_cp"``, over
-        which FSDP shards, and ``"dp_cp"``, over which losses are averaged.
+        Args:
+            rank: index among all ranks.
+
+        Example:
+            >>> from accel_callbacks import ParallelismConfig
+            >>> ParallelismConfig(dp_shard_size=2, tp_size=4).coordinate(6)
+            {'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'sp': 0, 'tp': 2}
+        """
+        index: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, index[axis] = divmod(rank, self.sizes[axis])
+        return {axis: index[axis] for axis in AXES}
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """Collective at the first call: return the mesh over all ranks; None for one rank.
+
+        Where they join several axes of more than one rank, it also has the dimensions ``"dp"``
+        (both data axes), ``"dp_shard_cp"`` (over which FSDP shards) and ``"dp_cp"`` (over which
+        losses are averaged), for :meth:`get_submesh`.
 
         Args:
             device_type: such as ``"cpu"`` or ``"cuda"``.
 
         Returns:
-            A ``torch.distributed.device_mesh.DeviceMesh``.
+            A ``torch.distributed.device_mesh.DeviceMesh``. Each process group of torch has one.
 
         Example:
             >>> from accel_callbacks import ParallelismConfig
@@ -207,30 +275,123 @@ class ParallelismConfig(KwargsHandler):
         names, sizes = self.get_mesh()
         if not names:
             return None
-        if device_type not in self._meshes:
+        known = self._meshes.get(device_type)
+        if known is None or not dist.is_initialized() or known.group() is not dist.group.WORLD:
             # Imported here, because most runs have no mesh.
             from torch.distributed.device_mesh import init_device_mesh
 
-            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-            joined = ("dp", self.dp_dim_names), ("dp_shard_cp", self.dp_shard_cp_dim_names)
-            for name, axes in (*joined, ("dp_cp", self.dp_cp_dim_names)):
-                if axes:
-                    mesh[tuple(axes)]._flatten(name)
-            self._meshes[device_type] = mesh
-        return self._meshes[device_type]
+            root = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+            joined: dict[str, Any] = {}
+            for name, axes in _JOINED.items():
+                active = tuple(axis for axis in axes if axis in names)
+                if len(active) > 1:
+                    joined[name] = root[active]._flatten(name)
+            known = self._meshes[device_type] = _Mesh(root, joined, ref(dist.group.WORLD))
+        return known.root
 
-    get_device_mesh = build_device_mesh
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """Return the mesh, built for this type of device if there is none yet.
 
-    def to_json(self) -> dict[str, int | str]:
-        """Return the sizes and backends as plain values.
+        Args:
+            device_type: such as ``"cpu"`` or ``"cuda"``; that of the mesh that there is if None.
+
+        Raises:
+            ValueError: there is a mesh of another type, or none and no type is given.
+
+        Example:
+            >>> from accel_callbacks import ParallelismConfig
+            >>> ParallelismConfig(tp_size=2).get_device_mesh()
+            Traceback (most recent call last):
+            ValueError: there is no mesh yet: pass its device_type, such as "cuda".
+        """
+        if device_type is None:
+            if not self._meshes and self.total_size > 1:
+                raise ValueError('there is no mesh yet: pass its device_type, such as "cuda".')
+            device_type = next(iter(self._meshes), "cpu")
+        elif self._meshes and device_type not in self._meshes:
+            raise ValueError(
+                f"device_type={device_type!r}: the mesh is built for {next(iter(self._meshes))!r}."
+            )
+        return self.build_device_mesh(device_type)
+
+    def get_submesh(self, names: Sequence[str], device_type: str | None = None) -> Any:
+        """Return the part of the mesh with these dimensions, joined ones such as ``"dp"`` too.
+
+        Slicing the mesh gives the same, but torch warns if a dimension is joined.
+
+        Args:
+            names: dimensions from the outermost to the innermost, such as
+                :attr:`fsdp_dim_names`.
+            device_type: as for :meth:`get_device_mesh`.
+
+        Raises:
+            KeyError: the mesh has no dimension of this name.
+
+        Example:
+            >>> from accel_callbacks import ParallelismConfig
+            >>> ParallelismConfig().get_submesh(["dp_shard"])
+            Traceback (most recent call last):
+            KeyError: "'dp_shard' is no dimension of this mesh, which has ()."
+        """
+        root = self.get_device_mesh(device_type)
+        axes = self.active_mesh_dims
+        joined = {} if root is None else self._meshes[root.device_type].joined
+        for name in names:
+            if name not in axes and name not in joined:
+                known = (*axes, *joined)
+                raise KeyError(f"{name!r} is no dimension of this mesh, which has {known}.")
+        if not any(name in joined for name in names):
+            return root[tuple(names)]
+        if len(names) == 1:
+            return joined[names[0]]
+        concatenate = getattr(type(root), "_concatenate", None)
+        if concatenate is None:  # such a torch does not warn either
+            return root[tuple(names)]
+        return concatenate([joined[name] if name in joined else root[name] for name in names])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return sizes, backends and the options of handlers as plain values.
 
         Example:
             >>> from accel_callbacks import ParallelismConfig
             >>> ParallelismConfig(tp_size=2).to_json()["tp_size"]
             2
         """
-        backends = {name: getattr(self, name) for name in _BACKENDS}
-        return {**{f"{axis}_size": size for axis, size in self.sizes.items()}, **backends}
+        plain: dict[str, Any] = {f"{axis}_size": size for axis, size in self.sizes.items()}
+        plain |= {name: getattr(self, name) for name in _BACKENDS}
+        for axis in _HANDLERS:
+            handler = getattr(self, f"{axis}_handler")
+            plain[f"{axis}_handler"] = None if handler is None else asdict(handler)
+        return plain
+
+    def fitted(self, world_size: int, *, sharded: bool) -> ParallelismConfig:
+        """Return the arrangement of this many ranks.
+
+        Args:
+            world_size: number of ranks.
+            sharded: an ``fsdp_plugin`` is given.
+
+        Raises:
+            ValueError: the product of the sizes is not the number of ranks, or nothing can be
+                sharded.
+
+        Example:
+            >>> from accel_callbacks import ParallelismConfig
+            >>> ParallelismConfig().fitted(4, sharded=True).get_mesh()
+            (('dp_shard',), (4,))
+        """
+        if self.total_size == 1 and world_size > 1:
+            if sharded:
+                return replace(self, dp_shard_size=world_size)
+            return replace(self, dp_replicate_size=world_size)
+        self.check_world(world_size)
+        if sharded and world_size > 1 and not self.dp_shard_cp_dim_names:
+            shown = ", ".join(f"{axis}_size={self.sizes[axis]}" for axis in self.active_mesh_dims)
+            raise ValueError(
+                f"fsdp_plugin shards over dp_shard_size, which is 1 in ParallelismConfig({shown}): "
+                "give a dp_shard_size, or leave the plugin out."
+            )
+        return self
 
     def check_world(self, world_size: int) -> None:
         """Raise unless the axes arrange all ranks.
@@ -253,7 +414,8 @@ class ParallelismConfig(KwargsHandler):
             f"give dp_shard_size={world_size // others} to shard over the rest of them, or "
             f"dp_replicate_size={world_size * self.sizes['dp_replicate'] // self.total_size or 1}"
             if fits and world_size % self.total_size == 0
-            else f"their product must be {world_size}"
+            else f"their product must be {world_size}, or `accel launch --num_processes "
+            f"{self.total_size}` starts as many"
         )
         raise ValueError(
             f"ParallelismConfig({shown}) arranges {self.total_size} ranks, and this run has "

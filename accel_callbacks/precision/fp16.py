@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,26 @@ from accel_callbacks.precision.amp import Autocast
 from accel_callbacks.precision.base import StepFinding
 
 __all__ = ["FP16"]
+
+
+class _Scaler(torch.amp.GradScaler):
+    """torch's scaler, for optimizers that hold shards beside other tensors too."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *args: Any
+    ) -> dict[torch.device, torch.Tensor]:
+        by_mesh: dict[Any, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        if len(by_mesh) <= 1:
+            return super()._unscale_grads_(optimizer, *args)
+        found: dict[torch.device, torch.Tensor] = {}
+        for parameters in by_mesh.values():
+            part: Any = SimpleNamespace(param_groups=[{"params": parameters}])
+            for device, flag in super()._unscale_grads_(part, *args).items():
+                found[device] = found[device] + flag if device in found else flag.clone()
+        return found
 
 
 class FP16(Autocast):
@@ -41,7 +62,7 @@ class FP16(Autocast):
     def __init__(self, device: torch.device, handlers: Handlers | None = None) -> None:
         super().__init__(device, handlers)
         options = self.handlers.get(GradScalerKwargs, GradScalerKwargs())
-        self.scaler = torch.amp.GradScaler(device.type, **options.to_kwargs())
+        self.scaler = _Scaler(device.type, **options.to_kwargs())
         if device.type == "mps" and options.enabled:
             _check_scaler(device)
         self.scales_loss = options.enabled

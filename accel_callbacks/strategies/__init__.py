@@ -47,7 +47,7 @@ def create_strategy(
         'ddp'
     """
     if parallelism is not None:
-        parallelism.check_world(topology.world_size)
+        parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
         refuse_unbuilt(parallelism)
     if fsdp is not None or (parallelism is not None and parallelism.dp_shard_enabled):
         return FSDP(topology, handlers, parallelism, fsdp or FullyShardedDataParallelPlugin())

@@ -10,9 +10,14 @@ from weakref import WeakSet
 
 import torch
 
+from accel_callbacks import collectives
+from accel_callbacks.distributed.failures import meet
+from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
+from accel_callbacks.gradients import has_gradients
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
 from accel_callbacks.strategies.optimizer_state import (
@@ -50,6 +55,8 @@ class Strategy(ABC):
     name: str
     #: False if there are no gradients to synchronize, so that no_sync can be left out.
     has_gradient_sync = False
+    #: True if weights that only rank 0 has are sent to the others when a model is set up.
+    sends_weights = False
 
     def __init__(
         self,
@@ -60,8 +67,6 @@ class Strategy(ABC):
         self.topology = topology
         self.handlers = handlers or Handlers()
         self.parallelism = parallelism
-        # Ranks that share a replica are neighbours: the axes of data are the outermost.
-        self._copies = 1 if parallelism is None else parallelism.non_data_parallel_size
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
 
     def check(self, model: torch.nn.Module) -> None:
@@ -73,19 +78,33 @@ class Strategy(ABC):
         refuse_empty(model)
 
     @property
+    def copies(self) -> int:
+        """Number of ranks that share a replica of the model, and read the same data."""
+        return 1 if self.parallelism is None else self.parallelism.non_data_parallel_size
+
+    @property
     def data_rank(self) -> int:
         """Rank among those that read different data; ranks that share a model read the same."""
-        return self.topology.rank // self._copies
+        # Ranks that share a replica are neighbours: the axes of data are the outermost.
+        return self.topology.rank // self.copies
 
     @property
     def data_world(self) -> int:
         """Number of ranks that read different data."""
-        return self.topology.world_size // self._copies
+        return self.topology.world_size // self.copies
 
     @property
     def data_ranks(self) -> Sequence[int]:
         """For each data rank, the rank whose samples count in metrics."""
-        return range(0, self.topology.world_size, self._copies)
+        return range(0, self.topology.world_size, self.copies)
+
+    def share_random_state(self) -> None:
+        """Collective: let ranks that share a model draw the same numbers, as for its dropout.
+
+        An engine overrides it whose ranks must draw different ones.
+        """
+        if self.copies > 1:
+            share_rng(self.copies, self.topology.device)
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -94,13 +113,47 @@ class Strategy(ABC):
 
     @property
     def device_mesh(self) -> Any:
-        """The named mesh of the ranks, None without one."""
+        """The named mesh of the ranks, None without one; collective at the first call."""
+        if self.parallelism is None:
+            return None
+        return self.parallelism.build_device_mesh(self.topology.device.type)
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded, None if they are not."""
         return None
 
     @property
     def averaged_over(self) -> int:
-        """Processes over which backward averages gradients."""
+        """Data ranks over which backward averages gradients."""
         return self.data_world if self.has_gradient_sync else 1
+
+    @property
+    def allows_unfreezing(self) -> bool:
+        """True if parameters may be frozen and unfrozen after :meth:`setup`."""
+        return True
+
+    def casts_to(self, precision: str) -> bool:
+        """Return whether this strategy computes in a precision by itself, without autocast.
+
+        Called once, before any :meth:`setup`.
+
+        Args:
+            precision: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
+        """
+        return False
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return a context to build models in, as they are best built for this strategy."""
+        return nullcontext()
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a new model to the device, before it is compiled."""
+        return model.to(self.topology.device)
+
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Compute blocks again in backward if the options say so; before the model is compiled."""
+        return None
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -168,6 +221,37 @@ class Strategy(ABC):
         """
         return nullcontext()
 
+    def accumulate(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context for all but the last backward of a gradient window."""
+        return self.no_sync(model)
+
+    def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether there are gradients that the optimizer would step with, or add up."""
+        return has_gradients(optimizer)
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop gradients for this optimizer that are not in ``parameter.grad`` yet."""
+        return None
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse one of the first steps of an optimizer, if it would train nothing.
+
+        Raises:
+            RuntimeError: the optimizer holds no parameter that is trained.
+        """
+        return None
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which each rank has whole parameters; collective.
+
+        Args:
+            module: a prepared model or a part of it, which is not called inside.
+            writeback: keep what rank 0 has changed.
+        """
+        return nullcontext()
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
@@ -178,9 +262,30 @@ class Strategy(ABC):
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def model_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the full state of a wrapped model, under the names of the unwrapped one."""
-        return self.unwrap(model).state_dict()
+    def model_state_dict(
+        self,
+        model: torch.nn.Module,
+        *,
+        unwrap: bool = True,
+        all_ranks: bool = False,
+        debug: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the full state of a model.
+
+        Collective if parts of it are sharded: they are gathered in host memory one after the other.
+
+        Args:
+            model: what :meth:`setup` returned.
+            unwrap: use the names of the unwrapped model.
+            all_ranks: return a sharded state on all ranks; else on rank 0, and empty on others.
+            debug: compare the calls of the ranks before; read from ``ACCEL_DEBUG`` if ``None``.
+        """
+        state = self.local_state_dict(model) if unwrap else model.state_dict()
+        if not any(map(collectives.is_sharded, state.values())):
+            return state
+        collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
+        meet("get_state_dict")
+        return collectives.gather_sharded(state, keep=all_ranks or self.topology.rank == 0)
 
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return this rank's part of a model's state, under the names of the unwrapped one.
@@ -193,6 +298,21 @@ class Strategy(ABC):
         """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""
         return is_plain(self.unwrap(model))
 
+    def reduce_gradients(self) -> None:
+        """Collective: bring the gradients of an open window into ``parameter.grad``.
+
+        An engine may hold some back until the end of the window.
+        """
+        return None
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the gradients of an open window by the names of the unwrapped model.
+
+        Plain ones are this rank's own, DTensors are averaged over the ranks.
+        """
+        named = self.unwrap(model).named_parameters()
+        return {name: one.grad for name, one in named if one.grad is not None}
+
     def replicated_parameters(self, model: torch.nn.Module) -> set[str]:
         """Return the names of parameters that training keeps equal on all ranks."""
         return set()
@@ -202,8 +322,15 @@ class Strategy(ABC):
         self._apart.add(model)
 
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Load what :meth:`model_state_dict` returned."""
-        self.unwrap(model).load_state_dict(state)
+        """Load a state whose tensors are full, the same on all ranks, or sharded as here."""
+        here = self.local_state_dict(model)
+        fitting = {
+            name: collectives.shard_like(value, here[name])
+            if name in here and isinstance(value, torch.Tensor)
+            else value
+            for name, value in state.items()
+        }
+        self.unwrap(model).load_state_dict(fitting)
 
     def optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]

@@ -136,6 +136,11 @@ class DDP(Strategy):
         self.options = self.handlers.get(DistributedDataParallelKwargs, default)
         self._group: ReferenceType[Any] | None = None  # that of the models
 
+    @property
+    def allows_unfreezing(self) -> bool:
+        """True with ``find_unused_parameters``; else gradients of frozen ones must be there."""
+        return bool(self.options.find_unused_parameters)
+
     def check(self, model: torch.nn.Module) -> None:
         """Refuse models that are already distributed over devices or processes."""
         super().check(model)

@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.modeling.compile import regions
+from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
+from accel_callbacks.logging import notice
+from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
+from accel_callbacks.modeling.empty_weights import init_empty_weights
+from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
+from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.strategies.base import SetUp, Strategy
-from accel_callbacks.strategies.checks import is_plain
+from accel_callbacks.strategies.checks import is_plain, refuse_distributed, refuse_spread
+from accel_callbacks.strategies.fsdp_groups import (
+    drop_held,
+    has_held,
+    is_idle,
+    parameter_groups,
+    reduce_held,
+    reducing,
+)
+from accel_callbacks.strategies.full_parameters import full_parameters
+from accel_callbacks.strategies.units import find_units, ignored_parameters
+from accel_callbacks.warning import warn
 
 __all__ = ["FSDP"]
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None, "fp32": None}
 
 
 class FSDP(Strategy):
     """A strategy that shards parameters, gradients and optimizer states over the ranks.
+
+    On one rank models stay as they are.
 
     Args:
         topology: the rank and device of this process.
@@ -37,6 +64,7 @@ class FSDP(Strategy):
 
     name = "fsdp"
     has_gradient_sync = True
+    sends_weights = True
 
     def __init__(
         self,
@@ -45,18 +73,22 @@ class FSDP(Strategy):
         parallelism: ParallelismConfig | None = None,
         options: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
-        if parallelism is None:
-            parallelism = ParallelismConfig(
-                dp_replicate_size=1,
-                dp_shard_size=topology.world_size,
-                tp_size=1,
-                cp_size=1,
-                sp_size=1,
-            )
-        super().__init__(topology, handlers, parallelism)
         self.options = options or FullyShardedDataParallelPlugin()
+        if parallelism is None:
+            parallelism = _default_parallelism(topology, self.options)
+        super().__init__(topology, handlers, parallelism)
+        self._policy: Any = None
         self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
         self._sharded = WeakIdKeyDictionary()  # the parameters in place of those of the user
+        # In order, which must be that of all ranks, as those of a set are not.
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        # By sharded model: units that stay gathered after a forward; parameters that are whole.
+        self._lingering: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+        self._whole: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = (
+            WeakKeyDictionary()
+        )
+        for note in self.options.notes() if topology.rank == 0 else ():
+            warn(note)
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -64,28 +96,171 @@ class FSDP(Strategy):
         return DistributedType.FSDP
 
     @property
-    def device_mesh(self) -> Any:
-        """The named mesh of the ranks, None for one rank."""
-        assert self.parallelism is not None
-        return self.parallelism.build_device_mesh(self.topology.device.type)
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:
+        """The options."""
+        return self.options
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        """The sharded models, in the same order on all ranks."""
+        return list(self._lingering)
+
+    def casts_to(self, precision: str) -> bool:
+        """Choose the policy for a precision; return False if autocast has to bring it about."""
+        if self.topology.world_size == 1:
+            return False
+        autocast = self.handlers.get(AutocastKwargs, AutocastKwargs())
+        self._policy = _policy(self.options.mixed_precision_policy, precision, autocast)
+        return self._policy.param_dtype is not None and precision != "fp8"
+
+    # --- sharding -----------------------------------------------------------------------------
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Refuse models that are distributed in another way, or share a sharded parameter.
+
+        A model on the meta device is filled after it is sharded.
+        """
+        refuse_spread(model)
+        if not _is_sharded(model):
+            refuse_distributed(model)
+        self._refuse_shared(model)
+
+    def _refuse_shared(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter in self._sharded:
+                raise ValueError(
+                    f"{name!r} of {type(model).__name__} is also a parameter of a model that is "
+                    "sharded already: put both models into one module, and prepare that."
+                )
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return ``init_empty_weights()``."""
+        return init_empty_weights()
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Leave the model where it is: nowhere is all of it on one device; but for one rank."""
+        alone = self.topology.world_size == 1 and not _has_meta(model)
+        return model.to(self.topology.device) if alone else model
+
+    def checkpoint_activations(self, model: torch.nn.Module) -> None:
+        """Apply ``activation_checkpointing`` of the options."""
+        checkpoint_with(self.options.activation_checkpointing, model)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""
+        weights = InitialWeights(
+            model,
+            self.topology.device,
+            sync=self.options.sync_module_states is not False,
+            param_init_fn=self.options.param_init_fn,
+        )
         mesh = self.device_mesh
         if mesh is None:
-            return model
+            empty = _has_meta(model)
+            weights.fill()
+            return model.to(self.topology.device) if empty else model
         assert self.parallelism is not None
+        if not _is_sharded(model):
+            self._refuse_shared(model)
+            before = dict(model.named_parameters(remove_duplicate=False))
+            self._plain[model] = is_plain(model)
+            names = self.parallelism.fsdp_dim_names
+            self._shard(model, self.parallelism.get_submesh(names, mesh.device_type))
+            weights.fill()
+            self._replace(before, model)
+        else:  # by the user
+            self._lingering[model] = [one for one in model.modules() if _is_sharded(one)]
+        if callable(getattr(model, "generate", None)):
+            self.mark_forward_methods(model, ["generate"])
+        return model
+
+    def _shard(self, model: torch.nn.Module, mesh: Any) -> None:
+        """Shard the units of a model, and then what is left of it."""
+        # Imported here, because other strategies do not need it.
         from torch.distributed.fsdp import fully_shard
 
-        mesh = mesh[tuple(self.parallelism.fsdp_dim_names)]
-        before = dict(model.named_parameters(remove_duplicate=False))
-        self._plain[model] = is_plain(model)
-        for block in regions(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._sharded[before[name]] = parameter
-        return model
+        options = self.options
+        whole = ignored_parameters(model, options)
+        self._place_whole(model, whole)
+        common = {"mesh": mesh, "offload_policy": self._offload_policy(), **_ignoring(whole)}
+        policy = self._policy or _policy(options.mixed_precision_policy, "no", AutocastKwargs())
+        lingering: list[Any] = [model]
+        upcast, taken = 0, {id(parameter) for parameter in whole}
+        inner = _without_output_dtype(policy)
+        units = find_units(model, options, whole)
+        for unit in units:
+            upcast += self._take_weights(unit.modules, taken, policy)
+            with whole_parameters_freed(*unit.modules):
+                fully_shard(
+                    list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
+                    mp_policy=inner,
+                    reshard_after_forward=False if unit.is_last else options.reshard,
+                    **common,
+                )
+            if unit.is_last or options.reshard is not True:
+                lingering.extend(unit.modules)
+        upcast += self._take_weights((model,), taken, policy)
+        with whole_parameters_freed(model):
+            fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
+        self._lingering[model] = lingering
+        if options.forward_prefetch:
+            _prefetch([unit.modules[0] for unit in units if len(unit.modules) == 1][::-1])
+        _tell_precision(model, policy, upcast)
+
+    def _place_whole(self, model: torch.nn.Module, whole: Sequence[torch.nn.Parameter]) -> None:
+        """Move the parameters that are not sharded to the device."""
+        for parameter in whole:
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(self.topology.device)
+        self._whole[model] = list(whole)
+
+    def _take_weights(
+        self, modules: Sequence[torch.nn.Module], taken: set[int], policy: Any
+    ) -> int:
+        """Bring the weights of a unit, which are about to be sharded, to the device.
+
+        Return the number of elements that are float32 from now on: trained weights of fewer bits
+        would lose small steps.
+        """
+        tensors = [
+            tensor
+            for module in modules
+            for tensor in (*module.parameters(), *module.buffers())
+            if id(tensor) not in taken and not hasattr(tensor, "device_mesh")
+        ]
+        taken.update(map(id, tensors))
+        upcast = 0
+        for tensor in tensors:
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(self.topology.device)
+            low = tensor.dtype in _LOW_PRECISION and tensor.requires_grad
+            if policy.param_dtype is not None and low:
+                tensor.data = tensor.data.float()
+                upcast += tensor.numel()
+            if not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()
+        return upcast
+
+    def _offload_policy(self) -> Any:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        given = self.options.cpu_offload
+        if not self.options.offloads:
+            return OffloadPolicy()
+        pinned = getattr(given, "pin_memory", True) and self.topology.device.type != "cpu"
+        return CPUOffloadPolicy(pin_memory=pinned)
+
+    def _replace(self, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
+        """Note the shard of each parameter of the user, and free what it holds."""
+        for name, shard in model.named_parameters(remove_duplicate=False):
+            whole = before[name]
+            if shard is not whole and whole not in self._sharded:
+                self._sharded[whole] = shard
+                # An optimizer or a list of the user may keep it, and with it the whole weight.
+                whole.grad = None
+                whole.data = whole.data.new_empty(0)
+
+    # --- optimizers ---------------------------------------------------------------------------
 
     def setup(
         self,
@@ -93,24 +268,339 @@ class FSDP(Strategy):
         optimizers: Sequence[torch.optim.Optimizer],
         schedulers: Sequence[Any],
     ) -> SetUp:
-        """Shard the models, and let the optimizers step with the shards."""
+        """Shard the models, and let all optimizers step with the shards."""
+        if self.topology.world_size > 1:
+            for optimizer in optimizers:
+                _refuse_lbfgs(optimizer)
         done = super().setup(models, optimizers, schedulers)
-        for optimizer in optimizers:
+        self._optimizers.update(dict.fromkeys(optimizers))
+        # Those of earlier calls too: their model may have come only now.
+        for optimizer in list(self._optimizers) if models else optimizers:
             self._bind(optimizer)
         return done
 
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace parameters by their shards, in place."""
+        """Replace parameters by their shards, in place, wherever an optimizer has them."""
+        if not len(self._sharded):
+            return
+        shard = self._shard_of
         for group in optimizer.param_groups:
-            group["params"][:] = [self._sharded.get(one, one) for one in group["params"]]
+            group["params"][:] = map(shard, group["params"])
+            kinds = {hasattr(parameter, "device_mesh") for parameter in group["params"]}
+            if len(kinds) == 2 and group.get("foreach") is None and "foreach" in group:
+                group["foreach"] = False  # torch's kernels take no list with shards and others
+        state = optimizer.state
+        for known in [one for one in state if shard(one) is not one]:
+            state[shard(known)] = _sharded_state(state.pop(known), known, shard(known))
+        for name, value in vars(optimizer).items():
+            if name not in ("param_groups", "state"):
+                _replace_in(value, shard)
 
-    def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return whether the model was plain before it was sharded."""
-        return self._plain.get(model, False)
+    def _shard_of(self, parameter: Any) -> Any:
+        """Return the shard of a parameter of the user; other objects as they are."""
+        if isinstance(parameter, torch.Tensor):
+            return self._sharded.get(parameter, parameter)  # type: ignore[no-untyped-call]
+        return parameter
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer holds none of the sharded parameters, and no gradient.
+
+        Raises:
+            RuntimeError: the step would train nothing.
+        """
+        if not self._models or self.has_gradients(optimizer):
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(hasattr(parameter, "device_mesh") for parameter in held):
+            return
+        raise RuntimeError(
+            f"step: {type(optimizer).__name__} holds no parameter of a sharded model, and would "
+            "train nothing: make it of model.parameters() of the same object that is passed to "
+            "prepare(), and pass it to prepare() too."
+        )
+
+    # --- the step -----------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients; average those of parameters that are not sharded."""
+        for model in self._models:
+            _admit_unfrozen(model)
+        super().backward(loss, **kwargs)
+        for model in self._models:
+            trained = [p for p in self._whole.get(model, ()) if p.requires_grad]
+            if trained and all(group.reduce_grads for group in parameter_groups(model)):
+                _average(trained)
+
+    def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Gather the weights for these methods too."""
+        if not _is_sharded(model):
+            return
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        for name in names:
+            method = vars(model).get(name)
+            if not getattr(method, "_gathers", False):
+                register_fsdp_forward_method(model, name)
+                vars(model)[name].__func__._gathers = True
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context in which each rank has whole parameters."""
+        return full_parameters(module, writeback=writeback)
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model as the user built it, with its shards as parameters.
+
+        After a forward without a backward, as in an evaluation, torch leaves some parameters whole,
+        which are other objects than those of the optimizer.
+        """
+        model = super().unwrap(model)
+        for module in self._lingering.get(model, ()):
+            if is_idle(module):
+                module.reshard()
+        return model
+
+    def accumulate(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context for all but the last backward of a gradient window.
+
+        Gradients are reduced and sharded each time, so that no rank holds whole ones; replicas
+        exchange theirs at the end of the window only.
+        """
+        if self.options.no_sync:
+            return self.no_sync(model)
+        assert self.parallelism is not None
+        if self.parallelism.dp_replicate_enabled and _is_sharded(model):
+            return reducing(model, all_reduce=False)
+        return nullcontext()
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which each rank keeps whole gradients of its own."""
+        return reducing(model, scatter=False, all_reduce=False)
+
+    def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward reduces gradients."""
+        return reducing(model, scatter=True, all_reduce=True)
+
+    def has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether there are gradients to step with, those held back by FSDP included."""
+        return has_gradients(optimizer) or has_held(self._models, _ids(optimizer))
+
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients that FSDP holds back until the end of a window."""
+        drop_held(self._models, _ids(optimizer))
+
+    def reduce_gradients(self) -> None:
+        """Collective: bring the gradients of an open window into ``parameter.grad``."""
+        reduce_held(self._models)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Clip by the total norm over all shards, and return it as a plain tensor."""
-        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return clip_norm(map(self._shard_of, parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value_: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        clip_value(map(self._shard_of, parameters), clip_value_)
+
+    def join(
+        self, models: Sequence[Any], follow: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """Refuse uneven inputs on several ranks.
+
+        Raises:
+            ValueError: a rank without a batch could not send its part of the weights.
+        """
+        if self.topology.world_size == 1:
+            return super().join(models, follow)
+        raise ValueError(
+            "join_uneven_inputs does not work with sharded models, of which each forward needs the "
+            "parts of all ranks: let prepare() split the data evenly, or train with "
+            "DistributedDataParallel (leave the fsdp_plugin out)."
+        )
+
+    def mark_unsynced(self, model: torch.nn.Module) -> None:
+        """Refuse to train ranks apart: each holds another part of the weights.
+
+        Raises:
+            ValueError: on several ranks.
+        """
+        if self.topology.world_size > 1:
+            raise ValueError(
+                "LocalSGD does not work with sharded models, of which each rank trains another "
+                "part: use gradient_accumulation_steps to communicate less, or train with "
+                "DistributedDataParallel (leave the fsdp_plugin out)."
+            )
+
+    # --- states -------------------------------------------------------------------------------
+
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return whether the model was plain before it was sharded."""
+        return self._plain.get(model, is_plain(model))
+
+
+def _default_parallelism(
+    topology: Topology, options: FullyShardedDataParallelPlugin
+) -> ParallelismConfig:
+    """Return one shard on each rank, or of each machine, with replicas over machines."""
+    machines = 1
+    if options.is_hybrid:
+        machines = max(topology.world_size // max(topology.local_world_size, 1), 1)
+    return ParallelismConfig(
+        dp_replicate_size=machines,
+        dp_shard_size=topology.world_size // machines,
+        tp_size=1,
+        cp_size=1,
+        sp_size=1,
+    )
+
+
+def _has_meta(model: torch.nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    return hasattr(model, "_get_fsdp_state")
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+# --- precision --------------------------------------------------------------------------------
+
+
+def _policy(given: Any, precision: str, autocast: AutocastKwargs) -> Any:
+    """Return the MixedPrecisionPolicy that was given, or that of a precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if given is None:
+        # Autocast brings about fp16: it leaves norms and sums in float32, which fp16 needs.
+        given = "bf16" if precision == "bf16" and autocast.enabled else "no"
+    if isinstance(given, str):
+        if given not in _DTYPES:
+            raise ValueError(
+                f"mixed_precision_policy={given!r} is unknown; use one of {list(_DTYPES)}."
+            )
+        dtype = _DTYPES[given]
+        if dtype is None:
+            return MixedPrecisionPolicy()
+        output = torch.float32 if autocast.upcast_outputs else None
+        return MixedPrecisionPolicy(dtype, torch.float32, output)
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    if isinstance(given, dict):
+        return MixedPrecisionPolicy(**given)
+    if hasattr(given, "param_dtype") and hasattr(given, "reduce_dtype"):  # FSDP1's
+        return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
+    raise TypeError(
+        f"mixed_precision_policy={given!r} must be a MixedPrecisionPolicy, a dict, or 'bf16'."
+    )
+
+
+def _without_output_dtype(policy: Any) -> Any:
+    """Return a policy for a unit inside, whose output is the input of another one."""
+    return type(policy)(policy.param_dtype, policy.reduce_dtype, None, policy.cast_forward_inputs)
+
+
+def _tell_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
+    if policy.param_dtype is None:
+        return
+    name = class_of(model).__name__
+    reduced = policy.reduce_dtype or policy.param_dtype
+    short = {policy.param_dtype: str(policy.param_dtype).removeprefix("torch.")}
+    masters = f"; {upcast} trained weights were made float32" if upcast else ""
+    notice(
+        f"FSDP gathers {name} in {short[policy.param_dtype]} and computes in it, without autocast; "
+        f"gradients are reduced in {str(reduced).removeprefix('torch.')}, and the optimizer steps "
+        f"with shards as they are{masters}"
+    )
+
+
+# --- helpers of sharding ----------------------------------------------------------------------
+
+
+def _ignoring(whole: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
+    if not whole:
+        return {}
+    from torch.distributed.fsdp import fully_shard
+
+    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise ValueError(
+            f"ignored_modules and scalar parameters under FSDP need torch 2.7 or newer, and this "
+            f"is {torch.__version__}."
+        )
+    return {"ignored_params": set(whole)}
+
+
+def _prefetch(modules: Sequence[Any]) -> None:
+    """Let each unit gather the next one of the model ahead."""
+    for module, following in pairwise(modules):
+        module.set_modules_to_forward_prefetch([following])
+
+
+def _admit_unfrozen(model: torch.nn.Module) -> None:
+    """Let FSDP reduce gradients of a unit that was all frozen at its first forward."""
+    for group in parameter_groups(model):
+        if getattr(group, "_orig_dtype", 0) is None and any(
+            one.sharded_param.requires_grad for one in group.fsdp_params
+        ):
+            group._init_mp_dtypes()
+
+
+@torch.no_grad()
+def _average(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Collective: average gradients over all ranks; a missing one is 0, unless it is so on all.
+
+    The average of an average is itself, so this may run after each backward of a window.
+    """
+    world = dist.get_world_size()
+    for parameter in parameters:
+        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        present = mine.new_tensor([parameter.grad is not None])
+        flat = torch.cat([mine.flatten() / world, present])
+        dist.all_reduce(flat, group=collectives.group_for(flat))
+        if flat[-1] > 0:
+            parameter.grad = flat[:-1].view_as(parameter).clone()
+
+
+# --- helpers of optimizers --------------------------------------------------------------------
+
+
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS does not work with sharded models: it looks at all parameters as one vector, "
+            "and each rank has only a part. Train with DistributedDataParallel (leave the "
+            "fsdp_plugin out), or with another optimizer."
+        )
+
+
+def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
+    """Collective: shard the tensors of a state that are as large as the parameter was."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not isinstance(state, dict):
+        return state
+    return {
+        name: distribute_tensor(value.to(shard.device), shard.device_mesh, shard.placements)
+        if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim()
+        else value
+        for name, value in state.items()
+    }
+
+
+def _replace_in(value: Any, shard: Callable[[Any], Any]) -> None:
+    """Replace parameters in an attribute of an optimizer, in nested lists and dicts."""
+    if isinstance(value, list):
+        for index, one in enumerate(value):
+            value[index] = shard(one)
+            _replace_in(one, shard)
+    elif isinstance(value, dict):
+        for key in list(value):
+            one = value[key]
+            if shard(key) is not key or shard(one) is not one:
+                del value[key]
+                value[shard(key)] = shard(one)
+            _replace_in(one, shard)

@@ -23,6 +23,7 @@ _HOME = {
     "extract_model_from_parallel": "utils.modeling",
     "find_batch_size": "utils.operations",
     "find_device": "utils.operations",
+    "fsdp2_prepare_model": "utils.fsdp",
     "get_data_structure": "utils.operations",
     "get_shape": "utils.operations",
     "honor_type": "utils.operations",
@@ -40,8 +41,13 @@ _HOME = {
     "is_torch_version": "utils.imports",
     "is_xpu_available": "utils.imports",
     "listify": "utils.operations",
+    "load_fsdp_model": "utils.fsdp",
+    "load_fsdp_optimizer": "utils.fsdp",
+    "merge_fsdp_weights": "utils.fsdp",
     "pad_input_tensors": "utils.operations",
     "recursively_apply": "utils.operations",
+    "save_fsdp_model": "utils.fsdp",
+    "save_fsdp_optimizer": "utils.fsdp",
     "should_reduce_batch_size": "memory",
     "slice_tensors": "utils.operations",
 }
@@ -63,6 +69,7 @@ if TYPE_CHECKING:
     from accel_callbacks import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_callbacks import DataLoaderShard as DataLoaderShard
     from accel_callbacks import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_callbacks import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from accel_callbacks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel_callbacks import DistributedOperationException as DistributedOperationException
     from accel_callbacks import DistributedType as DistributedType
@@ -88,8 +95,11 @@ if TYPE_CHECKING:
     from accel_callbacks import RNGType as RNGType
     from accel_callbacks import SeedableRandomSampler as SeedableRandomSampler
     from accel_callbacks import Topology as Topology
+    from accel_callbacks import TorchContextParallelConfig as TorchContextParallelConfig
     from accel_callbacks import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_callbacks import TorchTensorParallelConfig as TorchTensorParallelConfig
     from accel_callbacks import TrainingRun as TrainingRun
+    from accel_callbacks import apply_activation_checkpointing as apply_activation_checkpointing
     from accel_callbacks import broadcast as broadcast
     from accel_callbacks import broadcast_object as broadcast_object
     from accel_callbacks import broadcast_object_list as broadcast_object_list
@@ -99,6 +109,9 @@ if TYPE_CHECKING:
     from accel_callbacks import gather as gather
     from accel_callbacks import gather_object as gather_object
     from accel_callbacks import get_logger as get_logger
+    from accel_callbacks import init_empty_weights as init_empty_weights
+    from accel_callbacks import init_on_device as init_on_device
+    from accel_callbacks import initialize_weights as initialize_weights
     from accel_callbacks import is_main_process as is_main_process
     from accel_callbacks import last_process_only as last_process_only
     from accel_callbacks import load_checkpoint_in_model as load_checkpoint_in_model
@@ -126,6 +139,12 @@ if TYPE_CHECKING:
     from accel_callbacks.data.skip import SkipDataLoader as SkipDataLoader
     from accel_callbacks.distributed.topology import is_initialized as is_initialized
     from accel_callbacks.memory import should_reduce_batch_size as should_reduce_batch_size
+    from accel_callbacks.utils.fsdp import fsdp2_prepare_model as fsdp2_prepare_model
+    from accel_callbacks.utils.fsdp import load_fsdp_model as load_fsdp_model
+    from accel_callbacks.utils.fsdp import load_fsdp_optimizer as load_fsdp_optimizer
+    from accel_callbacks.utils.fsdp import merge_fsdp_weights as merge_fsdp_weights
+    from accel_callbacks.utils.fsdp import save_fsdp_model as save_fsdp_model
+    from accel_callbacks.utils.fsdp import save_fsdp_optimizer as save_fsdp_optimizer
     from accel_callbacks.utils.imports import compare_versions as compare_versions
     from accel_callbacks.utils.imports import is_bf16_available as is_bf16_available
     from accel_callbacks.utils.imports import is_cuda_available as is_cuda_available

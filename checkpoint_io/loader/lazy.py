@@ -129,6 +129,19 @@ class CheckpointReader:
     def _with_views(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         return self.decoded(_Views(self.source, self._prefix))
 
+    def of_rank(self, rank: int) -> CheckpointReader:
+        """Return a reader of the same checkpoint with another rank's local state.
+
+        Args:
+            rank: the rank that saved it.
+
+        Raises:
+            CorruptCheckpointError: its JSON is damaged.
+        """
+        other = CheckpointReader(self.source.store, self.manifest, rank)
+        _ = other.state  # as open_checkpoint does
+        return other
+
     def decoded(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Return both states, with these tensors (by key) in place of references."""
         with collector_paused():

@@ -20,9 +20,7 @@ SHORT = timedelta(seconds=30)
 class Paired(DDP):
     """Two ranks of one model, as in tensor parallelism: both read the same samples."""
 
-    data_rank = property(lambda self: self.topology.rank // 2)
-    data_world = property(lambda self: self.topology.world_size // 2)
-    data_ranks = property(lambda self: range(0, self.topology.world_size, 2))
+    copies = property(lambda self: 2)
 
 
 def counted():

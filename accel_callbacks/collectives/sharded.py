@@ -1,0 +1,122 @@
+"""Sharded tensors (DTensors): gather them one at a time, and shard full ones alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accel_callbacks.collectives.group import explained
+
+__all__ = ["full_tensor", "gather_sharded", "is_sharded", "shard_like"]
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether a value is a DTensor, without importing torch's module of it.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.collectives import is_sharded
+        >>> is_sharded(torch.ones(1))
+        False
+    """
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
+
+
+@explained("gather")
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Collective over the mesh of a DTensor: return the whole tensor, on each rank.
+
+    Args:
+        tensor: any tensor; one that is not sharded is returned detached.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.collectives import full_tensor
+        >>> full_tensor(torch.ones(1))
+        tensor([1.])
+    """
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+def gather_sharded(tensors: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """Collective: return tensors with full ones in host memory in place of DTensors.
+
+    They are gathered one after the other, so that a rank that keeps none holds one at a time.
+
+    Args:
+        tensors: names to tensors (or other objects, which stay as they are), with the same
+            DTensors in the same order on all ranks.
+        keep: this rank wants the result; else it is empty.
+
+    Returns:
+        Tensors on the CPU, in memory of their own; tied ones are one tensor.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.collectives import gather_sharded
+        >>> gather_sharded({"weight": torch.ones(1)}, keep=True)
+        {'weight': tensor([1.])}
+    """
+    gathered: dict[str, Any] = {}
+    seen: dict[tuple[Any, ...], torch.Tensor] = {}
+    for name, value in tensors.items():
+        full = full_tensor(value) if is_sharded(value) else value
+        if not keep:
+            continue
+        if not isinstance(full, torch.Tensor):
+            gathered[name] = full
+            continue
+        # Ties are looked up after the collective: all ranks must gather the same tensors, and one
+        # whose part is empty does not see them.
+        key = _memory(value) or (name,)
+        if key not in seen:
+            # A copy: of a tensor on the CPU it would be the memory that is trained.
+            seen[key] = full.detach().to("cpu", copy=True)
+        gathered[name] = seen[key]
+    return gathered
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return what is equal for tensors that are one view of one memory, None without memory."""
+    local: Any = tensor.detach()
+    local = local.to_local() if is_sharded(tensor) else local
+    if local.numel() == 0 or local.layout is not torch.strided:
+        return None
+    try:
+        storage = local.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # of a subclass without a storage
+        return None
+    return storage, local.storage_offset(), tuple(local.stride()), tuple(tensor.shape), tensor.dtype
+
+
+def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a full tensor, equal on all ranks, sharded as another tensor is.
+
+    Collective with torch before 2.7, which sends the parts from one rank.
+
+    Args:
+        full: on any device; a DTensor is returned as it is.
+        like: a DTensor of the same shape; with a plain tensor ``full`` is returned.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.collectives import shard_like
+        >>> shard_like(torch.ones(1), torch.zeros(1))
+        tensor([1.])
+    """
+    if not is_sharded(like) or is_sharded(full):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    target: Any = like
+    known = inspect.signature(distribute_tensor).parameters
+    options: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in known else {}
+    moved = full.detach().to(target.detach().to_local().device)
+    return distribute_tensor(moved, target.device_mesh, target.placements, **options)

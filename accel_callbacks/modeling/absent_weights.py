@@ -1,0 +1,419 @@
+"""Weights that have memory and no values yet: kept track of, initialized, never computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.distributed.failures import shared_failure
+from accel_callbacks.distributed.rng import capture_rng, restore_rng
+from accel_callbacks.modeling.compile import is_compiled, original
+
+__all__ = ["AbsentWeights", "absent_weights", "copy_part", "initialize_weights", "named_tensors"]
+
+Init = Callable[[torch.nn.Module], Any]
+_SHOWN = 5
+_ATTRIBUTE = "_absent_weights"
+_INITIALIZE = "initialize_weights"
+_FIRST_FORWARD = "the first forward of a model that was built without weights"
+
+
+def initialize_weights(model: torch.nn.Module, param_init_fn: Init | None = None) -> list[str]:
+    """Initialize the weights that a model built on the meta device lacks after ``prepare``.
+
+    Collective. Each module with such weights is initialized as a whole with the random numbers of
+    rank 0, and each rank keeps its part: values do not depend on the number of ranks, and from one
+    seed they are those of the model built without ``init_empty_weights``, if each module draws when
+    it is built. At most one module is whole on a rank. A model that lacks nothing is left alone.
+
+    Args:
+        model: a prepared model.
+        param_init_fn: initializes the parameters and buffers of the one module that it is given;
+            by default its ``reset_parameters``.
+
+    Returns:
+        The names of what was initialized.
+
+    Raises:
+        ValueError: weights have neither; the message names them, and nothing was changed.
+        RemoteError: another rank failed.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import initialize_weights
+        >>> initialize_weights(torch.nn.Linear(1, 1))
+        []
+    """
+    guard = absent_weights(model)
+    return [] if guard is None else guard.initialize(guard.names(), param_init_fn)
+
+
+def absent_weights(model: torch.nn.Module) -> AbsentWeights | None:
+    """Return what a model lacks, None if it was built with weights.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.modeling.absent_weights import absent_weights
+        >>> absent_weights(torch.nn.Linear(1, 1)) is None
+        True
+    """
+    found: AbsentWeights | None = vars(original(model)).get(_ATTRIBUTE)
+    return found
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers, each once; non-persistent buffers too.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.modeling.absent_weights import named_tensors
+        >>> list(named_tensors(torch.nn.Linear(1, 1)))
+        ['weight', 'bias']
+    """
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+#: The parameters or the buffers of a module, a key in them, and the tensor there.
+_Slot = tuple[dict[str, Any], str, torch.Tensor]
+
+
+class _Absent(NamedTuple):
+    """A tensor without values, as it was when it got its memory."""
+
+    tensor: torch.Tensor
+    local: torch.Tensor
+    version: int
+    version_of_local: int
+
+
+class AbsentWeights:
+    """The parameters and buffers of a model that have memory and no values yet.
+
+    A forward pre-hook of the model, a collective, raises on all ranks before anything is computed
+    with them. A write in place by anybody counts as values.
+
+    Args:
+        model: a model with tensors on the meta device. They get memory, filled with NaN, and stay
+            the same objects, so that optimizers and tied modules keep them.
+        device: where their memory is.
+        param_init_fn: initializes one module, see :func:`initialize_weights`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.modeling.absent_weights import AbsentWeights
+        >>> model = torch.nn.Linear(2, 2, device="meta")
+        >>> absent = AbsentWeights(model, torch.device("cpu"))
+        >>> _ = torch.nn.init.zeros_(model.bias)
+        >>> absent.names()
+        ['weight']
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, param_init_fn: Init | None = None
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._param_init_fn = param_init_fn
+        self._absent = dict(_allocate(model, device))
+        hook: Any = self._check
+        if is_compiled(model):  # compiled code leaves out what changes no tensor
+            hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        # Before those of FSDP, which would gather what is not there.
+        self._handle = model.register_forward_pre_hook(hook, prepend=True)
+        vars(model)[_ATTRIBUTE] = self
+
+    def _check(self, module: torch.nn.Module, args: Any) -> None:
+        """Raise if weights have no values; else there is nothing left to look after."""
+        if self._absent:
+            with shared_failure(_FIRST_FORWARD):
+                self.require()
+            self.dismiss()
+
+    def dismiss(self) -> None:
+        """Look after the model no more, which has all of its values."""
+        self._absent.clear()
+        self._handle.remove()
+        vars(self._model).pop(_ATTRIBUTE, None)
+
+    def require(self) -> None:
+        """Raise ValueError if weights have no values."""
+        if names := self.names():
+            raise ValueError(
+                f"{_listed(names)} of {type(self._model).__name__} {_have(names)} no values, since "
+                "it was built on the meta device: load them after prepare(), with "
+                "load_checkpoint_in_model(model, path) or accel.load_state(path), or call "
+                f"initialize_weights(model).{self._about_buffers(names)}"
+            )
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors that nobody has written to."""
+        now = named_tensors(self._model)
+        return [name for name, absent in self._absent.items() if _is_absent(now.get(name), absent)]
+
+    def initialize(
+        self, names: Iterable[str], param_init_fn: Init | None = None, *, partly: bool = False
+    ) -> list[str]:
+        """Initialize these of the tensors without values, as :func:`initialize_weights` does.
+
+        Args:
+            names: the tensors.
+            param_init_fn: initializes one module.
+            partly: leave what cannot be initialized without values, in place of an error.
+
+        Returns:
+            The names of what was initialized.
+        """
+        # A rank whose part is empty lacks nothing, and draws the same numbers all the same.
+        wanted = {name for own in collectives.all_objects(sorted(names)) for name in own}
+        if not wanted:
+            return []
+        init = param_init_fn or self._param_init_fn
+        with shared_failure(_INITIALIZE):
+            modules = self._modules_with(wanted)
+            lost = [
+                (name, owner)
+                for name, owner in self._owners(wanted)
+                if init is None and not callable(getattr(owner, "reset_parameters", None))
+            ]
+            if lost and not partly:
+                self._refuse_without_reset(lost)
+            wanted -= {name for name, _ in lost}
+        with _random_numbers_of_rank_0(self._device), shared_failure(_INITIALIZE):
+            left = [
+                name
+                for prefix, module in modules
+                for name in self._reset(prefix, module, wanted, init)
+            ]
+            if left and not partly:
+                raise ValueError(
+                    f"{_listed(left)} of {type(self._model).__name__} {_have(left)} no values "
+                    f"after {'param_init_fn' if init else 'reset_parameters'}, which did not "
+                    "write there: load the weights, or initialize all of a module in "
+                    f"param_init_fn=.{self._about_buffers(left)}"
+                )
+        return sorted(wanted.difference(left))
+
+    def _owners(self, wanted: set[str]) -> list[tuple[str, torch.nn.Module]]:
+        """Return each of these tensors with its module."""
+        return [
+            (name, self._model.get_submodule(name.rpartition(".")[0]))
+            for name in named_tensors(self._model)
+            if name in wanted
+        ]
+
+    def _modules_with(self, wanted: set[str]) -> list[tuple[str, torch.nn.Module]]:
+        """Return the modules that hold these tensors, in the order of the model."""
+        prefixes = {name.rpartition(".")[0] for name in wanted}
+        return [(name, module) for name, module in self._model.named_modules() if name in prefixes]
+
+    def _refuse_without_reset(self, lost: Sequence[tuple[str, torch.nn.Module]]) -> NoReturn:
+        names = [name for name, _ in lost]
+        kinds = sorted({type(owner).__name__ for _, owner in lost})
+        raise ValueError(
+            f"{_listed(names)} cannot be initialized: {', '.join(kinds)} has no reset_parameters. "
+            "Load the weights with load_checkpoint_in_model(model, path), or pass "
+            "initialize_weights(model, param_init_fn), a function that initializes the module that "
+            f"it is given.{self._about_buffers(names)}"
+        )
+
+    def _reset(
+        self, prefix: str, module: torch.nn.Module, wanted: set[str], init: Init | None
+    ) -> list[str]:
+        """Initialize one module, whole; return what of the wanted tensors was not written to."""
+        targets: list[_Slot] = [
+            (slots, key, tensor)
+            for slots in _slots_of(module)
+            for key, tensor in slots.items()
+            if tensor is not None
+        ]
+        own = [f"{prefix}.{key}" if prefix else key for _, key, _ in targets]
+        if wanted.isdisjoint(own):
+            return []
+        left = []
+        with _whole(module, targets, self._device):
+            before = [(slots[key], slots[key]._version) for slots, key, _ in targets]
+            if init is None:
+                module.reset_parameters()  # type: ignore[operator]
+            else:
+                init(module)
+            for (slots, key, target), name, old in zip(targets, own, before, strict=True):
+                if name not in wanted:
+                    continue
+                if _is_written(slots[key], target.shape, *old):
+                    copy_part(target, slots[key].detach())
+                else:
+                    left.append(name)
+        return left
+
+    def _about_buffers(self, names: Iterable[str]) -> str:
+        lasting = self._model.state_dict().keys()
+        if lost := [name for name in names if name not in lasting]:
+            return (
+                f" No checkpoint has {_listed(lost)} (non-persistent): build the model in "
+                "init_empty_weights(), which leaves buffers their values, and not in "
+                'torch.device("meta").'
+            )
+        return ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ValueError(
+            f"{type(self._model).__name__} has weights without values and cannot be copied: load "
+            "or initialize them first."
+        )
+
+
+@torch.no_grad()
+def _allocate(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, _Absent]]:
+    """Give memory to all tensors on the meta device; yield them with their names."""
+    slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for owner in _slots_of(module):
+            for key, tensor in owner.items():
+                if tensor is not None:
+                    slots.setdefault(id(tensor), []).append((owner, key))
+    for name, tensor in named_tensors(model).items():
+        if not tensor.is_meta:
+            continue
+        memory = torch.empty_like(tensor.detach(), device=device)
+        if isinstance(tensor, torch.nn.Parameter):
+            fresh = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)
+            vars(fresh).update(vars(tensor))
+            torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+        else:
+            for owner, key in slots[id(tensor)]:
+                owner[key] = memory
+            tensor = memory
+        local = _local(tensor)
+        if local.is_floating_point() or local.is_complex():
+            local.fill_(float("nan"))
+        yield name, _Absent(tensor, local, tensor._version, local._version)
+
+
+def _slots_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def _is_absent(now: torch.Tensor | None, absent: _Absent) -> bool:
+    if now is None or now is not absent.tensor or _local(now).numel() == 0:
+        return False
+    local = _local(now)
+    if now._version != absent.version:
+        return False
+    if local is absent.local and local._version != absent.version_of_local:
+        return False
+    # A write through .data counts no version, and FSDP may have moved the part.
+    return _is_nan(local)
+
+
+def _is_written(value: Any, shape: torch.Size, old: torch.Tensor, version: int) -> bool:
+    """Return whether a tensor was replaced by values, or written to."""
+    if value is None or value.is_meta or value.shape != shape:
+        return False
+    return value is not old or value._version != version or not _is_nan(value)
+
+
+def _is_nan(tensor: torch.Tensor) -> bool:
+    """Return whether all of a tensor is NaN; an integer tensor cannot be, and counts as NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    return bool(torch.isnan(tensor.detach()).all())
+
+
+@contextmanager
+def _whole(
+    module: torch.nn.Module,
+    targets: Sequence[_Slot],
+    device: torch.device,
+) -> Iterator[None]:
+    """Context manager: a module has whole tensors of its own in place of its parts."""
+    try:
+        for slots, key, tensor in targets:
+            place = device if tensor.is_meta else _local(tensor).device
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+            if whole.is_floating_point() or whole.is_complex():
+                whole.fill_(float("nan"))
+            if slots is module._parameters:
+                slots[key] = torch.nn.Parameter(whole, requires_grad=tensor.requires_grad)
+            else:
+                slots[key] = whole
+        # Functions written for FSDP1 give memory first, which is there; it would undo the NaN.
+        vars(module)["to_empty"] = lambda *args, **kwargs: module
+        yield
+    finally:
+        vars(module).pop("to_empty", None)
+        for slots, key, tensor in targets:
+            slots[key] = tensor
+
+
+@torch.no_grad()
+def copy_part(
+    target: torch.Tensor, whole: torch.Tensor, first_row: int = 0, last_row: int | None = None
+) -> None:
+    """Copy this rank's part of a tensor, or of some rows of it.
+
+    Args:
+        target: a DTensor, or a plain tensor, which takes all.
+        whole: the rows, converted to the dtype and device of the target.
+        first_row: their place in the tensor.
+        last_row: their end, that of the tensor by default.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.modeling.absent_weights import copy_part
+        >>> target = torch.zeros(3)
+        >>> copy_part(target, torch.ones(1), first_row=1, last_row=2)
+        >>> target
+        tensor([0., 1., 0.])
+    """
+    require_neighbour("checkpoint_io")
+    from checkpoint_io.weights import Destination, Rows, WeightInfo
+
+    shape = tuple(target.shape)
+    end = (shape[0] if shape else 1) if last_row is None else last_row
+    destination = Destination(WeightInfo(whole.dtype, shape), target)
+    destination.put(Rows(first_row, end), whole)
+    torch.autograd.graph.increment_version(target)
+
+
+@contextmanager
+def _random_numbers_of_rank_0(device: torch.device) -> Iterator[None]:
+    """Context manager: draw as rank 0 does; a rank with other numbers has its own again after it.
+
+    A rank whose generators were those of rank 0 goes on from where it stands, as after building a
+    model.
+    """
+    if collectives.world_size() == 1:
+        yield
+        return
+    with shared_failure(_INITIALIZE):
+        own = capture_rng(device)
+    first = collectives.broadcast_object(own)
+    if own == first:
+        yield
+        return
+    restore_rng(first, device)
+    try:
+        yield
+    finally:
+        restore_rng(own, device)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:_SHOWN])) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
+
+
+def _have(names: list[str]) -> str:
+    return "has" if len(names) == 1 else "have"

@@ -1,0 +1,101 @@
+"""Options of the engines behind single axes of a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_callbacks.plugins.base import KwargsHandler
+
+__all__ = [
+    "DeepSpeedSequenceParallelConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+]
+
+_ROTATIONS = ("allgather", "alltoall")
+_ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa")
+
+
+@dataclass(frozen=True)
+class TorchTensorParallelConfig(KwargsHandler):
+    """Options of tensor parallelism.
+
+    Args:
+        enable_async_tp: overlap communication with computation; off by default.
+
+    Example:
+        >>> from accel_callbacks import ParallelismConfig, TorchTensorParallelConfig
+        >>> config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig())
+        >>> config.tp_handler.enable_async_tp
+        False
+    """
+
+    enable_async_tp: bool = False
+
+
+@dataclass(frozen=True)
+class TorchContextParallelConfig(KwargsHandler):
+    """Options of context parallelism.
+
+    Args:
+        cp_comm_strategy: how keys and values travel: ``"allgather"`` (default) or ``"alltoall"``.
+
+    Raises:
+        ValueError: another strategy.
+
+    Example:
+        >>> from accel_callbacks import TorchContextParallelConfig
+        >>> TorchContextParallelConfig().cp_comm_strategy
+        'allgather'
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            object.__setattr__(self, "cp_comm_strategy", _ROTATIONS[0])
+        elif self.cp_comm_strategy not in _ROTATIONS:
+            raise ValueError(
+                f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown; use one of {_ROTATIONS}."
+            )
+
+
+@dataclass(frozen=True)
+class DeepSpeedSequenceParallelConfig(KwargsHandler):
+    """Options of sequence parallelism.
+
+    Args:
+        sp_seq_length: length of all sequences, if it does not vary.
+        sp_seq_length_is_variable: batches differ in length; on by default.
+        sp_attn_implementation: ``"flash_attention_2"``, ``"flash_attention_3"``, ``"sdpa"`` or the
+            name of a flash attention kernel on the hub (``"<user>/<...flash-attn...>"``); the
+            model's own if None.
+
+    Raises:
+        ValueError: an unknown attention, or a fixed length that is not given.
+
+    Example:
+        >>> from accel_callbacks import DeepSpeedSequenceParallelConfig
+        >>> DeepSpeedSequenceParallelConfig().sp_seq_length_is_variable
+        True
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.sp_seq_length_is_variable is None:
+            object.__setattr__(self, "sp_seq_length_is_variable", True)
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise ValueError(
+                "sp_seq_length_is_variable=False needs the length: give sp_seq_length too."
+            )
+        attention = self.sp_attn_implementation
+        if attention is None or attention in _ATTENTION:
+            return
+        if "/" not in attention or "flash-attn" not in attention:
+            raise ValueError(
+                f"sp_attn_implementation={attention!r} cannot divide sequences; use one of "
+                f"{_ATTENTION} or a flash attention kernel of the hub."
+            )

@@ -1,0 +1,156 @@
+"""The parameter groups inside of FSDP2: how they reduce, and gradients that they hold back.
+
+A group that does not reduce keeps gradients where ``parameter.grad`` does not show them, and where
+no optimizer clears them. torch has no public way to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["drop_held", "has_held", "is_idle", "parameter_groups", "reduce_held", "reducing"]
+
+
+def parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield FSDP's parameter groups of a model, each once.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.fsdp_groups import parameter_groups
+        >>> list(parameter_groups(torch.nn.Linear(1, 1)))
+        []
+    """
+    seen: set[int] = set()
+    for state in _states(model):
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.12 a state has one
+            groups = [one for one in [state._fsdp_param_group] if one is not None]
+        for group in groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def _states(model: torch.nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        ask = getattr(module, "_get_fsdp_state", None)
+        if ask is not None:
+            yield ask()
+
+
+def is_idle(module: Any) -> bool:
+    """Return whether a sharded module is neither in a forward nor in a backward."""
+    return bool(module._get_fsdp_state()._training_state.name == "IDLE")
+
+
+@contextmanager
+def reducing(
+    model: torch.nn.Module, *, scatter: bool | None = None, all_reduce: bool | None = None
+) -> Iterator[None]:
+    """Context manager: set what backward reduces, and restore what was set before.
+
+    Args:
+        model: a sharded model.
+        scatter: reduce and shard gradients over the ranks that share a replica.
+        all_reduce: reduce them over the replicas.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.fsdp_groups import reducing
+        >>> with reducing(torch.nn.Linear(1, 1), scatter=False):  # not sharded: nothing to set
+        ...     pass
+    """
+    before = [(one, one.reduce_grads, one.all_reduce_grads) for one in parameter_groups(model)]
+    for group, _, _ in before:
+        if scatter is not None:
+            group.reduce_grads = scatter
+        if all_reduce is not None:
+            group.all_reduce_grads = all_reduce
+    try:
+        yield
+    finally:
+        for group, scattered, reduced in before:
+            group.reduce_grads, group.all_reduce_grads = scattered, reduced
+
+
+def _holds(group: Any) -> bool:
+    return group._partial_reduce_output is not None or _holds_unsharded(group)
+
+
+def _holds_unsharded(group: Any) -> bool:
+    return any(
+        one.unsharded_accumulated_grad is not None or _unsharded_gradient(one) is not None
+        for one in group.fsdp_params
+    )
+
+
+def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return None if unsharded is None else unsharded.grad
+
+
+def has_held(models: Iterable[torch.nn.Module], parameters: Collection[int]) -> bool:
+    """Return whether a group with one of these parameters holds gradients back.
+
+    Args:
+        models: sharded models.
+        parameters: the ids of sharded parameters.
+    """
+    return any(_holds(group) and _has(group, parameters) for group in _all(models))
+
+
+def _has(group: Any, parameters: Collection[int]) -> bool:
+    return any(id(one.sharded_param) in parameters for one in group.fsdp_params)
+
+
+def drop_held(models: Iterable[torch.nn.Module], parameters: Collection[int]) -> None:
+    """Drop the gradients that groups hold back for these parameters.
+
+    Args:
+        models: sharded models.
+        parameters: the ids of sharded parameters.
+    """
+    for group in _all(models):
+        if not _has(group, parameters):
+            continue
+        group._partial_reduce_output = None
+        for one in group.fsdp_params:
+            if id(one.sharded_param) in parameters:
+                one.unsharded_accumulated_grad = None
+                if _unsharded_gradient(one) is not None:
+                    one._unsharded_param.grad = None
+
+
+def reduce_held(models: Iterable[torch.nn.Module]) -> None:
+    """Collective: reduce gradients that are held back into ``parameter.grad``.
+
+    Gradients of the rest of a window add to them, because a mean over ranks is linear.
+
+    Args:
+        models: sharded models.
+    """
+    for model in models:
+        groups = list(parameter_groups(model))
+        if not any(_holds(group) for group in groups):
+            continue
+        for group in groups:
+            if group._partial_reduce_output is not None and not _holds_unsharded(group):
+                # A reduction of zeros brings the sum of a shard over the replicas.
+                for one in group.fsdp_params:
+                    if one.sharded_param.requires_grad and hasattr(one, "_unsharded_param"):
+                        one.unsharded_accumulated_grad = torch.zeros(
+                            one.sharded_param.shape,
+                            dtype=one.reduce_dtype or one.orig_dtype,
+                            device=group.device,
+                        )
+        with reducing(model, scatter=True, all_reduce=True), torch.no_grad():
+            # What ends each backward: it reduces all groups that have gradients.
+            model._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+
+def _all(models: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    return (group for model in models for group in parameter_groups(model))

@@ -1,0 +1,83 @@
+"""Whole parameters in place of their shards, to be read or changed by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["full_parameters"]
+
+
+@contextmanager
+def full_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Context manager, collective: have whole parameters in a sharded module.
+
+    Each rank holds all of them, in the dtype of the shards. The module cannot be called inside.
+
+    Args:
+        module: a sharded model or a part of it; one that is not sharded is left as it is.
+        writeback: keep what rank 0 has changed; off by default.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.full_parameters import full_parameters
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with full_parameters(layer):
+        ...     tuple(layer.weight.shape)
+        (1, 2)
+    """
+    _reshard(module)
+    slots = [
+        (one, name, parameter)
+        for one in module.modules()
+        for name, parameter in one._parameters.items()
+        if parameter is not None and hasattr(parameter, "device_mesh")
+    ]
+    whole: dict[int, torch.nn.Parameter] = {}
+    for _, _, shard in slots:
+        if id(shard) not in whole:
+            gathered = _gathered(shard)
+            whole[id(shard)] = torch.nn.Parameter(gathered, requires_grad=shard.requires_grad)
+    try:
+        for one, name, shard in slots:
+            one._parameters[name] = whole[id(shard)]
+        yield
+        if writeback:
+            _write_back(slots, whole)
+    finally:
+        for one, name, shard in slots:
+            one._parameters[name] = shard
+
+
+def _reshard(module: torch.nn.Module) -> None:
+    """Register the shards where a forward has left whole parameters."""
+    for one in module.modules():
+        if hasattr(one, "_get_fsdp_state"):
+            one.reshard()  # type: ignore[operator]
+
+
+@torch.no_grad()
+def _gathered(shard: Any) -> torch.Tensor:
+    mesh = shard.device_mesh
+    on_device = shard.detach()
+    # Offloaded shards are on the host, where the mesh may have no backend.
+    if on_device.device.type != mesh.device_type:
+        on_device = on_device.to(mesh.device_type)
+    gathered: torch.Tensor = on_device.full_tensor()
+    return gathered.clone() if gathered.data_ptr() == on_device.to_local().data_ptr() else gathered
+
+
+@torch.no_grad()
+def _write_back(slots: list[tuple[Any, str, Any]], whole: dict[int, torch.nn.Parameter]) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    written: set[int] = set()
+    for _, _, shard in slots:
+        if id(shard) in written:
+            continue
+        written.add(id(shard))
+        part = distribute_tensor(whole[id(shard)].detach(), shard.device_mesh, shard.placements)
+        shard.detach().to_local().copy_(part.to_local())
