@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -95,8 +95,6 @@ class ParallelismConfig(KwargsHandler):
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
-    # The mesh by device type: a mesh has groups of its own, and is built once.
-    _meshes: dict[str, _Mesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -133,7 +131,12 @@ class ParallelismConfig(KwargsHandler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options without meshes, which belong to the groups of this process."""
-        return {**vars(self), "_meshes": {}}
+        return {name: value for name, value in vars(self).items() if name != "_meshes"}
+
+    @cached_property
+    def _meshes(self) -> dict[str, _Mesh]:
+        """The mesh by device type: a mesh has groups of its own, and is built once."""
+        return {}
 
     # --- sizes ----------------------------------------------------------------------------------
 

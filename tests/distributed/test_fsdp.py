@@ -226,8 +226,9 @@ def reduced_in_between(plugin: Any, layout: str, interrupt: bool) -> tuple[int, 
             accel.backward(torch.nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
             if number == 1 and interrupt:
-                _, local = accel.training_state.capture()
-                there = len(local["window"]["gradients"])
+                accel.strategy.reduce_gradients()
+                shared, _ = accel.training_state.capture()
+                there = len(shared["window"]["gradients"])
             optimizer.zero_grad()
     return there, flat(accel.unwrap_model(model))
 

@@ -129,7 +129,7 @@ def loader_of(kind: str) -> DataLoader:
     if kind == "shuffled stream in workers":
         return DataLoader(Numbers(11, shuffled=True), 2, num_workers=1)
     if kind == "shards":
-        return DataLoader(Sharded([[0, 1, 2, 3, 4], [10, 11], [20], [30, 31, 32]]), 2)
+        return DataLoader(Sharded([[0, 1, 2, 3, 4, 5], [10, 11], [20, 21], [30]]), 2)
     if kind == "noise in workers":
         return DataLoader(Noisy(torch.arange(11.0)), 2, num_workers=2, shuffle=True)
     return DataLoader(numbers, 2, shuffle=True)
@@ -493,7 +493,7 @@ def test_another_number_of_data_ranks_is_told(run_on, tmp_path):
     run_on(4, stopped, 2, folder, 3)
     told = run_on(4, loaded_on_more, 1, folder)
     assert all("saved by 2 data ranks and is loaded by 4" in text for text in told)
-    assert all("the gradients of the open window are dropped" in text for text in told[:2])
+    assert not any("dropped" in text for text in told)  # the open window is of all ranks
 
 
 # --- the mesh ----------------------------------------------------------------------------------

@@ -457,6 +457,37 @@ def test_a_checkpoint_carries_the_place_in_a_stream(tmp_path, workers, place):
         assert rest == whole[k - 1 :] if place == "before" else rest == whole[k:]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_stream_draws_no_base_seed_a_second_time(tmp_path, workers):
+    """Dropout goes on with the numbers that it would have had."""
+
+    def prepared():
+        accel = Accelerator(cpu=True)
+        torch.manual_seed(4)
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        return accel, accel.prepare(DataLoader(Placed(9), 2, num_workers=workers)), model, optimizer
+
+    def drawn(accel, loader, model, optimizer, stop=None):
+        numbers = []
+        for batch in loader:
+            accel.backward(model(batch.float().unsqueeze(1)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers.append(torch.rand(()).item())
+            if len(numbers) == stop:
+                accel.save_state(str(tmp_path / "c"))
+                break
+        return numbers
+
+    whole = drawn(*prepared())
+    drawn(*prepared(), stop=2)
+    parts = prepared()
+    torch.manual_seed(99)
+    parts[0].load_state(str(tmp_path / "c"))
+    assert drawn(*parts) == whole[2:]
+
+
 def test_a_strict_resume_refuses_a_stream_that_cannot_go_on_exactly(tmp_path):
     def make(workers):
         accel = Accelerator(cpu=True)

@@ -398,3 +398,17 @@ def test_a_loop_without_accumulate_keeps_no_note_of_each_batch(training):
     for batch in t.train:
         t.step(batch)
     assert len(t.accel.loop.progress.fresh) == 1
+
+
+def test_a_window_over_a_zip_with_a_stream_of_unknown_length():
+    accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = prepared(accel, samples(6), 2)
+    stream = accel.prepare(torch.utils.data.DataLoader(Stream(samples(9)), batch_size=2))
+    synced = []
+    for inputs, _ in zip(loader, stream, strict=False):
+        with accel.accumulate(model):
+            accel.backward(mse_loss(model(inputs), target(inputs)))
+            optimizer.step()
+            optimizer.zero_grad()
+            synced.append(accel.sync_gradients)
+    assert synced == [False, True, True]

@@ -1,0 +1,255 @@
+"""Sizes of a mesh, the options of its axes, and what an Accelerator without several ranks says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import types
+
+import pytest
+import torch
+
+from accel_callbacks import (
+    Accelerator,
+    AcceleratorState,
+    DeepSpeedSequenceParallelConfig,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    Topology,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from accel_callbacks.strategies import create_strategy
+from tests.support.strategies import axes_without_engine
+
+SIZES = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 4, "cp_size": 5}
+
+
+def test_the_sizes_of_a_mesh():
+    config = ParallelismConfig(**SIZES)
+    assert config.total_size == 120
+    assert (config.dp_size, config.data_parallel_size, config.non_data_parallel_size) == (6, 6, 20)
+    assert config.get_mesh() == (("dp_replicate", "dp_shard", "cp", "tp"), (2, 3, 5, 4))
+    assert config.active_mesh_dims == ["dp_replicate", "dp_shard", "cp", "tp"]
+    assert config.dp_dim_names == ["dp_replicate", "dp_shard"]
+    assert config.non_dp_dim_names == ["tp", "cp"]
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
+    assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
+    assert config.model_shard_dim_names == ["dp_shard", "tp"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ({"dp_shard_size": 2}, ["dp_shard"]),
+        ({"cp_size": 2}, ["cp"]),
+        ({"dp_shard_size": 2, "cp_size": 2}, ["dp_shard_cp"]),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, ["dp_replicate", "dp_shard"]),
+        (SIZES, ["dp_replicate", "dp_shard_cp"]),
+    ],
+)
+def test_what_fsdp_shards_over_is_joined_only_of_several_axes(sizes, names):
+    assert ParallelismConfig(**sizes).fsdp_dim_names == names
+
+
+def test_an_axis_is_enabled_by_its_second_rank():
+    config = ParallelismConfig(dp_shard_size=2)
+    enabled = [
+        axis
+        for axis in ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+        if getattr(config, f"{axis}_enabled")
+    ]
+    assert enabled == ["dp_shard"]
+
+
+def test_ranks_that_share_a_model_are_neighbours():
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
+    places = [
+        tuple(config.coordinate(rank)[axis] for axis in ("dp_replicate", "dp_shard", "tp"))
+        for rank in range(8)
+    ]
+    assert places == [(r, s, t) for r in range(2) for s in range(2) for t in range(2)]
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "sp", "tp"])
+def test_sizes_that_are_none(axis, monkeypatch):
+    name = f"{axis}_size"
+    for wrong, error in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=name):
+            ParallelismConfig(**{name: wrong})
+    monkeypatch.setenv(f"ACCEL_PARALLELISM_{axis.upper()}_SIZE", "3")
+    assert getattr(ParallelismConfig(), name) == 3
+    assert getattr(ParallelismConfig(**{name: 1}), name) == 1
+    monkeypatch.setenv(f"ACCEL_PARALLELISM_{axis.upper()}_SIZE", "three")
+    with pytest.raises(ValueError, match="ACCEL_PARALLELISM"):
+        ParallelismConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"cp_backend": "nccl"}, ValueError, "cp_backend='nccl' is unknown"),
+        ({"sp_backend": "torch"}, ValueError, "sp_backend='torch' is unknown"),
+        ({"cp_size": 2, "sp_size": 2}, ValueError, "both divide sequences"),
+        ({"tp_size": 2, "tp_handler": TorchContextParallelConfig()}, TypeError, "must be a TorchT"),
+        ({"tp_sizes": 2}, TypeError, "Did you mean 'tp_size'"),
+    ],
+)
+def test_what_goes_wrong_is_an_error(options, error, text):
+    with pytest.raises(error, match=text):
+        ParallelismConfig(**options)
+
+
+# --- options of axes --------------------------------------------------------------------------
+
+
+def test_an_axis_has_default_options():
+    config = ParallelismConfig(tp_size=2, cp_size=2)
+    assert config.tp_handler == TorchTensorParallelConfig()
+    assert config.cp_handler == TorchContextParallelConfig("allgather")
+    assert config.sp_handler is None
+    assert ParallelismConfig(sp_size=2).sp_handler == DeepSpeedSequenceParallelConfig()
+
+
+def test_options_of_an_axis_without_ranks_are_warned_of():
+    with pytest.warns(UserWarning, match="cp_handler has no effect, because cp_size is 1"):
+        ParallelismConfig(cp_handler=TorchContextParallelConfig())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (TorchContextParallelConfig, {"cp_comm_strategy": "ring"}, "use one of .*alltoall"),
+        (DeepSpeedSequenceParallelConfig, {"sp_seq_length_is_variable": False}, "sp_seq_length"),
+        (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "eager"}, "flash_attention_2"),
+        (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "a/b"}, "flash_attention_2"),
+    ],
+)
+def test_options_that_an_axis_does_not_know(kind, options, text):
+    with pytest.raises(ValueError, match=text):
+        kind(**options)
+
+
+def test_options_that_an_axis_knows():
+    one = DeepSpeedSequenceParallelConfig(64, False, "kernels-community/flash-attn2")
+    assert (one.sp_seq_length, one.sp_seq_length_is_variable) == (64, False)
+    assert TorchContextParallelConfig("alltoall").cp_comm_strategy == "alltoall"
+    assert TorchTensorParallelConfig(enable_async_tp=True).enable_async_tp
+
+
+def test_a_config_as_json_is_plain():
+    plain = ParallelismConfig(dp_shard_size=2, tp_size=2).to_json()
+    assert plain == {
+        **{"dp_replicate_size": 1, "dp_shard_size": 2, "cp_size": 1, "sp_size": 1, "tp_size": 2},
+        **{"cp_backend": "torch", "sp_backend": "deepspeed"},
+        **{"tp_handler": {"enable_async_tp": False}, "cp_handler": None, "sp_handler": None},
+    }
+
+
+def test_a_config_is_copied_without_its_meshes():
+    config = ParallelismConfig(dp_shard_size=2)
+    config._meshes["cpu"] = types.SimpleNamespace(root=open)  # which cannot be copied deeply
+    for one in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert one == config
+        assert not one._meshes
+
+
+# --- the world --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "text"),
+    [
+        ({"dp_shard_size": 2}, 8, "give dp_shard_size=8 .* or dp_replicate_size=4"),
+        ({"dp_shard_size": 2, "tp_size": 2}, 8, "give dp_shard_size=4 .* or dp_replicate_size=2"),
+        ({"dp_shard_size": 3}, 8, "must be 8"),
+        ({"tp_size": 2, "dp_shard_size": 2}, 2, "accel launch --num_processes 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_world(sizes, world, text):
+    with pytest.raises(ValueError, match=f"and this run has {world}: .*{text}"):
+        ParallelismConfig(**sizes).fitted(world, sharded=False)
+
+
+def test_without_sizes_all_ranks_are_data_parallel():
+    config = ParallelismConfig()
+    assert config.fitted(4, sharded=False).get_mesh() == (("dp_replicate",), (4,))
+    assert config.fitted(4, sharded=True).get_mesh() == (("dp_shard",), (4,))
+    assert config.fitted(1, sharded=True) is config
+
+
+def test_a_plugin_needs_an_axis_to_shard_over():
+    with pytest.raises(ValueError, match="give a dp_shard_size, or leave the plugin out"):
+        ParallelismConfig(dp_replicate_size=4).fitted(4, sharded=True)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_data_ranks_are_those_of_the_mesh(copies):
+    config = ParallelismConfig(dp_replicate_size=8 // copies, tp_size=copies)
+    for rank in range(8):
+        topology = Topology(torch.device("cpu"), rank=rank, world_size=8)
+        with axes_without_engine():
+            strategy = create_strategy(topology, parallelism=config)
+        assert strategy.copies == copies
+        assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
+        assert strategy.averaged_over == 8 // copies
+        assert list(strategy.data_ranks) == list(range(0, 8, copies))
+    for axis in ("tp", "cp", "sp"):
+        with pytest.raises(ValueError, match=f"leave {axis}_size out"):
+            create_strategy(topology, parallelism=ParallelismConfig(**{f"{axis}_size": 8}))
+
+
+# --- the Accelerator --------------------------------------------------------------------------
+
+
+def test_an_accelerator_without_a_mesh():
+    accel = Accelerator(cpu=True)
+    assert (accel.parallelism_config, accel.torch_device_mesh) == (None, None)
+    for name in (
+        "data_parallel_rank",
+        "tensor_parallel_rank",
+        "data_parallel_shard_rank",
+        "context_parallel_rank",
+    ):
+        with pytest.raises(RuntimeError, match=r"no mesh.*pass parallelism_config="):
+            getattr(accel, name)
+    with pytest.raises(NotImplementedError, match="pipeline"):
+        _ = accel.pipeline_parallel_rank
+    assert accel.should_save_model
+    assert not (accel.is_fsdp2)
+    assert not (accel.is_composable_parallelism_enabled)
+    assert not (accel.multi_device)
+    state = accel.state
+    assert (state.parallelism_config, state.device_mesh, state.fsdp_plugin) == (None, None, None)
+    assert not state.is_fsdp2
+
+
+def test_an_accelerator_with_a_mesh_of_one_rank():
+    config = ParallelismConfig()
+    accel = Accelerator(cpu=True, parallelism_config=config)
+    assert accel.parallelism_config is accel.state.parallelism_config is config
+    assert accel.torch_device_mesh is None
+    assert accel.data_parallel_rank == accel.context_parallel_rank == 0
+
+
+def test_an_accelerator_that_shards():
+    plugin = FullyShardedDataParallelPlugin()
+    accel = Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert accel.state.fsdp_plugin is plugin
+    assert accel.is_fsdp2
+    assert accel.is_composable_parallelism_enabled
+    assert accel.state.is_fsdp2
+    assert accel.state.distributed_type is accel.distributed_type is DistributedType.FSDP
+    assert accel.should_save_model
+    assert AcceleratorState(cpu=True).fsdp_plugin is None
+
+
+@pytest.mark.parametrize("name", ["parallelism_config", "fsdp_plugin"])
+def test_an_argument_of_another_class_is_an_error(name):
+    kind = {"parallelism_config": "ParallelismConfig"}.get(name, "FullyShardedDataParallelPlugin")
+    with pytest.raises(TypeError, match=f"{name}={{'tp_size': 2}} must be a {kind}"):
+        Accelerator(cpu=True, **{name: {"tp_size": 2}})
+    theirs = type(kind, (), {"__module__": "accelerate.utils"})()
+    with pytest.raises(TypeError, match=f"of accelerate.utils, another library.*import {kind}"):
+        Accelerator(cpu=True, **{name: theirs})
