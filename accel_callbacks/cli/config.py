@@ -157,6 +157,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in values.items():
         block, _, name = path.rpartition(".")
         plain = list(value) if isinstance(value, tuple) else value
+        if plain in ("true", "false") and "true" in find(path).choices:
+            plain = plain == "true"  # a switch, as Accelerate writes it
         (found.setdefault(block, {}) if block else found)[name] = plain
     return found
 

@@ -124,15 +124,16 @@ def run(args: Namespace) -> int:
 
 def _sharded(args: Namespace, from_cache: bool) -> int:
     """Print the sizes of the shards on each process."""
-    from accel_callbacks.modeling.compile import regions
     from accel_callbacks.modeling.sharded_memory import sharded_memory
+    from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel_callbacks.strategies.units import find_units
 
     dtypes = [name for name in args.dtypes if name not in ("int8", "int4")]
     if not dtypes:
         raise CommandError(f"{', '.join(args.dtypes)}: nothing is trained in these")
     model = _make(args, from_cache)
     shards = args.parallelism.dp_shard_size
-    units = [(block,) for block in regions(model)]
+    units = [unit.modules for unit in find_units(model, FullyShardedDataParallelPlugin())]
     found = sharded_memory(model, shards, units, dtypes)
     mesh = {axis: args.parallelism.sizes[axis] for axis in ("dp_replicate", "dp_shard")}
     if args.json:

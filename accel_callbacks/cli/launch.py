@@ -96,13 +96,27 @@ def add_settings(parser: CommandParser) -> None:
             parser.option(
                 flag,
                 group=groups[title],
-                action="store_const",
+                action=_OneOf if one.choices else "store_const",
                 dest=one.dest,
                 const=value,
                 help=f"turns {one.flag} off"
                 if value is False
                 else f"the same as {one.flag} {value}",
             )
+
+
+class _OneOf(argparse.Action):
+    """Store a choice; an error if another flag has stored another one."""
+
+    def __init__(self, option_strings: list[str], dest: str, const: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, const=const, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Namespace, *given: Any) -> None:
+        """Store the choice."""
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, self.const):
+            parser.error(f"{given[-1]} contradicts {self.dest} {before}: give one of them")
+        setattr(namespace, self.dest, self.const)
 
 
 def _add_own(parser: CommandParser) -> None:

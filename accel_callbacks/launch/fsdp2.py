@@ -72,7 +72,7 @@ def to_fsdp2(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         >>> from accel_callbacks.launch.fsdp2 import to_fsdp2
         >>> after, lines = to_fsdp2({"fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"})
         >>> after
-        {'fsdp_config.fsdp_version': 2, 'fsdp_config.fsdp_reshard_after_forward': False}
+        {'fsdp_config.fsdp_version': 2, 'fsdp_config.fsdp_reshard_after_forward': 'false'}
         >>> lines
         ['fsdp_sharding_strategy: SHARD_GRAD_OP is fsdp_reshard_after_forward: false']
     """
@@ -104,7 +104,7 @@ def to_fsdp2(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         lines.append("removed fsdp_sharding_strategy: fsdp_reshard_after_forward is given")
     found[_VERSION] = 2
     if frees is not None:
-        found[_RESHARD] = frees in (True, "true")  # a switch in files, as Accelerate writes it
+        found[_RESHARD] = frees
     return found, lines
 
 

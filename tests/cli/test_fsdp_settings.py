@@ -18,8 +18,8 @@ from accel_callbacks.launch.parallelism_settings import FsdpConfig
 from accel_callbacks.launch.resolve import Resolved, refuse_unbuilt, resolve_settings
 from accel_callbacks.launch.unsupported import OF_FSDP1
 
-FREED = {"fsdp_reshard_after_forward": True}
-KEPT = {"fsdp_reshard_after_forward": False}
+FREED = {"fsdp_reshard_after_forward": "true"}
+KEPT = {"fsdp_reshard_after_forward": "false"}
 # For each key of a file for FSDP1: a value, what is left of it for FSDP2, and a word about it.
 CONVERTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fsdp_version": 1}, {}, ""),
@@ -143,9 +143,14 @@ OLD = {
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
         "fsdp_backward_prefetch": "BACKWARD_PRE",
         "fsdp_use_orig_params": True,
+        "fsdp_activation_checkpointing": False,
     },
 }
-NEW = {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
+NEW = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": False,
+    "fsdp_activation_checkpointing": False,
+}
 
 
 def test_update_turns_a_file_into_one_for_fsdp2(
@@ -271,6 +276,15 @@ def test_a_mesh_that_does_not_fit_starts_nothing(
     assert error.count("\n") == 1
     asked = ["launch", "--dry_run", "--cpu", "--num_processes", str(arranged), *words, script]
     assert main(asked) == 0
+
+
+@pytest.mark.parametrize("flags", [("--use_fsdp", "--multi_gpu"), ("--multi_gpu", "--use_fsdp")])
+def test_two_kinds_of_run_are_an_error(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--dry_run", *flags, "-m", "timeit"]) == 2
+    assert f"{flags[1]} contradicts distributed_type" in capsys.readouterr().err
+    assert main(["launch", "--dry_run", flags[0], flags[0], "-m", "timeit"]) == 0
 
 
 # --- what a process takes ------------------------------------------------------------------
