@@ -430,6 +430,31 @@ def test_whole_parameters_train_with_the_loss_scaler(pool):
         assert weights == pytest.approx(expected, abs=2e-3)
 
 
+def overflow(ignored: Any) -> tuple[list[bool], bool, float]:
+    scale = [GradScalerKwargs(init_scale=256.0)]
+    plugin = Plugin(ignored_modules=ignored)
+    accel = accelerator("fsdp", plugin, mixed_precision="fp16", kwargs_handlers=scale)
+    model = Network()
+    model, optimizer = accel.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
+    skipped = []
+    for number in range(3):
+        loss = model(batch(accel, number)[0]).square().mean()
+        if number == 1 and accel.process_index == 1:
+            loss = loss * float("inf")
+        accel.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    finite = all(p.isfinite().all() for p in map(whole, model.parameters()))
+    return skipped, bool(finite), accel.scaler.get_scale()
+
+
+@pytest.mark.parametrize("ignored", [None, ["last"]], ids=["all sharded", "some whole"])
+def test_an_overflow_on_one_rank_is_skipped_by_all(pool, ignored):
+    for found in pool.run(overflow, ignored):
+        assert found == ([False, True, False], True, 128.0)
+
+
 class Scaled(Network):
     def __init__(self) -> None:
         super().__init__()
