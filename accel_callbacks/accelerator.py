@@ -541,6 +541,40 @@ class Accelerator(ProcessControl, MediaLogging):
         prepared: torch.nn.Module = ready[id(model)]
         return prepared
 
+    def init_module(self) -> AbstractContextManager[None]:
+        """Return a context to build models in.
+
+        Under a strategy that shards, their parameters get no memory before :meth:`prepare`, and
+        values after it: from ``load_checkpoint_in_model``, :meth:`load_state` or
+        ``initialize_weights``. Else models are built as without it, and these calls work too.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator, initialize_weights
+            >>> accel = Accelerator(cpu=True)
+            >>> with accel.init_module():
+            ...     model = torch.nn.Linear(2, 2)
+            >>> model = accel.prepare(model)
+            >>> initialize_weights(model)  # on one device it has been
+            []
+        """
+        return self.strategy.init_context()
+
+    def cpu_ram_efficient_loading(self) -> AbstractContextManager[None]:
+        """Return a context for ``from_pretrained`` of transformers, on all ranks.
+
+        Under a strategy that shards, only rank 0 loads weights, into host memory, and
+        :meth:`prepare` sends the others their parts, block by block. Else nothing changes. To read
+        safetensors files on all ranks, each its part, build the model in :meth:`init_module`
+        instead, and call ``load_checkpoint_in_model`` after :meth:`prepare`.
+
+        Example:
+            >>> from accel_callbacks import Accelerator
+            >>> with Accelerator(cpu=True).cpu_ram_efficient_loading():
+            ...     pass  # model = AutoModelForCausalLM.from_pretrained(name)
+        """
+        return self.strategy.pretrained_context()
+
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
@@ -1263,6 +1297,28 @@ class Accelerator(ProcessControl, MediaLogging):
         if not keep_torch_compile:
             uncompile(inner)
         return inner if keep_fp32_wrapper else self.precision.unwrap(inner)
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which each rank has the whole parameters of a sharded model.
+
+        Collective. Parameters of models that are not sharded are whole anyway.
+
+        Args:
+            module: a prepared model or a part of it. It cannot be called inside of the block.
+            writeback: keep what rank 0 has changed; off by default.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True)
+            >>> model = accel.prepare(torch.nn.Linear(2, 1))
+            >>> with accel.full_parameters(model):
+            ...     tuple(model.weight.shape)
+            (1, 2)
+        """
+        return self.strategy.full_parameters(module, writeback=writeback)
 
     def get_state_dict(
         self, model: torch.nn.Module, unwrap: bool = True, *, all_ranks: bool = False

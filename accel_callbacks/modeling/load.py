@@ -165,7 +165,7 @@ def _initialize_missing(
     guard = absent_weights(model)
     if guard is None:
         return
-    if len(missing) == len(original(model).state_dict()):
+    if missing and len(missing) == len(original(model).state_dict()):
         raise ValueError(
             f"{os.fspath(checkpoint)} has none of the names of {type(original(model)).__name__}, "
             f"such as {missing[0]!r}: nothing was loaded. checkpoint_io.load_model(rename=...) "

@@ -55,8 +55,6 @@ class Strategy(ABC):
     name: str
     #: False if there are no gradients to synchronize, so that no_sync can be left out.
     has_gradient_sync = False
-    #: True if weights that only rank 0 has are sent to the others when a model is set up.
-    sends_weights = False
 
     def __init__(
         self,
@@ -145,6 +143,10 @@ class Strategy(ABC):
 
     def init_context(self) -> AbstractContextManager[None]:
         """Return a context to build models in, as they are best built for this strategy."""
+        return nullcontext()
+
+    def pretrained_context(self) -> AbstractContextManager[None]:
+        """Return a context to load models with ``from_pretrained`` in, on all ranks."""
         return nullcontext()
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.empty_weights import init_empty_weights
+from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
@@ -26,7 +27,11 @@ from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.strategies.base import SetUp, Strategy
-from accel_callbacks.strategies.checks import is_plain, refuse_distributed, refuse_spread
+from accel_callbacks.strategies.checks import (
+    is_plain,
+    refuse_distributed,
+    refuse_spread,
+)
 from accel_callbacks.strategies.fsdp_groups import (
     drop_held,
     has_held,
@@ -42,7 +47,13 @@ from accel_callbacks.warning import warn
 __all__ = ["FSDP"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None, "fp32": None}
+#: "fp32" and "no" cast nothing.
+_DTYPES: dict[Any, torch.dtype | None] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": None,
+    "no": None,
+}
 
 
 class FSDP(Strategy):
@@ -64,7 +75,6 @@ class FSDP(Strategy):
 
     name = "fsdp"
     has_gradient_sync = True
-    sends_weights = True
 
     def __init__(
         self,
@@ -82,11 +92,14 @@ class FSDP(Strategy):
         self._sharded = WeakIdKeyDictionary()  # the parameters in place of those of the user
         # In order, which must be that of all ranks, as those of a set are not.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
-        # By sharded model: units that stay gathered after a forward; parameters that are whole.
-        self._lingering: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+        # By sharded model: units that stay gathered after a forward; FSDP's groups; parameters that
+        # are whole. The first two refer to the model, and must not keep it.
+        self._lingering: WeakKeyDictionary[torch.nn.Module, list[ref[Any]]] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[torch.nn.Module, list[ref[Any]]] = WeakKeyDictionary()
         self._whole: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]] = (
             WeakKeyDictionary()
         )
+        self._may_hold = False  # gradients where the optimizer does not see them
         for note in self.options.notes() if topology.rank == 0 else ():
             warn(note)
 
@@ -120,7 +133,8 @@ class FSDP(Strategy):
 
         A model on the meta device is filled after it is sharded.
         """
-        refuse_spread(model)
+        if self.topology.world_size > 1:
+            refuse_spread(model)
         if not _is_sharded(model):
             refuse_distributed(model)
         self._refuse_shared(model)
@@ -137,6 +151,12 @@ class FSDP(Strategy):
         """Return ``init_empty_weights()``."""
         return init_empty_weights()
 
+    def pretrained_context(self) -> AbstractContextManager[None]:
+        """Return a context in which rank 0 alone loads weights, to send them when sharding."""
+        if self.topology.world_size == 1 or self.options.cpu_ram_efficient_loading is False:
+            return nullcontext()
+        return weights_on_rank_0(self.topology.rank)
+
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
         """Leave the model where it is: nowhere is all of it on one device; but for one rank."""
         alone = self.topology.world_size == 1 and not _has_meta(model)
@@ -150,7 +170,7 @@ class FSDP(Strategy):
         """Shard the model."""
         weights = InitialWeights(
             model,
-            self.topology.device,
+            torch.device("cpu") if self.options.cpu_offload else self.topology.device,
             sync=self.options.sync_module_states is not False,
             param_init_fn=self.options.param_init_fn,
         )
@@ -168,11 +188,21 @@ class FSDP(Strategy):
             self._shard(model, self.parallelism.get_submesh(names, mesh.device_type))
             weights.fill()
             self._replace(before, model)
-        else:  # by the user
-            self._lingering[model] = [one for one in model.modules() if _is_sharded(one)]
+        else:  # by the user, or for another Accelerator
+            self._plain[model] = True
+            self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
+        self._groups[model] = list(map(ref, parameter_groups(model)))
         if callable(getattr(model, "generate", None)):
             self.mark_forward_methods(model, ["generate"])
         return model
+
+    def _initial_weights(self, model: torch.nn.Module) -> InitialWeights:
+        return InitialWeights(
+            model,
+            self.topology.device,
+            sync=self.options.sync_module_states is not False,
+            param_init_fn=self.options.param_init_fn,
+        )
 
     def _shard(self, model: torch.nn.Module, mesh: Any) -> None:
         """Shard the units of a model, and then what is left of it."""
@@ -202,7 +232,7 @@ class FSDP(Strategy):
         upcast += self._take_weights((model,), taken, policy)
         with whole_parameters_freed(model):
             fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
-        self._lingering[model] = lingering
+        self._lingering[model] = list(map(ref, lingering))
         if options.forward_prefetch:
             _prefetch([unit.modules[0] for unit in units if len(unit.modules) == 1][::-1])
         _tell_precision(model, policy, upcast)
@@ -323,11 +353,12 @@ class FSDP(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients; average those of parameters that are not sharded."""
-        for model in self._models:
-            _admit_unfrozen(model)
+        for groups in self._groups.values():
+            for group in groups:
+                _admit_unfrozen(group())
         super().backward(loss, **kwargs)
-        for model in self._models:
-            trained = [p for p in self._whole.get(model, ()) if p.requires_grad]
+        for model, whole in self._whole.items():
+            trained = [parameter for parameter in whole if parameter.requires_grad]
             if trained and all(group.reduce_grads for group in parameter_groups(model)):
                 _average(trained)
 
@@ -356,8 +387,9 @@ class FSDP(Strategy):
         which are other objects than those of the optimizer.
         """
         model = super().unwrap(model)
-        for module in self._lingering.get(model, ()):
-            if is_idle(module):
+        for unit in self._lingering.get(model, ()):
+            module = unit()
+            if module is not None and is_idle(module):
                 module.reshard()
         return model
 
@@ -371,11 +403,13 @@ class FSDP(Strategy):
             return self.no_sync(model)
         assert self.parallelism is not None
         if self.parallelism.dp_replicate_enabled and _is_sharded(model):
+            self._may_hold = True
             return reducing(model, all_reduce=False)
         return nullcontext()
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which each rank keeps whole gradients of its own."""
+        self._may_hold = True
         return reducing(model, scatter=False, all_reduce=False)
 
     def trigger_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -388,7 +422,8 @@ class FSDP(Strategy):
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the gradients that FSDP holds back until the end of a window."""
-        drop_held(self._models, _ids(optimizer))
+        if self._may_hold:
+            drop_held(self._models, _ids(optimizer))
 
     def reduce_gradients(self) -> None:
         """Collective: bring the gradients of an open window into ``parameter.grad``."""
@@ -491,7 +526,8 @@ def _policy(given: Any, precision: str, autocast: AutocastKwargs) -> Any:
     if isinstance(given, MixedPrecisionPolicy):
         return given
     if isinstance(given, dict):
-        return MixedPrecisionPolicy(**given)
+        read: dict[str, Any] = {name: _DTYPES.get(one, one) for name, one in given.items()}
+        return MixedPrecisionPolicy(**read)
     if hasattr(given, "param_dtype") and hasattr(given, "reduce_dtype"):  # FSDP1's
         return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
     raise TypeError(
@@ -540,13 +576,12 @@ def _prefetch(modules: Sequence[Any]) -> None:
         module.set_modules_to_forward_prefetch([following])
 
 
-def _admit_unfrozen(model: torch.nn.Module) -> None:
-    """Let FSDP reduce gradients of a unit that was all frozen at its first forward."""
-    for group in parameter_groups(model):
-        if getattr(group, "_orig_dtype", 0) is None and any(
-            one.sharded_param.requires_grad for one in group.fsdp_params
-        ):
-            group._init_mp_dtypes()
+def _admit_unfrozen(group: Any) -> None:
+    """Let FSDP reduce gradients of a group that was all frozen at its first forward."""
+    if getattr(group, "_orig_dtype", 0) is None and any(
+        one.sharded_param.requires_grad for one in group.fsdp_params
+    ):
+        group._init_mp_dtypes()
 
 
 @torch.no_grad()
@@ -584,7 +619,7 @@ def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return {
-        name: distribute_tensor(value.to(shard.device), shard.device_mesh, shard.placements)
+        name: distribute_tensor(value, shard.device_mesh, shard.placements).to(shard.device)
         if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim()
         else value
         for name, value in state.items()

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["drop_held", "has_held", "is_idle", "parameter_groups", "reduce_held", "reducing"]
+__all__ = [
+    "drop_held",
+    "has_held",
+    "is_idle",
+    "parameter_groups",
+    "reduce_held",
+    "reducing",
+    "reshard",
+]
 
 
 def parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
@@ -40,6 +48,19 @@ def _states(model: torch.nn.Module) -> Iterator[Any]:
         ask = getattr(module, "_get_fsdp_state", None)
         if ask is not None:
             yield ask()
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Register the shards of a model where a forward has left whole parameters.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.fsdp_groups import reshard
+        >>> reshard(torch.nn.Linear(1, 1))  # not sharded: nothing to do
+    """
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()  # type: ignore[operator]
 
 
 def is_idle(module: Any) -> bool:

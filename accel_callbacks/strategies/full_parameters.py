@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.strategies.fsdp_groups import reshard
+
 __all__ = ["full_parameters"]
 
 
@@ -29,7 +31,7 @@ def full_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iter
         ...     tuple(layer.weight.shape)
         (1, 2)
     """
-    _reshard(module)
+    reshard(module)
     slots = [
         (one, name, parameter)
         for one in module.modules()
@@ -50,13 +52,6 @@ def full_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iter
     finally:
         for one, name, shard in slots:
             one._parameters[name] = shard
-
-
-def _reshard(module: torch.nn.Module) -> None:
-    """Register the shards where a forward has left whole parameters."""
-    for one in module.modules():
-        if hasattr(one, "_get_fsdp_state"):
-            one.reshard()  # type: ignore[operator]
 
 
 @torch.no_grad()

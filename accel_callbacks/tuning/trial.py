@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.distributed.topology import own_accelerator
+from accel_callbacks.strategies.fsdp_groups import reshard
 
 __all__ = ["new_axes", "restored"]
 
@@ -112,7 +113,7 @@ def _capture_model(model: torch.nn.Module) -> Undo:
         raise ValueError(
             f"{lazy[0]} has no shape yet, so it cannot be restored: call the model once before."
         )
-    _reshard(model)
+    reshard(model)
     modules = list(model.modules())
     modes = [module.training for module in modules]
     slots: list[tuple[dict[str, Any], str, torch.Tensor]] = [
@@ -126,7 +127,7 @@ def _capture_model(model: torch.nn.Module) -> Undo:
     gradients = {id(tensor): _to_host(tensor.grad) for _, _, tensor in slots}
 
     def undo() -> None:
-        _reshard(model)
+        reshard(model)
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
         with torch.no_grad():
@@ -136,13 +137,6 @@ def _capture_model(model: torch.nn.Module) -> Undo:
                 tensor.grad = _from_host(gradients[id(tensor)])
 
     return undo
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    """Register the shards of a sharded model, where a forward has left whole parameters."""
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            module.reshard()  # type: ignore[operator]
 
 
 def _capture_optimizer(optimizer: torch.optim.Optimizer) -> Undo:

@@ -102,6 +102,17 @@ def load_fsdp_model(
     Raises:
         checkpoint_io.CheckpointError: the weights are missing, damaged or of another model.
         RemoteError: another rank failed.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.utils import load_fsdp_model, save_fsdp_model
+        >>> accel, model = Accelerator(cpu=True), torch.nn.Linear(1, 1, bias=False)
+        >>> save_fsdp_model(None, accel, model, "memory://doc-fsdp-load")
+        >>> _ = model.requires_grad_(False).weight.fill_(0.0)
+        >>> load_fsdp_model(None, accel, model, "memory://doc-fsdp-load")
+        >>> bool(model.weight == 0)
+        False
     """
     require_neighbour("checkpoint_io")
     import checkpoint_io
@@ -177,6 +188,18 @@ def load_fsdp_optimizer(
         ResumeError: the optimizer has other parameters.
         checkpoint_io.CheckpointError: the state is missing or damaged.
         RemoteError: another rank failed.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.utils import load_fsdp_optimizer, save_fsdp_optimizer
+        >>> accel, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+        >>> saved = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> save_fsdp_optimizer(None, accel, saved, model, "memory://doc-fsdp-load")
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> load_fsdp_optimizer(None, accel, optimizer, model, "memory://doc-fsdp-load")
+        >>> optimizer.param_groups[0]["lr"]
+        0.5
     """
     require_neighbour("checkpoint_io")
     import checkpoint_io
@@ -229,7 +252,7 @@ def merge_fsdp_weights(
             "out; any safetensors reader opens model.safetensors."
         )
     require_neighbour("checkpoint_io")
-    from checkpoint_io.weights.merge import merge_weights
+    from checkpoint_io.weights import merge_weights
 
     with synchronize("merge_fsdp_weights"):
         if collectives.rank() == 0:

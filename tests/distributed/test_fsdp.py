@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from accel_callbacks import (
     DataLoaderConfiguration,
@@ -141,6 +145,27 @@ def several_models(layout: str = "fsdp") -> list[float]:
 def test_several_models_and_optimizers_train_together(pool):
     expected = several_models("ddp")
     for weights in pool.run(several_models):
+        assert weights == pytest.approx(expected, abs=1e-6)
+
+
+def sharded_by_hand(layout: str = "fsdp") -> list[float]:
+    accel, model = accelerator(layout), Network()
+    if layout == "fsdp":
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = accel.prepare(model, optimizer)
+    step(accel, *first, *batch(accel))
+    # Another Accelerator in the same process takes what this one has prepared.
+    other = accelerator(layout)
+    second = other.prepare(*first)
+    step(other, *second, *batch(other, 1))
+    return flat(other.unwrap_model(second[0]))
+
+
+def test_a_model_that_is_sharded_already_is_taken_as_it_is(pool):
+    expected = sharded_by_hand("ddp")
+    for weights in pool.run(sharded_by_hand):
         assert weights == pytest.approx(expected, abs=1e-6)
 
 
@@ -479,7 +504,7 @@ def tied(layout: str, untie: bool) -> tuple[bool, list[float], list]:
     tokens = torch.arange(8).view(4, 2)[accel.process_index :: accel.num_processes]
     for _ in range(2):
         logits = model(tokens).flatten(0, 1)
-        accel.backward(torch.nn.functional.cross_entropy(logits, tokens.flatten().roll(1)))
+        accel.backward(torch.nn.functional.cross_entropy(logits, tokens.flatten()))
         optimizer.step()
         optimizer.zero_grad()
     bare = accel.unwrap_model(model)
@@ -490,13 +515,11 @@ def tied(layout: str, untie: bool) -> tuple[bool, list[float], list]:
 
 @pytest.mark.parametrize("untie", [False, True], ids=["tied", "not tied"])
 def test_tied_weights_stay_tied_and_generate_gathers(pool, untie):
-    # One process sees the sequences one after the other, in an average of the same size.
-    results = pool.run(tied, "fsdp", untie)
-    for is_tied, weights, generated in results:
+    _, expected, tokens = tied("ddp", untie)
+    for is_tied, weights, generated in pool.run(tied, "fsdp", untie):
         assert is_tied is not untie
-        assert weights == results[0][1]
-        assert generated == results[0][2]
-        assert generated[0] == generated[1]
+        assert weights == pytest.approx(expected, abs=1e-6)
+        assert generated == tokens
 
 
 def other_method(layout: str = "fsdp") -> list[float]:
@@ -562,12 +585,12 @@ def read_and_write() -> tuple[bool, bool, list[float]]:
     expected = Network()
     with torch.no_grad():
         model(batch(accel)[0])
-    with accel.strategy.full_parameters(model, writeback=True):
+    with accel.full_parameters(model, writeback=True):
         named = dict(model.named_parameters())
         same = all(torch.equal(named[n], p) for n, p in expected.named_parameters())
         if accel.is_main_process:
             named["first.weight"].data.fill_(2.0)
-    with accel.strategy.full_parameters(model.blocks[1]):
+    with accel.full_parameters(model.blocks[1]):
         model.blocks[1].linear.weight.data.fill_(7.0)  # not written back
     with torch.no_grad():
         model(batch(accel)[0])
@@ -634,6 +657,21 @@ def test_each_rank_holds_its_part_and_two_units_at_most(request, ranks):
         for name in ("parameters", "gradients", "optimizer"):
             assert 0 < found[name] <= found["bound"]
         assert 0 < found["unsharded"] <= found["unsharded bound"]
+
+
+def freed_models() -> list[bool]:
+    accel, model = accelerator(), Network()
+    model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(accel, model, optimizer, *batch(accel))
+    left = [weakref.ref(one) for one in (model, optimizer.optimizer, model.first.weight)]
+    del model, optimizer
+    accel.free_memory()
+    gc.collect()
+    return [one() is not None for one in left]
+
+
+def test_free_memory_frees_sharded_models(pool):
+    assert pool.run(freed_models) == [[False, False, False]] * 2
 
 
 # --- evaluation, callbacks ----------------------------------------------------------------------
@@ -749,23 +787,29 @@ def test_callbacks_see_what_they_see_on_one_process(pool):
             assert mine == pytest.approx(theirs, abs=1e-6)
 
 
-def unfrozen(layout: str = "fsdp") -> list[float]:
-    accel, model = accelerator(layout), Network()
+def unfrozen(precision: str, layout: str = "fsdp") -> tuple[set[str], list[float]]:
+    accel, model = accelerator(layout, mixed_precision=precision), Network()
     model.blocks.requires_grad_(False)
     model.blocks[0].linear.requires_grad_(True)
     model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for number in range(3):
         if number == 1:
             model.blocks.requires_grad_(True)
-        step(accel, model, optimizer, *batch(accel, number))
-    return flat(accel.unwrap_model(model))
+        inputs, targets = batch(accel, number)
+        accel.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+        dtypes = {str(p.grad.dtype) for p in model.parameters()} if number else set()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dtypes, flat(accel.unwrap_model(model))
 
 
-def test_units_that_were_all_frozen_train_once_they_are_not(pool):
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-6), ("bf16", 3e-2)])
+def test_units_that_were_all_frozen_train_once_they_are_not(pool, precision, tolerance):
     # On one process, where it may be unfrozen too.
-    expected = unfrozen("ddp")
-    for weights in pool.run(unfrozen):
-        assert weights == pytest.approx(expected, abs=1e-6)
+    _, expected = unfrozen(precision, "ddp")
+    for dtypes, weights in pool.run(unfrozen, precision):
+        assert dtypes == {"torch.float32"}
+        assert weights == pytest.approx(expected, abs=tolerance)
 
 
 def found_rate() -> tuple[int, bool, list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +27,7 @@ from accel_callbacks import (
     utils,
 )
 from accel_callbacks.callbacks import EMA
+from accel_callbacks.collectives import sharded
 
 pytestmark = [
     pytest.mark.distributed,
@@ -220,6 +223,34 @@ def test_get_state_dict_gathers_on_rank_0_or_on_all(pools, layout):
     assert results == [
         [0 if rank else number, True, True, True, number] for rank in range(len(results))
     ]
+
+
+def counts_gathered(layout: str) -> list[int]:
+    """For each gathered tensor, how many gathered before it this rank still holds."""
+    accel, model, *_ = prepared(layout)
+    gathered: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+    gather = sharded.full_tensor
+
+    def counting(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(one() is not None for one in gathered))
+        whole = gather(tensor)
+        gathered.append(weakref.ref(whole))
+        return whole
+
+    sharded.full_tensor = counting
+    try:
+        accel.get_state_dict(model)
+    finally:
+        sharded.full_tensor = gather
+    return alive
+
+
+@on_2_and_4
+def test_ranks_hold_one_gathered_tensor_at_a_time(pools, layout):
+    for alive in pools(layout).run(counts_gathered, layout):
+        assert len(alive) == len(list(Net().parameters()))
+        assert max(alive) <= 1
 
 
 class Tied(torch.nn.Module):
@@ -592,6 +623,23 @@ def test_models_and_optimizers_by_accelerates_names(run_on, tmp_path, before):
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert set(merged) == set(Net().state_dict())
     assert merged["out.bias"].tolist() != wanted["out.bias"]
+
+
+def loads_of_accelerate(layout: str, folder: str) -> dict[str, list]:
+    accel, model, optimizer = small_job(layout, 5)
+    utils.load_fsdp_model(None, accel, model, folder)
+    return tensors_of((accel, model, optimizer))
+
+
+def test_a_sharded_checkpoint_of_accelerate_is_read(run_on, tmp_path):
+    """Its layout: a folder of torch.distributed.checkpoint with the weights below "model"."""
+    torch.manual_seed(0)
+    state = Net().state_dict()
+    place = str(tmp_path / "pytorch_model_fsdp_0")
+    dcp.save({"model": state}, checkpoint_id=place, no_dist=True)
+    wanted = {name: value.tolist() for name, value in state.items()}
+    for layout in ("fsdp2", "hsdp2x2"):
+        assert run_on(layout, loads_of_accelerate, str(tmp_path)) == wanted
 
 
 def loads_what_does_not_fit(layout: str, folder: str) -> list[str]:

@@ -359,6 +359,30 @@ def test_a_checkpoint_of_another_model_initializes_nothing(pool, tmp_path: Path)
         assert "has none of the names of FSDPNet" in text
 
 
+def with_adapter(folder: str) -> Any:
+    """Base weights from a file, beside an adapter that was built with values."""
+    accel = accelerator()
+    model = empty()
+    torch.manual_seed(0)
+    model.adapter = torch.nn.Linear(15, 15, bias=False)
+    expected = model.adapter.weight.tolist()
+    model = accel.prepare(model)
+    load_checkpoint_in_model(model, folder)
+    found = full(model)
+    adapter = found.pop("adapter.weight").tolist()
+    torch.manual_seed(5)
+    plain = full(Net())
+    model(IDS)
+    accel.end_training()
+    return adapter == expected, [n for n in plain if not torch.equal(plain[n], found[n])]
+
+
+@pytest.mark.filterwarnings("ignore:.*did not have")
+def test_an_adapter_keeps_its_values(pool, tmp_path: Path) -> None:
+    write(str(tmp_path))
+    assert pool.run(with_adapter, str(tmp_path)) == [(True, [])] * 2
+
+
 class Own(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -556,3 +580,118 @@ def alone_with_weights(folder: str) -> Any:
 def test_the_same_script_runs_on_one_process(alone, tmp_path: Path) -> None:
     write(str(tmp_path))
     assert alone.run(alone_with_weights, str(tmp_path)) == [([], True)]
+
+
+# --- transformers ------------------------------------------------------------------------------
+
+
+def write_gpt2(folder: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8,
+            bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    return model
+
+
+def load_pretrained(folder: str, way: str) -> Any:
+    import transformers
+
+    accel = accelerator(plugin={"cpu_ram_efficient_loading": way != "off"})
+    before = dict(os.environ)
+    if way == "config":
+        config = transformers.GPT2Config.from_pretrained(folder)
+        with accel.init_module():
+            model = transformers.GPT2LMHeadModel(config)
+    else:
+        with accel.cpu_ram_efficient_loading():
+            model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    allocated = sum(one.numel() for one in model.parameters() if not one.is_meta)
+    asked = transformers.modeling_utils.is_fsdp_enabled()  # the answer is for the context only
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accel.prepare(model, optimizer)
+    if way == "config":
+        load_checkpoint_in_model(model, folder)
+    whole = {name: one.tolist() for name, one in full(model).items()}
+    ids = torch.arange(8)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    accel.backward(loss)
+    accel.end_training()
+    return allocated, whole, float(loss), asked, dict(os.environ) == before
+
+
+@pytest.mark.parametrize("way", ["on", "off", "config"])
+def test_pretrained_weights_are_loaded_by_rank_0(pool, tmp_path: Path, way: str) -> None:
+    pytest.importorskip("transformers")
+    model = write_gpt2(str(tmp_path))
+    elements = sum(one.numel() for one in model.parameters())
+    ids = torch.arange(8)[None]
+    expected = float(model.eval()(input_ids=ids, labels=ids).loss)
+    names = {name: one.tolist() for name, one in full(model).items()}
+    found = pool.run(load_pretrained, str(tmp_path), way)
+    counts = {"on": [elements, 0], "off": [elements, elements], "config": [0, 0]}[way]
+    assert [allocated for allocated, *_ in found] == counts
+    for _, whole, loss, asked, same_environment in found:
+        assert whole == names
+        if way != "config":  # which is in training mode, with dropout
+            assert loss == pytest.approx(expected, rel=1e-6)
+        assert not asked
+        assert same_environment
+
+
+# --- activation checkpointing ------------------------------------------------------------------
+
+
+def train_checkpointed(policy: Any, kind: str) -> Any:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {}
+    if kind == "compiled":
+        from accel_callbacks import TorchDynamoPlugin
+
+        torch._dynamo.reset()
+        options["dynamo_plugin"] = TorchDynamoPlugin(
+            backend="aot_eager", use_regional_compilation=True
+        )
+    if kind == "ddp":
+        from accel_callbacks import apply_activation_checkpointing
+
+        accel = Accelerator(cpu=True, timeout=timedelta(seconds=20))
+        model = Net()
+        apply_activation_checkpointing(model, policy)
+    else:
+        accel = accelerator(plugin={"activation_checkpointing": policy}, **options)
+        model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accel.prepare(model, optimizer)
+    sizes: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    for _ in range(3):
+        sizes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(IDS)
+        accel.backward(loss.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: one.tolist() for name, one in full(accel.unwrap_model(model)).items()}
+    names = list(accel.unwrap_model(model).state_dict())
+    accel.end_training()
+    return found, sum(sizes), names
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "compiled"])
+@pytest.mark.parametrize("policy", [True, 2, "selective"])
+def test_checkpointed_blocks_train_alike(pool, kind: str, policy: Any) -> None:
+    plain, most, names = pool.run(train_checkpointed, False, kind)[0]
+    for found, saved, own_names in pool.run(train_checkpointed, policy, kind):
+        assert found == plain
+        assert saved < most
+        assert own_names == names

@@ -1,0 +1,83 @@
+"""Weights of transformers' ``from_pretrained`` on rank 0 only."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["weights_on_rank_0"]
+
+
+@contextmanager
+def weights_on_rank_0(rank: int) -> Iterator[None]:
+    """Context manager: ``from_pretrained`` of transformers loads weights on rank 0 alone.
+
+    On the others parameters are on the meta device, and no memory is allocated for what is read.
+    transformers asks the environment, which Accelerate writes; here its questions are answered in
+    the context instead, for all threads.
+
+    Args:
+        rank: of this process.
+
+    Raises:
+        ImportError: transformers is not installed.
+
+    Example:
+        >>> from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
+        >>> with weights_on_rank_0(0):  # doctest: +SKIP
+        ...     model = AutoModelForCausalLM.from_pretrained("gpt2")
+    """
+    try:
+        importlib.import_module("transformers.modeling_utils")
+    except ImportError as error:
+        raise ImportError(
+            f"from_pretrained is of transformers ({error}): pip install transformers"
+        ) from error
+    answers: dict[str, Callable[..., Any]] = {
+        "is_fsdp_enabled": lambda: True,
+        "is_local_dist_rank_0": lambda: rank == 0,
+    }
+    if rank != 0:
+        answers["_materialize_copy"] = _without_values
+    originals: dict[str, Any] = {}
+    for module, name, before in list(_with_names(answers)):
+        originals.setdefault(name, before)
+        setattr(module, name, answers[name])
+    try:
+        yield
+    finally:
+        # Again by name: modules that were imported in the context have the answers too.
+        for module, name, now in list(_with_names(answers)):
+            if now is answers[name]:
+                setattr(module, name, originals[name])
+
+
+def _with_names(names: Iterable[str]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield each module of transformers that has one of the names, with what it has."""
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] == "transformers":
+            for name in names:
+                if callable(found := vars(module).get(name)):
+                    yield module, name, found
+
+
+def _without_values(tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
+    """Return a tensor on the meta device, like one in memory or a slice of a safetensors file.
+
+    Versions of transformers before 5 do so themselves; later ones read what each rank has.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(device="meta", dtype=dtype)
+    kept = dtype or _dtype_of(tensor)
+    return torch.empty(tuple(tensor.get_shape()), dtype=kept, device="meta")
+
+
+def _dtype_of(slice_of_file: Any) -> torch.dtype:
+    from checkpoint_io.format.safetensors import DTYPES
+
+    return DTYPES[slice_of_file.get_dtype()]
