@@ -37,7 +37,6 @@ _NO_ENGINE = "this engine is not there yet: keep this script with Accelerate"
 _BIG = "loading of big models stays with Accelerate: this import can stand beside ours"
 ADVICE: Mapping[str, str] = {
     "__version__": "the version of Accelerate is irrelevant here: remove the check",
-    "merge_fsdp_weights": "accel merge-weights",
     "*fsdp*": _NO_FSDP,
     "*FSDP*": _NO_FSDP,
     "*eep?peed*": _NO_ENGINE,
@@ -47,8 +46,6 @@ ADVICE: Mapping[str, str] = {
     "TERecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "MSAMPRecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "FP8RecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
-    "init_empty_weights": _BIG,
-    "init_on_device": _BIG,
     "*dispatch*": _BIG,
     "*offload*": _BIG,
     "*device_map*": _BIG,

@@ -10,8 +10,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
-import torch.distributed as dist
-
 from accel_callbacks.plugins.base import KwargsHandler
 from accel_callbacks.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
@@ -278,6 +276,9 @@ class ParallelismConfig(KwargsHandler):
         names, sizes = self.get_mesh()
         if not names:
             return None
+        # Imported here, because the launcher reads the names of the axes, and no torch.
+        import torch.distributed as dist
+
         known = self._meshes.get(device_type)
         if known is None or not dist.is_initialized() or known.group() is not dist.group.WORLD:
             # Imported here, because most runs have no mesh.

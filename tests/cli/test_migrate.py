@@ -115,7 +115,7 @@ UNTOUCHED = {
     "nothing": "import torch\nprint('accelerate')\n",
     "relative": "from .accelerate import Accelerator\nfrom . import accelerate\n",
     "another package": "import accelerate_more\nfrom accelerate_more import Accelerator\n",
-    "only missing": "from accelerate import cpu_offload, init_empty_weights\n",
+    "only missing": "from accelerate import cpu_offload, disk_offload\n",
     "star": "from accelerate.utils import *\n",
     "a name of something else": "import accelerate\ndef f(accelerate):\n    accelerate.step()\n",
     "ours is taken": "import accelerate\naccel_callbacks = 1\naccelerate.cpu_offload\n",

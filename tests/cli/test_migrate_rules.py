@@ -189,7 +189,7 @@ def test_every_rule_of_its_own_is_found(text: str) -> None:
 # A name of Accelerate for each pattern, which no pattern before it matches.
 MISSING = {
     "__version__": "__version__",
-    "*fsdp*": "fsdp2_prepare_model",
+    "*fsdp*": "fsdp2_load_full_state_dict",
     "*FSDP*": "TorchFSDPPlugin",
     "*eep?peed*": "DeepSpeedPlugin",
     "*egatron*": "MegatronLMPlugin",
@@ -198,8 +198,6 @@ MISSING = {
     "TERecipeKwargs": "TERecipeKwargs",
     "MSAMPRecipeKwargs": "MSAMPRecipeKwargs",
     "FP8RecipeKwargs": "FP8RecipeKwargs",
-    "init_empty_weights": "init_empty_weights",
-    "init_on_device": "init_on_device",
     "*dispatch*": "load_checkpoint_and_dispatch",
     "*offload*": "cpu_offload",
     "*device_map*": "infer_auto_device_map",
@@ -210,7 +208,6 @@ MISSING = {
     "save": "save",
     "load": "load",
     "load_state_dict": "load_state_dict",
-    "merge_fsdp_weights": "merge_fsdp_weights",
     "write_basic_config": "write_basic_config",
     "*_launcher": "simple_launcher",
     "*Tracker": "TensorBoardTracker",
