@@ -113,9 +113,9 @@ def _read_config(recipe: AORecipeKwargs) -> Any:
         config = dataclasses.replace(config, pad_inner_dim=recipe.pad_inner_dim)
     if config.enable_fsdp_float8_all_gather:
         raise ValueError(
-            "enable_fsdp_float8_all_gather=True is not in this version: it replaces "
-            "parameters by some that optimizers and checkpoints do not know. Leave it out: sharded "
-            "weights are then gathered in their own dtype."
+            "FSDP's all-gather in fp8 (enable_fsdp_float8_all_gather=True) is not in this version: "
+            "it replaces parameters by some that optimizers and checkpoints do not know. Leave it "
+            "out: sharded weights are then gathered in their own dtype."
         )
     return config
 

@@ -160,6 +160,14 @@ def other_number_of_processes(printed: str, processes: int) -> None:
     assert f"loaded by {processes} processes, all as saved: True" in printed
 
 
+def large_model(printed: str, processes: int) -> None:
+    held = numbers("each process holds", printed)
+    assert len(held) == processes
+    assert sum(held) == number(r"\] of", printed)
+    assert max(held) <= sum(held) / processes + 34  # a row of each tensor
+    assert number("accuracy in the last epoch:", printed) > 80
+
+
 CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "gradient_accumulation.py": (gradient_accumulation, ()),
     "token_normalised_accumulation.py": (token_normalised_accumulation, ()),
@@ -168,6 +176,7 @@ CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "several_models.py": (several_models, ()),
     "checkpoint_hooks.py": (checkpoint_hooks, ()),
     "evaluate_the_best.py": (evaluate_the_best, ()),
+    "large_model.py": (large_model, ("--cpu",)),
     "local_sgd.py": (local_sgd, ()),
     "early_stopping_with_triggers.py": (early_stopping_with_triggers, ()),
     "profiling.py": (profiling, ()),
