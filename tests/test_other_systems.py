@@ -88,6 +88,7 @@ NOTEBOOK = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_functions_are_launched_where_that_is_safe(
     on_other_system: Run, request: pytest.FixtureRequest

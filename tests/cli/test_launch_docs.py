@@ -114,7 +114,9 @@ def test_commands_for_one_machine(words: str, ran: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["--num_machines", "--nnodes"])
+@pytest.mark.parametrize(
+    "kind", ["--num_machines", pytest.param("--nnodes", marks=pytest.mark.slow)]
+)
 def test_commands_for_two_machines(kind: str, start: Start, place: Path, free_port: int) -> None:
     commands = [words for machine, words in COMMANDS if machine and kind in words]
     where = f"--main_process_ip 127.0.0.1 --main_process_port {free_port}"

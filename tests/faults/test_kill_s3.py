@@ -25,7 +25,7 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.mark.parametrize(
     ("ranks", "count"),
-    [(1, 4), pytest.param(1, 100, marks=LONG), pytest.param(2, 100, marks=LONG)],
+    [(1, 2), pytest.param(1, 100, marks=LONG), pytest.param(2, 100, marks=LONG)],
 )
 def test_overwritten_prefix(
     victims: ForkServer, tmp_path: Path, s3: Any, ranks: int, count: int

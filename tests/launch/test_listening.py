@@ -25,6 +25,11 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
+
+def _slow(value: object) -> object:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 LAUNCH = [sys.executable, "-m", "accel_callbacks.cli", "launch", "--cpu"]
 # Rank 0 says that all processes have met, and waits until it was looked at.
 HELD = """
@@ -84,7 +89,7 @@ def script(group: str) -> str:
     )
 
 
-@pytest.mark.parametrize("words", [[], ["--rdzv_backend", "c10d"], ["--standalone"]])
+@pytest.mark.parametrize("words", [[], _slow(["--rdzv_backend", "c10d"]), _slow(["--standalone"])])
 def test_a_launch_listens_on_loopback(start: Start, words: list[str]) -> None:
     process = start([*LAUNCH, "--num_processes", "2", *words], script("ours"))
     found = addresses(process)
@@ -93,7 +98,7 @@ def test_a_launch_listens_on_loopback(start: Start, words: list[str]) -> None:
     assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ["ours", _slow("own")])
 def test_each_attempt_listens_on_loopback(start: Start, group: str) -> None:
     words = ["--num_processes", "2", "--max_restarts", "1"]
     process = start([*LAUNCH, *words], script(group), "--lose")
@@ -111,7 +116,9 @@ def test_one_process_does_not_listen(start: Start) -> None:
     assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("options", ["", ", use_port=0, max_restarts=1", ", use_port={port}"])
+@pytest.mark.parametrize(
+    "options", [_slow(""), ", use_port=0, max_restarts=1", _slow(", use_port={port}")]
+)
 def test_a_notebook_listens_on_loopback(start: Start, free_port: int, options: str) -> None:
     # The forks of a notebook have no standard input: a pipe of the launcher holds them.
     text = f"""
@@ -149,7 +156,7 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.parametrize("method", ["env://", "tcp://127.0.0.1:{port}"])
+@pytest.mark.parametrize("method", [_slow("env://"), "tcp://127.0.0.1:{port}"])
 def test_a_group_without_launcher_listens_where_it_meets(
     start: Start, free_port: int, method: str
 ) -> None:
