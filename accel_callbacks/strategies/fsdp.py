@@ -197,9 +197,10 @@ class FSDP(Strategy):
         return model
 
     def _initial_weights(self, model: torch.nn.Module) -> InitialWeights:
+        kept = torch.device("cpu") if self.options.offloads else self.topology.device
         return InitialWeights(
             model,
-            self.topology.device,
+            kept,
             sync=self.options.sync_module_states is not False,
             param_init_fn=self.options.param_init_fn,
         )

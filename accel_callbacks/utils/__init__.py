@@ -20,6 +20,8 @@ _HOME = {
     "concatenate": "utils.operations",
     "convert_outputs_to_fp32": "utils.operations",
     "convert_to_fp32": "utils.operations",
+    "disable_fsdp_ram_efficient_loading": "utils.fsdp",
+    "enable_fsdp_ram_efficient_loading": "utils.fsdp",
     "extract_model_from_parallel": "utils.modeling",
     "find_batch_size": "utils.operations",
     "find_device": "utils.operations",
@@ -139,6 +141,12 @@ if TYPE_CHECKING:
     from accel_callbacks.data.skip import SkipDataLoader as SkipDataLoader
     from accel_callbacks.distributed.topology import is_initialized as is_initialized
     from accel_callbacks.memory import should_reduce_batch_size as should_reduce_batch_size
+    from accel_callbacks.utils.fsdp import (
+        disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+    )
+    from accel_callbacks.utils.fsdp import (
+        enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+    )
     from accel_callbacks.utils.fsdp import fsdp2_prepare_model as fsdp2_prepare_model
     from accel_callbacks.utils.fsdp import load_fsdp_model as load_fsdp_model
     from accel_callbacks.utils.fsdp import load_fsdp_optimizer as load_fsdp_optimizer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import posixpath
 import shutil
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +25,15 @@ from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.process_control import synchronize
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.local_files import local_path
+from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.strategies.optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from accel_callbacks.accelerator import Accelerator
 
 __all__ = [
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
     "fsdp2_prepare_model",
     "load_fsdp_model",
     "load_fsdp_optimizer",
@@ -39,6 +43,34 @@ __all__ = [
 ]
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+# What `enable_fsdp_ram_efficient_loading` has entered. Global, as transformers is.
+_loading = ExitStack()
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let only rank 0 load weights in ``from_pretrained`` of transformers from now on.
+
+    ``with accel.cpu_ram_efficient_loading():`` does it for a block.
+
+    Raises:
+        ImportError: transformers is not installed.
+
+    Example:
+        >>> from accel_callbacks.utils import enable_fsdp_ram_efficient_loading
+        >>> enable_fsdp_ram_efficient_loading()  # doctest: +SKIP
+    """
+    _loading.close()
+    _loading.enter_context(weights_on_rank_0(collectives.rank()))
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Undo :func:`enable_fsdp_ram_efficient_loading`; do nothing without it.
+
+    Example:
+        >>> from accel_callbacks.utils import disable_fsdp_ram_efficient_loading
+        >>> disable_fsdp_ram_efficient_loading()
+    """
+    _loading.close()
 
 
 def save_fsdp_model(

@@ -168,12 +168,23 @@ def large_model(printed: str, processes: int) -> None:
     assert number("accuracy in the last epoch:", printed) > 80
 
 
+def shard_a_model(printed: str, processes: int) -> None:
+    whole = number("", printed.split(" weights;")[0].replace(",", ""))
+    kept, states = (
+        int(text.replace(",", "")) for text in re.findall(r"([\d,]+) (?:of them|states)", printed)
+    )
+    assert whole / processes <= kept <= whole / processes * 1.1
+    assert states == 2 * kept
+    assert number("accuracy", printed) > 90
+
+
 CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "gradient_accumulation.py": (gradient_accumulation, ()),
     "token_normalised_accumulation.py": (token_normalised_accumulation, ()),
     "mixed_precision.py": (mixed_precision, ("--mixed_precision", "bf16")),
     "distributed_evaluation.py": (distributed_evaluation, ()),
     "several_models.py": (several_models, ()),
+    "shard_a_model.py": (shard_a_model, ("--cpu",)),
     "checkpoint_hooks.py": (checkpoint_hooks, ()),
     "evaluate_the_best.py": (evaluate_the_best, ()),
     "large_model.py": (large_model, ("--cpu",)),
