@@ -171,7 +171,7 @@ def run_on(pools: Run) -> Run:
     return run
 
 
-@pytest.fixture(scope="module", params=["mean", "counted"])
+@pytest.fixture(scope="module", params=["mean", pytest.param("counted", marks=pytest.mark.slow)])
 def saved(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str, bool, dict]:
     """What a run of each layout saved and where it came to."""
     folder, counted = str(tmp_path_factory.mktemp("saved")), request.param == "counted"
@@ -375,7 +375,9 @@ def test_debug_mode_names_the_rank_that_does_not_gather(pools):
         assert "process 1: wait_for_everyone()" in text
 
 
-@pytest.mark.parametrize("then", ["end", "wait", "forward"])
+@pytest.mark.parametrize(
+    "then", ["wait", *(pytest.param(one, marks=pytest.mark.slow) for one in ("end", "forward"))]
+)
 def test_a_rank_that_does_not_gather_is_named_within_the_timeout(pools, then):
     pool = pools("fsdp2")
     try:

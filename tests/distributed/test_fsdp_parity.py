@@ -85,7 +85,15 @@ def test_two_shards_train_as_one_process_does(pool, precision, window):
     compare(pool.run(trained, "fsdp", precision, window), precision, window)
 
 
-@TABLE
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    ("layout", "precision", "window"),
+    [
+        # The two layouts take turns, and the rest is slow.
+        pytest.param(layout, p, w, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+        for i, layout in enumerate(["fsdp", "hsdp"])
+        for j, p in enumerate(["no", "bf16", "fp16"])
+        for k, w in enumerate(WINDOWS)
+    ],
+)
 def test_four_ranks_train_as_one_process_does(pool_of_4, layout, precision, window):
     compare(pool_of_4.run(trained, layout, precision, window), precision, window)

@@ -21,6 +21,10 @@ from accel_callbacks import (
     initialize_weights,
     load_checkpoint_in_model,
 )
+from accel_callbacks.utils import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -608,6 +612,10 @@ def load_pretrained(folder: str, way: str) -> Any:
         config = transformers.GPT2Config.from_pretrained(folder)
         with accel.init_module():
             model = transformers.GPT2LMHeadModel(config)
+    elif way == "switched":
+        enable_fsdp_ram_efficient_loading()
+        model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+        disable_fsdp_ram_efficient_loading()
     else:
         with accel.cpu_ram_efficient_loading():
             model = transformers.GPT2LMHeadModel.from_pretrained(folder)
@@ -625,7 +633,7 @@ def load_pretrained(folder: str, way: str) -> Any:
     return allocated, whole, float(loss), asked, dict(os.environ) == before
 
 
-@pytest.mark.parametrize("way", ["on", "off", "config"])
+@pytest.mark.parametrize("way", ["on", "off", "config", "switched"])
 def test_pretrained_weights_are_loaded_by_rank_0(pool, tmp_path: Path, way: str) -> None:
     pytest.importorskip("transformers")
     model = write_gpt2(str(tmp_path))
@@ -634,7 +642,7 @@ def test_pretrained_weights_are_loaded_by_rank_0(pool, tmp_path: Path, way: str)
     expected = float(model.eval()(input_ids=ids, labels=ids).loss)
     names = {name: one.tolist() for name, one in full(model).items()}
     found = pool.run(load_pretrained, str(tmp_path), way)
-    counts = {"on": [elements, 0], "off": [elements, elements], "config": [0, 0]}[way]
+    counts = {"off": [elements, elements], "config": [0, 0]}.get(way, [elements, 0])
     assert [allocated for allocated, *_ in found] == counts
     for _, whole, loss, asked, same_environment in found:
         assert whole == names
