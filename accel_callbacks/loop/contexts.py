@@ -97,6 +97,8 @@ class Evaluate(AbstractContextManager["Evaluate"]):
         self._grad.__exit__(kind, error, trace)
         for module, mode in self._modes:
             module.training = mode
+        for model in self._models:
+            self._training.strategy.free_gathered(model)
         with self._lent:
             try:
                 if error is None:

@@ -186,6 +186,10 @@ class Strategy(ABC):
         """Return the model as the user built it."""
         return original(model)
 
+    def free_gathered(self, model: torch.nn.Module) -> None:
+        """Free the weights of others that an evaluation of a prepared model has left here."""
+        return None
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]

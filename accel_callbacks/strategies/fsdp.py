@@ -382,17 +382,20 @@ class FSDP(Strategy):
         return full_parameters(module, writeback=writeback)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model as the user built it, with its shards as parameters.
-
-        After a forward without a backward, as in an evaluation, torch leaves some parameters whole,
-        which are other objects than those of the optimizer.
-        """
+        """Return the model as the user built it, with its shards as parameters."""
         model = super().unwrap(model)
+        self.free_gathered(model)
+        return model
+
+    def free_gathered(self, model: torch.nn.Module) -> None:
+        """Free what torch has left whole after a forward without a backward.
+
+        These parameters are other objects than those of the optimizer.
+        """
         for unit in self._lingering.get(model, ()):
             module = unit()
             if module is not None and is_idle(module):
                 module.reshard()
-        return model
 
     def accumulate(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context for all but the last backward of a gradient window.

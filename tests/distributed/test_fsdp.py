@@ -934,3 +934,17 @@ def test_blocks_are_compiled_once_for_all_before_they_are_sharded(pool):
     for graphs, weights in pool.run(compiled):
         assert graphs == 1
         assert weights == pytest.approx(flat(model), abs=1e-6)
+
+
+def kept_after_an_evaluation() -> tuple[int, int]:
+    accel = accelerator("fsdp", None)
+    model = accel.prepare(Network())
+    with accel.evaluate(model):
+        model(torch.ones(2, 7))
+    parameters = list(model.parameters())
+    return sum(hasattr(one, "to_local") for one in parameters), len(parameters)
+
+
+def test_an_evaluation_leaves_no_whole_parameters(pool):
+    for sharded, all_of_them in pool.run(kept_after_an_evaluation):
+        assert sharded == all_of_them
