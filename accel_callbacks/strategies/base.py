@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.collectives.nested import map_tensors
 from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
@@ -362,5 +364,20 @@ class Strategy(ABC):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> None:
-        """Load what :meth:`fit_optimizer_state` returned, its tensors filled."""
-        optimizer.load_state_dict(state)
+        """Load what :meth:`fit_optimizer_state` returned, its tensors filled.
+
+        Full tensors, which a hook may have been given, are sharded as their parameters are.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        sharded = {
+            place: map_tensors(own, partial(_sharded_like, parameters[place]))
+            if collectives.is_sharded(parameters[place])
+            else own
+            for place, own in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": sharded})
+
+
+def _sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    alike = tensor.shape == parameter.shape
+    return collectives.shard_like(tensor, parameter) if alike else tensor

@@ -170,7 +170,8 @@ class TinyTraining:
 
     def _evaluate(self, stage: str) -> torch.Tensor:
         with self.accel.evaluate(self.model, stage=stage):
-            return torch.stack([self._loss(self.model, batch) for batch in self.val]).mean()
+            losses = torch.stack([self._loss(self.model, batch) for batch in self.val])
+            return self.accel.reduce(losses.mean(), "mean")
 
     def begin_again(self) -> TinyTraining:
         """Reset weights, optimizer and trace, so that the next :meth:`play` repeats the first."""

@@ -1,0 +1,70 @@
+"""The generated contract of the callbacks, with a model that two ranks share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+
+from accel_callbacks import FullyShardedDataParallelPlugin
+from accel_callbacks.distributed.topology import destroy_topology
+from accel_callbacks.testing import callback_checks, fault_checks, run_checks, state_checks
+from tests.accel_callbacks.callbacks import factories
+
+pytestmark = pytest.mark.distributed
+
+# Those of one process: where it waits for its device, and what is left after an error, which ends
+# the process group of several.
+SKIPPED = ("host_sync", "error_before", "error_after", "error_in_loop")
+
+
+def failures(name: str, folder: str) -> dict[str, str]:
+    """Run the checks of a callback on this rank, and return the errors by check."""
+    numbers = itertools.count()
+
+    @contextmanager
+    def shared_folder() -> Iterator[str]:
+        # The checks save to the memory of one process.
+        yield f"{folder}/{next(numbers)}"
+
+    for module in (run_checks, fault_checks, state_checks):
+        if hasattr(module, "memory_folder"):
+            module.memory_folder = shared_folder
+    factories.MEMORY = f"{folder}/memory"
+    case = factories.CASES[name]
+    found = {}
+    for check in callback_checks(
+        case.make,
+        skip=SKIPPED,
+        allow_sync=case.allow_sync,
+        project_dir=f"{folder}/project",
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+        timeout=timedelta(seconds=20),
+    ):
+        destroy_topology()
+        try:
+            check()
+        except Exception as error:
+            found[check.name] = f"{type(error).__name__}: {error}"
+    destroy_topology()
+    return found
+
+
+# These read or write parameters, gradients or files of the ranks; the others are slow.
+QUICK = ("Checkpoint", "EMA", "Freeze", "GradientNorm", "WeightAveraging")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, case in factories.CASES.items()
+        if not case.slow
+    ],
+)
+def test_contract_of_sharded_models(pool, tmp_path, name):
+    for found in pool.run(failures, name, str(tmp_path)):
+        assert found == {}
