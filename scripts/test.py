@@ -55,6 +55,7 @@ def main() -> None:
     )
     # Many tests wait, for processes and timeouts: three workers keep two cores busy.
     options = ["-q", "-m", "not slow and not gpu", "-n", "3", "--dist", "loadfile"]
+    options += ["--durations", "40"]  # all of CI has 15 minutes
     step(
         "pytest",
         "run one test again with: scripts/test PATH::NAME",

@@ -168,20 +168,16 @@ class FSDP(Strategy):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the model."""
-        weights = InitialWeights(
-            model,
-            torch.device("cpu") if self.options.cpu_offload else self.topology.device,
-            sync=self.options.sync_module_states is not False,
-            param_init_fn=self.options.param_init_fn,
-        )
         mesh = self.device_mesh
         if mesh is None:
-            empty = _has_meta(model)
-            weights.fill()
-            return model.to(self.topology.device) if empty else model
+            if _has_meta(model) and not is_on_several_devices(model):
+                self._initial_weights(model).fill()
+                return model.to(self.topology.device)
+            return model
         assert self.parallelism is not None
         if not _is_sharded(model):
             self._refuse_shared(model)
+            weights = self._initial_weights(model)
             before = dict(model.named_parameters(remove_duplicate=False))
             self._plain[model] = is_plain(model)
             names = self.parallelism.fsdp_dim_names
