@@ -28,6 +28,7 @@ from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.checks import (
+    is_on_several_devices,
     is_plain,
     refuse_distributed,
     refuse_spread,
