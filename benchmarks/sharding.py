@@ -90,6 +90,8 @@ def wrapped(accelerator, width: int, depth: int) -> Contender:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10_000)
     loader = DataLoader(data, BATCH, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if not all(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise RuntimeError("it does not shard on this device")
 
     def run() -> None:
         for (batch,) in loader:
