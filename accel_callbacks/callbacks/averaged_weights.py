@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel_callbacks import collectives
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.gradients import local_part
 
@@ -211,7 +212,7 @@ class Averages:
             target = self._averages[index]
             if target is None:
                 target = self._averages[index] = self._new_average(self._weights[index])
-            _write(target, _distributed_like(target, state[name]))
+            _write(target, collectives.shard_like(state[name], target))
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module, number: str) -> None:
@@ -263,14 +264,3 @@ def _check_saved(name: str, weight: torch.Tensor, state: Mapping[str, Any]) -> N
             f"{name!r} has shape {tuple(weight.shape)} in the model and its average "
             f"{tuple(state[name].shape)} in the checkpoint."
         )
-
-
-def _distributed_like(target: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-    """Shard a saved tensor as the target is."""
-    if not hasattr(target, "device_mesh") or hasattr(saved, "device_mesh"):
-        return saved
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh: Any = target.device_mesh
-    moved = saved.to(local_part(target).device)
-    return distribute_tensor(moved, mesh, target.placements)  # type: ignore[attr-defined]

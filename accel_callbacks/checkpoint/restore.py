@@ -33,6 +33,7 @@ from accel_callbacks.data.stream import with_local_state
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import devices_of, restore_rng
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.gradients import local_part
 from accel_callbacks.logging import notice
 from accel_callbacks.strategies.optimizer_state import parameter_names
 
@@ -95,7 +96,7 @@ class InPlaceReads:
         Raises:
             ResumeError: two names are one tensor here, and two in the checkpoint.
         """
-        local = _local(target)
+        local = local_part(target)
         place = (_storage(local), local.storage_offset(), local.shape, local.stride())
         before = self._places.setdefault(place, (view.stored_key, name))
         if local.numel() and before[1] != name:
@@ -149,7 +150,7 @@ class InPlaceReads:
             return self._new(view, None, key).numpy()
         if not self._reusable(current, view):
             return self._new(view, parameter, key)
-        self._storages.add(_storage(_local(current)))
+        self._storages.add(_storage(local_part(current)))
         self.changes = True
         self._pairs.append((view, current.detach()))
         return current
@@ -172,7 +173,7 @@ class InPlaceReads:
             return False
         if tuple(current.shape) != view.shape or current.dtype != view.dtype:
             return False
-        local = _local(current)
+        local = local_part(current)
         own = local.untyped_storage().nbytes() == local.nbytes
         return own and _storage(local) not in self._storages
 
@@ -194,15 +195,6 @@ def views_in(tree: Any) -> Iterator[TensorView]:
     elif isinstance(tree, (Mapping, list, tuple)):
         for item in tree.values() if isinstance(tree, Mapping) else tree:
             yield from views_in(item)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that is on this rank."""
-    tensor = tensor.detach()
-    # Only a DTensor has it; torch's module is not imported for the test.
-    to_local = getattr(tensor, "to_local", None)
-    local: torch.Tensor = tensor if to_local is None else to_local()
-    return local
 
 
 def _storage(tensor: torch.Tensor) -> int:

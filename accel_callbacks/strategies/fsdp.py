@@ -254,7 +254,7 @@ class FSDP(Strategy):
             tensor
             for module in modules
             for tensor in (*module.parameters(), *module.buffers())
-            if id(tensor) not in taken and not hasattr(tensor, "device_mesh")
+            if id(tensor) not in taken and not collectives.is_sharded(tensor)
         ]
         taken.update(map(id, tensors))
         upcast = 0
@@ -279,14 +279,12 @@ class FSDP(Strategy):
         return CPUOffloadPolicy(pin_memory=pinned)
 
     def _replace(self, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
-        """Note the shard of each parameter of the user, and free what it holds."""
+        """Note the shard of each parameter of the user, whose memory was freed."""
         for name, shard in model.named_parameters(remove_duplicate=False):
             whole = before[name]
             if shard is not whole and whole not in self._sharded:
                 self._sharded[whole] = shard
-                # An optimizer or a list of the user may keep it, and with it the whole weight.
-                whole.grad = None
-                whole.data = whole.data.new_empty(0)
+                whole.grad = None  # an optimizer or a list of the user may keep it
 
     # --- optimizers ---------------------------------------------------------------------------
 
@@ -314,7 +312,7 @@ class FSDP(Strategy):
         shard = self._shard_of
         for group in optimizer.param_groups:
             group["params"][:] = map(shard, group["params"])
-            kinds = {hasattr(parameter, "device_mesh") for parameter in group["params"]}
+            kinds = set(map(collectives.is_sharded, group["params"]))
             if len(kinds) == 2 and group.get("foreach") is None and "foreach" in group:
                 group["foreach"] = False  # torch's kernels take no list with shards and others
         state = optimizer.state
@@ -339,7 +337,7 @@ class FSDP(Strategy):
         if not self._models or self.has_gradients(optimizer):
             return
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(hasattr(parameter, "device_mesh") for parameter in held):
+        if any(map(collectives.is_sharded, held)):
             return
         raise RuntimeError(
             f"step: {type(optimizer).__name__} holds no parameter of a sharded model, and would "

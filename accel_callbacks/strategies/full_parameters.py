@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from accel_callbacks.collectives import is_sharded
 from accel_callbacks.strategies.fsdp_groups import reshard
 
 __all__ = ["full_parameters"]
@@ -36,7 +37,7 @@ def full_parameters(module: torch.nn.Module, *, writeback: bool = False) -> Iter
         (one, name, parameter)
         for one in module.modules()
         for name, parameter in one._parameters.items()
-        if parameter is not None and hasattr(parameter, "device_mesh")
+        if parameter is not None and is_sharded(parameter)
     ]
     whole: dict[int, torch.nn.Parameter] = {}
     for _, _, shard in slots:

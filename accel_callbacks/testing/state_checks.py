@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.callbacks.dispatch.registration import overrides
-from accel_callbacks.collectives import is_sharded
+from accel_callbacks.gradients import local_part
 from accel_callbacks.testing.run_checks import SavesEachPosition, Subject, memory_folder, name_of
 from accel_callbacks.testing.training import FOLDER_PREFIX, TinyTraining
 
@@ -229,7 +229,7 @@ def _shown(found: dict[str, Any], path: str) -> str:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        one, other = _local(one), _local(other)
+        one, other = local_part(one), local_part(other)
         same_kind = one.shape == other.shape and one.dtype == other.dtype
         return same_kind and torch.allclose(one, other.to(one.device), equal_nan=True)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
@@ -238,11 +238,6 @@ def _same(one: Any, other: Any) -> bool:
         both_nan = math.isnan(one) and math.isnan(other)
         return both_nan or math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
     return type(one) is type(other) and bool(one == other)
-
-
-def _local(tensor: Any) -> Any:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 CHECKS = {
