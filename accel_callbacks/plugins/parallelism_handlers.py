@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accel_callbacks.plugins.base import KwargsHandler
 
@@ -22,6 +24,10 @@ class TorchTensorParallelConfig(KwargsHandler):
 
     Args:
         enable_async_tp: overlap communication with computation; off by default.
+        plan: which modules are cut, and how: patterns of their names, with ``*`` for one part, to
+            ``"colwise"``, ``"rowwise"``, ``"colwise_gather_output"``, ``"embedding_rowwise"``,
+            ``"sequence_parallel"``, ``"replicated"`` or a ``ParallelStyle`` of torch; that of the
+            model if None.
 
     Example:
         >>> from accel_callbacks import ParallelismConfig, TorchTensorParallelConfig
@@ -31,6 +37,7 @@ class TorchTensorParallelConfig(KwargsHandler):
     """
 
     enable_async_tp: bool = False
+    plan: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

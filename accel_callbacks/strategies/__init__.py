@@ -10,8 +10,9 @@ from accel_callbacks.strategies.base import Strategy
 from accel_callbacks.strategies.ddp import DDP
 from accel_callbacks.strategies.fsdp import FSDP
 from accel_callbacks.strategies.single_device import SingleDevice
+from accel_callbacks.strategies.tensor_parallel import TensorParallel
 
-__all__ = ["DDP", "FSDP", "SingleDevice", "Strategy", "create_strategy"]
+__all__ = ["DDP", "FSDP", "SingleDevice", "Strategy", "TensorParallel", "create_strategy"]
 
 _REGISTRY: dict[DistributedType, type[Strategy]] = {
     DistributedType.NO: SingleDevice,
@@ -19,7 +20,7 @@ _REGISTRY: dict[DistributedType, type[Strategy]] = {
     DistributedType.MULTI_GPU: DDP,
 }
 # Axes whose engines are not implemented.
-_UNBUILT = ("cp", "sp", "tp")
+_UNBUILT = ("cp", "sp")
 
 
 def create_strategy(
@@ -51,7 +52,19 @@ def create_strategy(
         refuse_unbuilt(parallelism)
     if fsdp is not None or (parallelism is not None and parallelism.dp_shard_enabled):
         return FSDP(topology, handlers, parallelism, fsdp or FullyShardedDataParallelPlugin())
+    if parallelism is not None and parallelism.tp_enabled:
+        _refuse_replicas(parallelism)
+        return TensorParallel(topology, handlers, parallelism)
     return _REGISTRY[topology.distributed_type](topology, handlers, parallelism)
+
+
+def _refuse_replicas(parallelism: ParallelismConfig) -> None:
+    if parallelism.dp_replicate_enabled:
+        raise ValueError(
+            f"tp_size={parallelism.tp_size} does not go with dp_replicate_size="
+            f"{parallelism.dp_replicate_size} alone: shard over the data axis, with "
+            f"dp_shard_size={parallelism.dp_replicate_size}."
+        )
 
 
 def refuse_unbuilt(parallelism: ParallelismConfig) -> None:

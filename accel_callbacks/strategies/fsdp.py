@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -11,11 +11,10 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
+from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.empty_weights import init_empty_weights
@@ -26,7 +25,6 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
-from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.checks import (
     is_on_several_devices,
     is_plain,
@@ -41,7 +39,8 @@ from accel_callbacks.strategies.fsdp_groups import (
     reduce_held,
     reducing,
 )
-from accel_callbacks.strategies.full_parameters import full_parameters
+from accel_callbacks.strategies.sharding import Sharding
+from accel_callbacks.strategies.tensor_parallel import parallelize, required_plan
 from accel_callbacks.strategies.units import find_units, ignored_parameters
 from accel_callbacks.warning import warn
 
@@ -57,7 +56,7 @@ _DTYPES: dict[Any, torch.dtype | None] = {
 }
 
 
-class FSDP(Strategy):
+class FSDP(Sharding):
     """A strategy that shards parameters, gradients and optimizer states over the ranks.
 
     On one rank models stay as they are.
@@ -90,9 +89,6 @@ class FSDP(Strategy):
         super().__init__(topology, handlers, parallelism)
         self._policy: Any = None
         self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-        self._sharded = WeakIdKeyDictionary()  # the parameters in place of those of the user
-        # In order, which must be that of all ranks, as those of a set are not.
-        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         # By sharded model: units that stay gathered after a forward; FSDP's groups; parameters that
         # are whole. The first two refer to the model, and must not keep it.
         self._lingering: WeakKeyDictionary[torch.nn.Module, list[ref[Any]]] = WeakKeyDictionary()
@@ -140,14 +136,6 @@ class FSDP(Strategy):
             refuse_distributed(model)
         self._refuse_shared(model)
 
-    def _refuse_shared(self, model: torch.nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if parameter in self._sharded:
-                raise ValueError(
-                    f"{name!r} of {type(model).__name__} is also a parameter of a model that is "
-                    "sharded already: put both models into one module, and prepare that."
-                )
-
     def init_context(self) -> AbstractContextManager[None]:
         """Return ``init_empty_weights()``."""
         return init_empty_weights()
@@ -182,6 +170,10 @@ class FSDP(Strategy):
             before = dict(model.named_parameters(remove_duplicate=False))
             self._plain[model] = is_plain(model)
             names = self.parallelism.fsdp_dim_names
+            if self.parallelism.tp_enabled and not any(
+                map(collectives.is_sharded, before.values())
+            ):
+                parallelize(model, required_plan(model, self.parallelism), mesh["tp"])
             self._shard(model, self.parallelism.get_submesh(names, mesh.device_type))
             weights.fill()
             self._replace(before, model)
@@ -278,73 +270,6 @@ class FSDP(Strategy):
         pinned = getattr(given, "pin_memory", True) and self.topology.device.type != "cpu"
         return CPUOffloadPolicy(pin_memory=pinned)
 
-    def _replace(self, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
-        """Note the shard of each parameter of the user, whose memory was freed."""
-        for name, shard in model.named_parameters(remove_duplicate=False):
-            whole = before[name]
-            if shard is not whole and whole not in self._sharded:
-                self._sharded[whole] = shard
-                whole.grad = None  # an optimizer or a list of the user may keep it
-
-    # --- optimizers ---------------------------------------------------------------------------
-
-    def setup(
-        self,
-        models: Sequence[torch.nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        schedulers: Sequence[Any],
-    ) -> SetUp:
-        """Shard the models, and let all optimizers step with the shards."""
-        if self.topology.world_size > 1:
-            for optimizer in optimizers:
-                _refuse_lbfgs(optimizer)
-        done = super().setup(models, optimizers, schedulers)
-        self._optimizers.update(dict.fromkeys(optimizers))
-        # Those of earlier calls too: their model may have come only now.
-        for optimizer in list(self._optimizers) if models else optimizers:
-            self._bind(optimizer)
-        return done
-
-    def _bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace parameters by their shards, in place, wherever an optimizer has them."""
-        if not len(self._sharded):
-            return
-        shard = self._shard_of
-        for group in optimizer.param_groups:
-            group["params"][:] = map(shard, group["params"])
-            kinds = set(map(collectives.is_sharded, group["params"]))
-            if len(kinds) == 2 and group.get("foreach") is None and "foreach" in group:
-                group["foreach"] = False  # torch's kernels take no list with shards and others
-        state = optimizer.state
-        for known in [one for one in state if shard(one) is not one]:
-            state[shard(known)] = _sharded_state(state.pop(known), known, shard(known))
-        for name, value in vars(optimizer).items():
-            if name not in ("param_groups", "state"):
-                _replace_in(value, shard)
-
-    def _shard_of(self, parameter: Any) -> Any:
-        """Return the shard of a parameter of the user; other objects as they are."""
-        if isinstance(parameter, torch.Tensor):
-            return self._sharded.get(parameter, parameter)  # type: ignore[no-untyped-call]
-        return parameter
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer holds none of the sharded parameters, and no gradient.
-
-        Raises:
-            RuntimeError: the step would train nothing.
-        """
-        if not self._models or self.has_gradients(optimizer):
-            return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(map(collectives.is_sharded, held)):
-            return
-        raise RuntimeError(
-            f"step: {type(optimizer).__name__} holds no parameter of a sharded model, and would "
-            "train nothing: make it of model.parameters() of the same object that is passed to "
-            "prepare(), and pass it to prepare() too."
-        )
-
     # --- the step -----------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -369,12 +294,6 @@ class FSDP(Strategy):
             if not getattr(method, "_gathers", False):
                 register_fsdp_forward_method(model, name)
                 vars(model)[name].__func__._gathers = True
-
-    def full_parameters(
-        self, module: torch.nn.Module, *, writeback: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context in which each rank has whole parameters."""
-        return full_parameters(module, writeback=writeback)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model as the user built it, with its shards as parameters."""
@@ -427,16 +346,6 @@ class FSDP(Strategy):
     def reduce_gradients(self) -> None:
         """Collective: bring the gradients of an open window into ``parameter.grad``."""
         reduce_held(self._models)
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clip by the total norm over all shards, and return it as a plain tensor."""
-        return clip_norm(map(self._shard_of, parameters), max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value_: float) -> None:
-        """Clip each gradient element to ``[-clip_value, clip_value]``."""
-        clip_value(map(self._shard_of, parameters), clip_value_)
 
     def join(
         self, models: Sequence[Any], follow: Callable[[int], None]
@@ -597,44 +506,3 @@ def _average(parameters: Sequence[torch.nn.Parameter]) -> None:
         dist.all_reduce(flat, group=collectives.group_for(flat))
         if flat[-1] > 0:
             parameter.grad = flat[:-1].view_as(parameter).clone()
-
-
-# --- helpers of optimizers --------------------------------------------------------------------
-
-
-def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS does not work with sharded models: it looks at all parameters as one vector, "
-            "and each rank has only a part. Train with DistributedDataParallel (leave the "
-            "fsdp_plugin out), or with another optimizer."
-        )
-
-
-def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
-    """Collective: shard the tensors of a state that are as large as the parameter was."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if not isinstance(state, dict):
-        return state
-    return {
-        name: distribute_tensor(value, shard.device_mesh, shard.placements).to(shard.device)
-        if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim()
-        else value
-        for name, value in state.items()
-    }
-
-
-def _replace_in(value: Any, shard: Callable[[Any], Any]) -> None:
-    """Replace parameters in an attribute of an optimizer, in nested lists and dicts."""
-    if isinstance(value, list):
-        for index, one in enumerate(value):
-            value[index] = shard(one)
-            _replace_in(one, shard)
-    elif isinstance(value, dict):
-        for key in list(value):
-            one = value[key]
-            if shard(key) is not key or shard(one) is not one:
-                del value[key]
-                value[shard(key)] = shard(one)
-            _replace_in(one, shard)
