@@ -110,6 +110,7 @@ class FP8(BF16):
         if gathered is not None:
             share_scales(model, gathered)
         elif self._asks_for_gather:
+            self._asks_for_gather = False  # once
             warn(
                 "enable_fsdp_float8_all_gather has no effect: the weights of "
                 f"{type(model).__name__} are not sharded. Accelerator(fsdp_plugin=...) shards them."
