@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 
 import pytest
 import torch
@@ -175,13 +176,14 @@ def test_a_device_without_fp8_is_refused_unless_it_is_emulated():
 
 def test_a_gather_in_fp8_has_no_effect_on_one_device_and_is_said_once_to_have_none():
     config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
-    with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather has no effect") as seen:
-        accel, model = accelerator(config=config), network()
-        weight = model[2].weight
+    accel, model = accelerator(config=config), network()
+    weight = model[2].weight
+    with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather has no effect"):
         model = accel.prepare(model)
-        accel.prepare(network())
-    assert len(seen) == 1
     assert model[2].weight is weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accel.prepare(network())
 
 
 def test_nobody_hears_of_it_who_has_not_asked_for_it(recwarn):
@@ -201,7 +203,7 @@ def test_without_a_config_weights_are_gathered_in_fp8(monkeypatch):
 
 def test_scales_of_rows_cannot_be_gathered():
     config = float8.Float8LinearConfig.from_recipe_name("rowwise")
-    with pytest.raises(ValueError, match="tensorwise.*gathered in their own dtype"):
+    with pytest.raises(ValueError, match=r"tensorwise.*gathered in their own dtype"):
         accelerator(config=config, enable_fsdp_float8_all_gather=True)
 
 
@@ -211,6 +213,15 @@ def test_inference_mode_computes_as_without_gradients():
         expected = model(torch.ones(1, 16))
     with torch.inference_mode():
         assert torch.equal(model(torch.ones(1, 16)), expected)
+
+
+def test_the_launcher_chooses_if_the_script_does_not(monkeypatch):
+    monkeypatch.setattr("accel_callbacks.precision.fp8._check_capability", lambda device: None)
+    monkeypatch.setenv("ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "0")
+    launched = Accelerator(cpu=True, mixed_precision="fp8").precision.float8_config
+    assert (launched.enable_fsdp_float8_all_gather, launched.pad_inner_dim) == (False, True)
+    with_own = accelerator(enable_fsdp_float8_all_gather=True).precision.float8_config
+    assert with_own.enable_fsdp_float8_all_gather
 
 
 def test_a_config_of_another_kind_is_refused():
