@@ -231,7 +231,9 @@ def launched_plugin(
 
 
 def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers:
-    """Return the script's handlers, with the launcher's fp8 recipe if the script has none.
+    """Return the script's handlers, with the launcher's options of fp8 that the script leaves out.
+
+    A recipe with a config leaves out none.
 
     Example:
         >>> from accel_callbacks import AcceleratorConfig, AORecipeKwargs
@@ -241,14 +243,19 @@ def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers
         >>> launched_handlers(sort_handlers(()), config).get(AORecipeKwargs).pad_inner_dim
         False
     """
-    recipe = AORecipeKwargs(
-        pad_inner_dim=config.fp8_pad_inner_dim,
-        enable_fsdp_float8_all_gather=config.fp8_enable_fsdp_float8_all_gather,
-    )
-    given = handlers.get(AORecipeKwargs) is not None
-    if recipe == AORecipeKwargs() or given or config.mixed_precision != "fp8":
+    launched = {
+        "pad_inner_dim": config.fp8_pad_inner_dim,
+        "enable_fsdp_float8_all_gather": config.fp8_enable_fsdp_float8_all_gather,
+    }
+    own = handlers.get(AORecipeKwargs, AORecipeKwargs())
+    left: dict[str, Any] = {
+        name: value
+        for name, value in launched.items()
+        if value is not None and getattr(own, name) is None
+    }
+    if not left or own.config is not None or config.mixed_precision != "fp8":
         return handlers
-    return Handlers({**handlers.by_class, AORecipeKwargs: recipe})
+    return Handlers({**handlers.by_class, type(own): replace(own, **left)})
 
 
 def launched_parallelism(

@@ -215,13 +215,22 @@ def test_inference_mode_computes_as_without_gradients():
         assert torch.equal(model(torch.ones(1, 16)), expected)
 
 
-def test_the_launcher_chooses_if_the_script_does_not(monkeypatch):
+def test_the_launcher_chooses_what_the_script_leaves_out(monkeypatch):
     monkeypatch.setattr("accel_callbacks.precision.fp8._check_capability", lambda device: None)
     monkeypatch.setenv("ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "0")
-    launched = Accelerator(cpu=True, mixed_precision="fp8").precision.float8_config
-    assert (launched.enable_fsdp_float8_all_gather, launched.pad_inner_dim) == (False, True)
-    with_own = accelerator(enable_fsdp_float8_all_gather=True).precision.float8_config
-    assert with_own.enable_fsdp_float8_all_gather
+    monkeypatch.setenv("ACCEL_FP8_PAD_INNER_DIM", "0")
+
+    def options(**recipe) -> tuple[bool, bool]:
+        handlers = [AORecipeKwargs(**recipe)] if recipe else []
+        accel = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=handlers)
+        config = accel.precision.float8_config
+        return config.enable_fsdp_float8_all_gather, config.pad_inner_dim
+
+    assert options() == (False, False)
+    assert options(module_filter_func=lambda *_: True) == (False, False)
+    assert options(enable_fsdp_float8_all_gather=True) == (True, False)
+    own = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
+    assert options(config=own) == (True, True)
 
 
 def test_a_config_of_another_kind_is_refused():
