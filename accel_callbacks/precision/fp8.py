@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.collectives import is_sharded
+from accel_callbacks.logging import notice
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.precision.amp import BF16
@@ -85,7 +86,7 @@ class FP8(BF16):
         import_module("torchao.float8").convert_to_float8_training(
             model,
             module_filter_fn=lambda _, name: name in chosen,
-            # It would replace parameters here; `after_setup` casts the shards of those that are.
+            # torchao would replace the parameters here; `after_setup` casts their shards.
             config=dataclasses.replace(self.float8_config, enable_fsdp_float8_all_gather=False),
         )
         for name, layer in chosen.items():
@@ -104,11 +105,12 @@ class FP8(BF16):
         """Let the strategy gather the weights of converted layers in fp8."""
         if not self.float8_config.enable_fsdp_float8_all_gather:
             return
-        layers = _converted(model).values()
-        casts = [GatherCast(one.weight, partial(Float8Shard, layer=one)) for one in layers]
+        layers = _converted(model)
+        casts = [GatherCast(one.weight, partial(Float8Shard, layer=one)) for one in layers.values()]
         gathered = strategy.gather_through(model, casts)
         if gathered is not None:
             share_scales(model, gathered)
+            _tell_of_others(layers)
         elif self._asks_for_gather:
             self._asks_for_gather = False  # once
             warn(
@@ -144,6 +146,21 @@ def _converted(model: torch.nn.Module) -> dict[str, Any]:
     """Return the fp8 layers of a model, by name."""
     kind = import_module("torchao.float8.float8_linear").Float8Linear
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, kind)}
+
+
+def _tell_of_others(layers: Mapping[str, Any]) -> None:
+    """Note the layers whose sharded weights are gathered in their own dtype."""
+    others = [
+        name
+        for name, layer in layers.items()
+        if is_sharded(layer.weight) and not isinstance(layer.weight._local_tensor, Float8Shard)
+    ]
+    if others:
+        notice(
+            f"the weights of {len(others)} of {len(layers)} fp8 layers, such as {others[0]!r}, are "
+            "gathered in their own dtype: the ranks cannot share their rows equally, or "
+            "reshard_after_forward is a number"
+        )
 
 
 def _read_config(recipe: AORecipeKwargs) -> Any:

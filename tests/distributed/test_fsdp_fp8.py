@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -238,24 +239,32 @@ def test_replicas_gather_so_too(pool_of_4):
     assert pool_of_4.run(on_replicas, True) == [(*one[:2], 4) for one in plain]
 
 
-def cannot(gather: bool, hidden: int, reshard: Any) -> tuple[list[float], list[str]]:
+def cannot(gather: bool, hidden: int, reshard: Any) -> tuple[list[float], list[str], str]:
     accel = fp8(gather, plugin=Plugin(reshard_after_forward=reshard))
     model = Network(hidden)
-    model, optimizer = accel.prepare(model, adam(model))
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        model, optimizer = accel.prepare(model, adam(model))
     train(accel, model, optimizer)
-    return flat(model), parts(model)
+    return flat(model), parts(model), told.getvalue()
 
 
 def test_weights_that_do_not_divide_are_gathered_in_their_own_dtype(pool):
     plain = pool.run(cannot, False, 63, True)
-    down = [name for name in CONVERTED if "down" in name]
-    assert pool.run(cannot, True, 63, True) == [(weights, down) for weights, _ in plain]
+    cast = pool.run(cannot, True, 63, True)
+    assert [weights for weights, *_ in cast] == [weights for weights, *_ in plain]
+    assert [gathered for _, gathered, _ in cast] == [
+        [one for one in CONVERTED if "down" in one]
+    ] * 2
+    assert "weights of 2 of 4 fp8 layers, such as 'blocks.0.up', are gathered in" in cast[0][2]
+    assert [told for *_, told in plain] == ["", ""]
 
 
 @pytest.mark.slow
 def test_and_so_are_those_that_are_kept_on_some_of_the_ranks(pool_of_4):
     plain = pool_of_4.run(cannot, False, 64, 2)
-    assert pool_of_4.run(cannot, True, 64, 2) == plain
+    cast = pool_of_4.run(cannot, True, 64, 2)
+    assert [one[:2] for one in cast] == [one[:2] for one in plain]
+    assert "weights of 4 of 4 fp8 layers" in cast[0][2]
 
 
 def tied(gather: bool) -> tuple[bool, list[float], list[str]]:
