@@ -43,6 +43,7 @@ class AcceleratorConfig:
         dynamo_use_dynamic: compile for all shapes.
         dynamo_use_regional_compilation: compile the repeated blocks of a model.
         fp8_pad_inner_dim: pad inputs of fp8 layers.
+        fp8_enable_fsdp_float8_all_gather: gather the sharded weights of fp8 layers in fp8.
         distributed_type: ``"FSDP"`` shards models; others follow from the processes.
         fsdp: keywords of :class:`accel_callbacks.FullyShardedDataParallelPlugin`.
         parallelism: sizes of the axes of a :class:`accel_callbacks.ParallelismConfig`.
@@ -67,6 +68,7 @@ class AcceleratorConfig:
     dynamo_use_dynamic: bool | None = None
     dynamo_use_regional_compilation: bool | None = None
     fp8_pad_inner_dim: bool | None = None
+    fp8_enable_fsdp_float8_all_gather: bool | None = None
     distributed_type: str | None = None
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     parallelism: Mapping[str, int] = field(default_factory=dict)
@@ -108,6 +110,7 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dynamo_use_dynamic": ("ACCEL_DYNAMO_USE_DYNAMIC", _boolean),
     "dynamo_use_regional_compilation": ("ACCEL_DYNAMO_USE_REGIONAL_COMPILATION", _boolean),
     "fp8_pad_inner_dim": ("ACCEL_FP8_PAD_INNER_DIM", _boolean),
+    "fp8_enable_fsdp_float8_all_gather": ("ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", _boolean),
     "distributed_type": ("ACCEL_DISTRIBUTED_TYPE", str),
     "fsdp.sharding_strategy": ("ACCEL_FSDP_SHARDING_STRATEGY", str),
     "fsdp.reshard_after_forward": ("ACCEL_FSDP_RESHARD_AFTER_FORWARD", _switch),
@@ -228,7 +231,9 @@ def launched_plugin(
 
 
 def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers:
-    """Return the script's handlers, with the launcher's fp8 recipe if the script has none.
+    """Return the script's handlers, with the launcher's options of fp8 that the script leaves out.
+
+    A recipe with a config leaves out none.
 
     Example:
         >>> from accel_callbacks import AcceleratorConfig, AORecipeKwargs
@@ -238,11 +243,19 @@ def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers
         >>> launched_handlers(sort_handlers(()), config).get(AORecipeKwargs).pad_inner_dim
         False
     """
-    padded = config.fp8_pad_inner_dim
-    own = handlers.get(AORecipeKwargs)
-    if padded is None or own is not None or config.mixed_precision != "fp8":
+    launched = {
+        "pad_inner_dim": config.fp8_pad_inner_dim,
+        "enable_fsdp_float8_all_gather": config.fp8_enable_fsdp_float8_all_gather,
+    }
+    own = handlers.get(AORecipeKwargs, AORecipeKwargs())
+    left: dict[str, Any] = {
+        name: value
+        for name, value in launched.items()
+        if value is not None and getattr(own, name) is None
+    }
+    if not left or own.config is not None or config.mixed_precision != "fp8":
         return handlers
-    return Handlers({**handlers.by_class, AORecipeKwargs: AORecipeKwargs(pad_inner_dim=padded)})
+    return Handlers({**handlers.by_class, type(own): replace(own, **left)})
 
 
 def launched_parallelism(

@@ -25,6 +25,7 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
+from accel_callbacks.strategies.base import GatherCast
 from accel_callbacks.strategies.checks import (
     is_on_several_devices,
     is_plain,
@@ -33,6 +34,7 @@ from accel_callbacks.strategies.checks import (
 )
 from accel_callbacks.strategies.fsdp_groups import (
     drop_held,
+    gather_through,
     has_held,
     is_idle,
     parameter_groups,
@@ -184,6 +186,19 @@ class FSDP(Sharding):
         if callable(getattr(model, "generate", None)):
             self.mark_forward_methods(model, ["generate"])
         return model
+
+    def gather_through(
+        self, model: torch.nn.Module, casts: Sequence[GatherCast]
+    ) -> list[torch.nn.Parameter]:
+        """Gather weights through casts, where FSDP can."""
+        wanted = {id(one.parameter): one.cast for one in casts}
+        return [
+            one.sharded_param
+            for group in parameter_groups(model)
+            for one in group.fsdp_params
+            if id(one.sharded_param) in wanted
+            and gather_through(one, wanted[id(one.sharded_param)])
+        ]
 
     def _initial_weights(self, model: torch.nn.Module) -> InitialWeights:
         kept = torch.device("cpu") if self.options.offloads else self.topology.device
