@@ -17,6 +17,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
 from accel_callbacks.logging import notice
+from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
@@ -359,16 +360,16 @@ class FSDP(Strategy):
                 _average(trained)
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        """Gather the weights for these methods too."""
-        if not _is_sharded(model):
-            return
-        from torch.distributed.fsdp import register_fsdp_forward_method
+        """Gather the weights for these methods too, and check that there are some."""
+        if _is_sharded(model):
+            from torch.distributed.fsdp import register_fsdp_forward_method
 
-        for name in names:
-            method = vars(model).get(name)
-            if not getattr(method, "_gathers", False):
-                register_fsdp_forward_method(model, name)
-                vars(model)[name].__func__._gathers = True
+            for name in names:
+                if not getattr(vars(model).get(name), "_gathers", False):
+                    register_fsdp_forward_method(model, name)
+                    vars(model)[name].__func__._gathers = True
+        if (absent := absent_weights(model)) is not None:
+            absent.guard(names)
 
     def full_parameters(
         self, module: torch.nn.Module, *, writeback: bool = False
