@@ -14,7 +14,7 @@ from tests.support.sharded import Network, accelerator
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 #: The numbers of shards of uneven lengths; of a stream that is not sharded, one after the other.
-PARTS = [[0, 1, 2, 3, 4, 5, 6], [10, 11, 12], [20], [30, 31, 32, 33]]
+PARTS = [[0, 1, 2, 3, 4, 5, 6], [10, 11, 12], [20, 21, 22], [30, 31, 32, 33]]
 
 
 class Whole(IterableDataset[int]):
@@ -34,7 +34,7 @@ def run(layout: str, kind: str, workers: int, folder: str, save_at: int) -> Any:
     data: Any = Sharded(PARTS) if kind == "shards" else Whole()
     model, optimizer, batches = accel.prepare(
         model,
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         DataLoader(data, 2, num_workers=workers),
     )
     if save_at == 0:
