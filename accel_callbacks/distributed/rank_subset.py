@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from accel_callbacks import collectives
 from accel_callbacks.modeling.original_class import class_of
 
-__all__ = ["on_subset", "refuse_on_subset"]
+__all__ = ["needs_all_ranks", "on_subset", "refuse_on_subset"]
 
 # The name of the block that only some ranks run, if this thread is in one.
 _SUBSET: ContextVar[str | None] = ContextVar("accel_callbacks_subset", default=None)
+# Modules whose forward gathers weights. Global, because the decorators know no Accelerator.
+_gathering: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def needs_all_ranks(modules: Iterable[torch.nn.Module]) -> None:
+    """Note modules whose forward gathers weights from all ranks.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.distributed.rank_subset import needs_all_ranks
+        >>> needs_all_ranks([torch.nn.Linear(1, 1)])
+    """
+    _gathering.update(modules)
 
 
 @contextmanager
 def on_subset(where: str) -> Iterator[None]:
     """Context manager: mark a block that some ranks run while the others do not.
 
-    Modules whose weights are sharded over ranks cannot be called in it.
+    Modules of :func:`needs_all_ranks` cannot be called in it while their weights are sharded.
 
     Args:
         where: the name of the block, for the error.
@@ -40,15 +52,14 @@ the result on one; or call accel.get_state_dict(model) on all ranks before, whic
 whole weights on rank 0, for a copy of the model that is not sharded.
     """
     token = _SUBSET.set(where)
-    # Without torch's module of sharded tensors there are none. A hook of all modules, which
-    # costs nothing outside of the block, and comes before those that would gather the weights.
-    may_shard = "torch.distributed.tensor" in sys.modules
-    handle = register_module_forward_pre_hook(_refuse_forward) if may_shard else None
+    # Before the hooks that would gather the weights. Outside of the block they would cost time, and
+    # a compiled module would have to be compiled with them.
+    hooks = [one.register_forward_pre_hook(_refuse_forward, prepend=True) for one in _gathering]
     try:
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
         _SUBSET.reset(token)
 
 

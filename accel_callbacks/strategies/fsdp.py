@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import explain_in_place
-from accel_callbacks.distributed.rank_subset import refuse_on_subset
+from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
 from accel_callbacks.logging import notice
@@ -195,6 +195,7 @@ class FSDP(Strategy):
             self._plain[model] = True
             self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
         self._groups[model] = list(map(ref, parameter_groups(model)))
+        needs_all_ranks(filter(_is_sharded, model.modules()))
         if not is_compiled(model):  # whose code would leave the hook out, or break there
             model.register_forward_hook(_explain_forward, always_call=True)
         if callable(getattr(model, "generate", None)):
