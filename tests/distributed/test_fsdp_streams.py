@@ -13,7 +13,8 @@ from tests.support.sharded import Network, accelerator
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-#: The numbers of shards of uneven lengths; of a stream that is not sharded, one after the other.
+#: The numbers of shards of uneven lengths; of a stream that is not sharded, one after the other. No
+#: rank has run out at the saves: after a resume it would repeat another batch than without.
 PARTS = [[0, 1, 2, 3, 4, 5, 6], [10, 11, 12], [20, 21, 22], [30, 31, 32, 33]]
 
 
