@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "launched_parallelism",
     "launched_plugin",
     "resolve_config",
+    "unread_variables",
 ]
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -164,6 +165,80 @@ def resolve_config(
     config = AcceleratorConfig(**_grouped(values), origins=origins)
     _check(config)
     return config
+
+
+# Options by the variable that Accelerate reads. They are not read here: a shell that was set up for
+# another tool must not change a run.
+_OF_ACCELERATE = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_USE_CPU": "cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
+    "ACCELERATE_USE_FSDP": "fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
+    **{f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": f"parallelism.{axis}_size" for axis in AXES},
+    # transformers reads others, such as FSDP_CPU_RAM_EFFICIENT_LOADING.
+    "FSDP_SHARDING_STRATEGY": "fsdp.sharding_strategy",
+    "FSDP_RESHARD_AFTER_FORWARD": "fsdp.reshard_after_forward",
+    "FSDP_OFFLOAD_PARAMS": "fsdp.cpu_offload",
+    "FSDP_AUTO_WRAP_POLICY": "fsdp.auto_wrap_policy",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp.transformer_cls_names_to_wrap",
+    "FSDP_MIN_NUM_PARAMS": "fsdp.min_num_params",
+    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp.activation_checkpointing",
+}
+_IDLE = ("", "no", "none", "false", "0", "no_wrap")  # values that ask for nothing
+_DEFAULTS = {
+    "gradient_accumulation_steps": "1",
+    "fsdp.sharding_strategy": "full_shard",
+    "fsdp.reshard_after_forward": "true",
+    **{f"parallelism.{axis}_size": "1" for axis in AXES},
+}
+_SHOWN = 4
+
+
+def unread_variables(
+    config: AcceleratorConfig, environment: Mapping[str, str], given: Collection[str]
+) -> str:
+    """Describe variables of Accelerate that ask for what this run does not do.
+
+    Args:
+        config: the options of the run.
+        environment: usually ``os.environ``.
+        given: options that the script sets beside those of the config; ``"fsdp"`` if models are
+            sharded.
+
+    Returns:
+        An empty string if there are none.
+
+    Example:
+        >>> from accel_callbacks.config import resolve_config, unread_variables
+        >>> config = resolve_config({}, {})
+        >>> unread_variables(config, {"ACCELERATE_MIXED_PRECISION": "no"}, ())
+        ''
+        >>> unread_variables(config, {"ACCELERATE_USE_FSDP": "true"}, ["fsdp"])
+        ''
+        >>> unread_variables(config, {"ACCELERATE_USE_FSDP": "true"}, ()).partition(":")[0]
+        "ACCELERATE_USE_FSDP=true is Accelerate's and not read here, and models are not sharded"
+    """
+    found = {}
+    for variable, option in _OF_ACCELERATE.items():
+        value = environment.get(variable, "").lower()
+        if value in _IDLE or value == _DEFAULTS.get(option):
+            continue
+        if option not in config.origins and option not in given:
+            found[variable] = f"{variable}={environment[variable]}"
+    if not found:
+        return ""
+    listed = ", ".join([*found.values()][:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    whole = ", and models are not sharded" if "ACCELERATE_USE_FSDP" in found else ""
+    return (
+        f"{listed}{more} {'is' if len(found) == 1 else 'are'} Accelerate's and not read here"
+        f"{whole}: start the script with `accel launch`, which reads the files of `accelerate "
+        "config`, or pass the options to the Accelerator."
+    )
 
 
 def _grouped(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -13,10 +15,14 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
+from accel_callbacks.distributed.abort import explain_in_place
+from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
+from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
+from accel_callbacks.modeling.compile import is_compiled
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
@@ -183,6 +189,9 @@ class FSDP(Sharding):
             self._plain[model] = True
             self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
         self._groups[model] = list(map(ref, parameter_groups(model)))
+        needs_all_ranks(filter(_is_sharded, model.modules()))
+        if not is_compiled(model):  # whose code would leave the hook out, or break there
+            model.register_forward_hook(_explain_forward, always_call=True)
         if callable(getattr(model, "generate", None)):
             self.mark_forward_methods(model, ["generate"])
         return model
@@ -299,16 +308,16 @@ class FSDP(Sharding):
                 _average(trained)
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        """Gather the weights for these methods too."""
-        if not _is_sharded(model):
-            return
-        from torch.distributed.fsdp import register_fsdp_forward_method
+        """Gather the weights for these methods too, and check that there are some."""
+        if _is_sharded(model):
+            from torch.distributed.fsdp import register_fsdp_forward_method
 
-        for name in names:
-            method = vars(model).get(name)
-            if not getattr(method, "_gathers", False):
-                register_fsdp_forward_method(model, name)
-                vars(model)[name].__func__._gathers = True
+            for name in names:
+                if not getattr(vars(model).get(name), "_gathers", False):
+                    register_fsdp_forward_method(model, name)
+                    vars(model)[name] = _checked(model, name)
+        if (absent := absent_weights(model)) is not None:
+            absent.guard(names)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model as the user built it, with its shards as parameters."""
@@ -475,6 +484,32 @@ def _tell_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
         f"gradients are reduced in {str(reduced).removeprefix('torch.')}, and the optimizer steps "
         f"with shards as they are{masters}"
     )
+
+
+# --- forwards -----------------------------------------------------------------------------------
+
+
+def _checked(model: torch.nn.Module, name: str) -> Callable[..., Any]:
+    """Return a method that gathers weights, and says so where the other ranks do not come."""
+    method = vars(model)[name]
+    what = f"{class_of(model).__name__}.{name}"
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse_on_subset(what)
+        with collectives.explained(f"{what}, which gathers weights from all ranks"):
+            return method(*args, **kwargs)
+
+    checked._gathers = True  # type: ignore[attr-defined]
+    return checked
+
+
+def _explain_forward(model: torch.nn.Module, args: Any, output: Any) -> None:
+    """Say which rank did not come to a forward that has failed, and where it is."""
+    error = sys.exc_info()[1]
+    if output is None and isinstance(error, RuntimeError):
+        name = class_of(model).__name__
+        explain_in_place(error, f"the forward of {name}, which gathers weights from all ranks")
 
 
 # --- helpers of sharding ----------------------------------------------------------------------

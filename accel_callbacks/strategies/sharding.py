@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks import collectives
+from accel_callbacks.distributed.rank_subset import refuse_on_subset
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.gradients import clip_norm, clip_value
 from accel_callbacks.plugins.base import Handlers
@@ -130,6 +131,7 @@ class Sharding(Strategy):
         self, module: torch.nn.Module, *, writeback: bool = False
     ) -> AbstractContextManager[None]:
         """Return a context in which each rank has whole parameters."""
+        refuse_on_subset("full_parameters")
         return full_parameters(module, writeback=writeback)
 
 
