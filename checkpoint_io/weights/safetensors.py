@@ -169,18 +169,18 @@ def _transfer(file: WeightFile, reads: Sequence[_Read], progress: TransferProgre
 def _read_into(
     store: LocalStore, name: str, reads: Sequence[_Read], progress: TransferProgress
 ) -> None:
-    """Let the kernel copy from the page cache into the targets: the only copy there is."""
+    """Read straight into the targets, without a buffer of a store in between."""
     spans, shares = _plan(name, reads, min(_SPAN, _LOCAL_SPAN), 0)
-    views = [
-        [
-            memoryview(read.memory.numpy())[low - read.begin : high - read.begin]
-            for read, low, high in s
-        ]
-        for s in shares
-    ]
+    views = [[_part(read, low, high) for read, low, high in share] for share in shares]
     store.fetch_into(
         spans, views, lambda index: progress.add(spans[index].end - spans[index].begin)
     )
+
+
+def _part(read: _Read, low: int, high: int) -> memoryview[int]:
+    """Return the memory for some of the bytes of a read."""
+    memory: memoryview[int] = read.memory.numpy().data
+    return memory[low - read.begin : high - read.begin]
 
 
 def _fetch(file: WeightFile, reads: Sequence[_Read], progress: TransferProgress) -> None:
