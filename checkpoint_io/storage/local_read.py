@@ -73,6 +73,8 @@ class LocalReader:
 
         Bytes that nobody has read lately come past the page cache, where the system can.
         """
+        if sys.platform == "win32":
+            raise NotImplementedError("Windows reads into one place at a time: see can_read_into")
         length = sum(map(len, views))
         if length >= _DIRECT_FROM and self._first_reader(begin) and self._read_direct(begin, views):
             return
@@ -92,7 +94,7 @@ class LocalReader:
         # To fill the page cache takes longer than to read a fast disk, and is for nothing if this
         # is the only reader. The page is a mark: the next one, another rank or the same program
         # started again, finds it and fills the cache for those who come after it.
-        if not hasattr(os, "RWF_NOWAIT"):
+        if sys.platform in ("win32", "darwin") or not hasattr(os, "RWF_NOWAIT"):
             return False
         page = begin // ALIGNMENT * ALIGNMENT
         try:
@@ -106,6 +108,8 @@ class LocalReader:
 
     def _read_direct(self, begin: int, views: Sequence[memoryview[int]]) -> bool:
         """Fill views by direct IO; return False if there is none, or a read was short."""
+        if sys.platform == "win32":
+            return False
         descriptor = self._file.fileno()
         end = begin + sum(map(len, views))
         first = begin // ALIGNMENT * ALIGNMENT
