@@ -65,7 +65,7 @@ class LayerwiseCastingHook(ModelHook):
         """Round to the dtype of storage."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
-    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Put copies in the dtype of the computation in the place of the stored tensors."""
         self._cast(module)
         return args, kwargs

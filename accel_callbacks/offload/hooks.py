@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
+_Before = int | torch.Tensor  # a version, or a copy
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: What `dispatch_model` puts in front of methods of the module, as warnings.
 _MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
@@ -95,7 +96,7 @@ class ModelHook:
         """Return the module, prepared; called when the hook is attached."""
         return module
 
-    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments and keyword arguments for the forward."""
         return args, kwargs
 
@@ -137,7 +138,7 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Pass the arguments through all; those that have run clean up if one raises."""
         done = 0
         try:
@@ -369,7 +370,7 @@ class AlignDevicesHook(ModelHook):
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
         self._away: dict[str, torch.Tensor] = {}  # placeholders by name
-        self._here: dict[str, tuple[torch.Tensor, int | None]] = {}  # fetched, and their versions
+        self._here: dict[str, tuple[torch.Tensor, _Before]] = {}  # fetched, and as they came
         self._tied_keys: dict[str, int] = {}
         self._noted: list[tuple[int, Any]] = []  # entries of `tied_params_map` made for a forward
         self._depth = 0
@@ -476,7 +477,7 @@ class AlignDevicesHook(ModelHook):
         where = "on disk" if is_stored is not None and is_stored(name) else "in the CPU's memory"
         return f"offloaded, {where}: it is on the device only while its module's forward runs"
 
-    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Fetch the weights, and send the inputs to the execution device."""
         if self.io_same_device:
             self.input_device = _first_device(args, kwargs)
@@ -525,8 +526,7 @@ class AlignDevicesHook(ModelHook):
         device = as_device("cpu" if self.execution_device is None else self.execution_device)
         for (name, absent, slots, key), value in zip(wanted, values, strict=True):
             slots[key] = tensor = self._made(name, absent, value, device)
-            version = None if tensor.is_inference() else tensor._version
-            self._here[name] = tensor, version
+            self._here[name] = tensor, _as_it_is(tensor, module.training)
 
     def _made(
         self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
@@ -583,12 +583,12 @@ class AlignDevicesHook(ModelHook):
         if self._depth:
             return
         moved = False
-        for name, (tensor, version) in self._here.items():
+        for name, (tensor, before) in self._here.items():
             slots, key = slot_of(module, name)
             moved = moved or not _is_stored_object(self.weights_map, name, tensor)
             if slots[key] is not tensor:
                 continue  # somebody has put a tensor of his own there
-            if _is_changed(tensor, version):
+            if _is_changed(tensor, before):
                 self._store(name, tensor)
             slots[key] = self._away[name]
         for layer in self._int8_layers(module) if moved else ():
@@ -713,11 +713,18 @@ def _is_stored_object(weights: Any, name: str, tensor: torch.Tensor) -> bool:
     )
 
 
-def _is_changed(tensor: torch.Tensor, version: int | None) -> bool:
-    # Tensors made under inference_mode have no versions; a buffer may well have been written.
-    if version is None:
-        return not isinstance(tensor, torch.nn.Parameter)
-    return tensor._version != version
+def _as_it_is(tensor: torch.Tensor, training: bool) -> _Before:
+    """Return what tells later whether a tensor was written in place."""
+    if not isinstance(tensor, torch.nn.Parameter) and (training or tensor.is_inference()):
+        # Batch norm under no_grad counts no version; tensors of inference_mode have none.
+        return tensor.clone()
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_changed(tensor: torch.Tensor, before: _Before) -> bool:
+    if isinstance(before, torch.Tensor):
+        return not torch.equal(tensor, before)
+    return not tensor.is_inference() and tensor._version != before
 
 
 def _first_device(args: Any, kwargs: Any) -> torch.device | None:

@@ -53,7 +53,7 @@ class CpuOffload(ModelHook):
         """Move the model to the CPU."""
         return module.to("cpu")
 
-    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Move the model and its inputs to the device, and the model before it away."""
         self._exchange(module)
         return (
