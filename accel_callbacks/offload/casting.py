@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accel_callbacks.offload.hooks import ModelHook, add_hook_to_module, outside_graphs
+from accel_callbacks.offload.tensors import Before, as_it_is, is_changed
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 
@@ -29,7 +30,8 @@ class LayerwiseCastingHook(ModelHook):
 
     They are rounded once, when the hook is attached. Each forward gets copies in the dtype of the
     computation; the stored tensors stay the module's parameters, so that optimizers keep them, and
-    gradients reach them. Buffers that a forward writes are rounded again.
+    gradients reach them. Buffers that a forward writes are rounded again;
+    what it writes into parameters is not kept.
 
     Args:
         storage_dtype: such as ``torch.float8_e4m3fn``.
@@ -55,7 +57,7 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._stored: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int | None]] = []
+        self._stored: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, Before]] = []
         self._depth = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,9 +98,10 @@ class LayerwiseCastingHook(ModelHook):
                     if tensor is None or not tensor.is_floating_point():
                         continue
                     copy = tensor.to(self.compute_dtype, non_blocking=self.non_blocking)
-                    version = None if copy.is_inference() else copy._version
                     held: Any = slots
-                    self._stored.append((held, name, tensor, copy, version))
+                    is_stored = isinstance(tensor, torch.nn.Parameter) or copy is tensor
+                    before = 0 if is_stored else as_it_is(copy, module.training)
+                    self._stored.append((held, name, tensor, copy, before))
                     held[name] = copy
 
     @outside_graphs
@@ -108,14 +111,12 @@ class LayerwiseCastingHook(ModelHook):
         self._depth -= 1
         if self._depth:
             return
-        for slots, name, stored, copy, version in self._stored:
+        for slots, name, stored, copy, before in self._stored:
             if slots[name] is not copy:
                 continue  # somebody has put a tensor of his own there
             is_buffer = not isinstance(stored, torch.nn.Parameter)
-            changed = is_buffer if version is None else copy._version != version
-            if changed and copy is not stored:
-                with torch.no_grad():
-                    stored.copy_(copy)
+            if is_buffer and copy is not stored and is_changed(copy, before):
+                stored.copy_(copy)
             slots[name] = stored
         self._stored.clear()
 
@@ -144,7 +145,7 @@ def attach_layerwise_casting_hooks(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks import attach_layerwise_casting_hooks
+        >>> from accel_callbacks.utils import attach_layerwise_casting_hooks
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
         >>> attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32)
         >>> model[0].weight.dtype, model[1].weight.dtype
@@ -176,9 +177,7 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(layer, hook, append=True)
 
 
-def _untied(
-    model: torch.nn.Module, layers: Sequence[torch.nn.Module]
-) -> list[torch.nn.Module]:
+def _untied(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the layers whose parameters no other modules have."""
     everywhere = _owners(model.modules())
     ours = list(layers)

@@ -142,7 +142,9 @@ def _described(info: Info, where: str) -> tuple[torch.dtype, tuple[int, ...]]:
         isinstance(one, int) and one >= 0 for one in shape
     )
     if not isinstance(dtype, torch.dtype) or not is_shape:
-        raise _corrupt(f"{where}: its entry in the index has no valid dtype and shape: {dict(info)}")
+        raise _corrupt(
+            f"{where}: its entry in the index has no valid dtype and shape: {dict(info)}"
+        )
     return dtype, tuple(shape)  # type: ignore[arg-type]
 
 
@@ -155,7 +157,7 @@ def _corrupt(text: str) -> Exception:
 
 def _opened(path: Folder) -> BinaryIO:
     try:
-        return open(path, "rb", buffering=0)  # type: ignore[return-value]
+        return open(path, "rb", buffering=0)
     except FileNotFoundError:
         raise _corrupt(
             f"{os.fspath(path)} is missing, though weights of a model are offloaded to it: offload "
@@ -179,7 +181,7 @@ def _read_into(
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if not tensor.numel():
         return tensor
-    view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data
     file.seek(begin)
     done = 0
     while done < len(view):
@@ -477,12 +479,16 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise ValueError(
                 "weights are in a state_dict, in a save_folder, or where an index says: give one."
             )
-        self.state_dict: MutableMapping[str, torch.Tensor] = {} if state_dict is None else state_dict
+        self.state_dict: MutableMapping[str, torch.Tensor] = (
+            {} if state_dict is None else state_dict
+        )
         self.save_folder = save_folder
         if index is None and save_folder is not None:
             index = _read_index(save_folder)
             if index is None:
-                raise _corrupt(f"{os.fspath(save_folder)} has no {_INDEX}: nothing is offloaded there")
+                raise _corrupt(
+                    f"{os.fspath(save_folder)} has no {_INDEX}: nothing is offloaded there"
+                )
         self.index: Mapping[str, Info] = {} if index is None else index
         self.device = device
         self._changed: dict[str, torch.Tensor] = {}
@@ -611,8 +617,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if self._seen.setdefault(path, now) != now:
             file.close()
             raise _corrupt(
-                f"{path} has changed since the model was offloaded to it: another model, or another "
-                "checkpoint, was written there. Give each model a folder of its own"
+                f"{path} has changed since the model was offloaded to it: another model, or "
+                "another checkpoint, was written there. Give each model a folder of its own"
             )
         return file
 
@@ -656,9 +662,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             self._same(str(path)).close()
         if begin == end or begin % dtype.itemsize:
             return self[name]
-        storage = torch.UntypedStorage.from_file(str(path), False, end)
-        whole = torch.empty(0, dtype=dtype, device="cpu").set_(
-            storage, begin // dtype.itemsize, shape
+        storage: Any = torch.UntypedStorage.from_file(str(path), False, end)
+        steps = torch.empty(shape, device="meta").stride()
+        whole: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu").set_(
+            storage, begin // dtype.itemsize, shape, steps
         )
         return whole if info.get("safetensors_file") is None else self._finished(whole, info)
 

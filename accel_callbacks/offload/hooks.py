@@ -18,9 +18,12 @@ from accel_callbacks.offload.folder import PrefixedDataset
 from accel_callbacks.offload.placeholder import is_placeholder
 from accel_callbacks.offload.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_callbacks.offload.tensors import (
+    Before,
     Device,
     TiedParams,
     as_device,
+    as_it_is,
+    is_changed,
     is_quantizer,
     move,
     new_like,
@@ -44,7 +47,6 @@ __all__ = [
 ]
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
-_Before = int | torch.Tensor  # a version, or a copy
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: What `dispatch_model` puts in front of methods of the module, as warnings.
 _MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
@@ -313,7 +315,7 @@ class _LostGradient:
 
 
 class AlignDevicesHook(ModelHook):
-    """Bring inputs and weights of a module to one device, and offload the weights after its forward.
+    """Bring inputs and weights of a module to one device, and offload the weights after it ran.
 
     While they are offloaded, the module holds placeholders: a computation that uses one raises
     AbsentWeightError with its name. All are fetched together, and go after a forward that raises,
@@ -370,7 +372,8 @@ class AlignDevicesHook(ModelHook):
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
         self._away: dict[str, torch.Tensor] = {}  # placeholders by name
-        self._here: dict[str, tuple[torch.Tensor, _Before]] = {}  # fetched, and as they came
+        self._names: dict[str, str] = {}  # in the model, for messages
+        self._here: dict[str, tuple[torch.Tensor, Before]] = {}  # fetched, and as they came
         self._tied_keys: dict[str, int] = {}
         self._noted: list[tuple[int, Any]] = []  # entries of `tied_params_map` made for a forward
         self._depth = 0
@@ -385,7 +388,7 @@ class AlignDevicesHook(ModelHook):
 
     def __getstate__(self) -> dict[str, Any]:
         # Data pointers mean nothing in another process.
-        tied = None if self.tied_params_map is None else {}
+        tied: TiedParams | None = None if self.tied_params_map is None else {}
         return {**vars(self), "tied_params_map": tied, "_tied_keys": {}, "_noted": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
@@ -451,14 +454,12 @@ class AlignDevicesHook(ModelHook):
             if check is not None and not tensor.is_meta:
                 check(name, tensor)
         for name, tensor in away.items():
-            if self.tied_params_map and not tensor.is_meta:
-                if tensor.data_ptr() in self.tied_params_map:
-                    self.tied_params_names.add(name)
-                    self._tied_keys[name] = tensor.data_ptr()
+            if not tensor.is_meta and tensor.data_ptr() in (self.tied_params_map or ()):
+                self.tied_params_names.add(name)
+                self._tied_keys[name] = tensor.data_ptr()
             slots, key = slot_of(module, name)
-            slots[key] = self._away[name] = stand_in(
-                tensor, self._full_name(module, name), self._where(name, tensor)
-            )
+            self._names[name] = self._full_name(module, name)
+            slots[key] = self._away[name] = stand_in(tensor, self._names[name], self._where(name))
         if self.execution_device is not None:
             self._place(module, [name for name in everything if name not in away])
         self._handle = module.register_state_dict_post_hook(_Values(self))
@@ -472,7 +473,7 @@ class AlignDevicesHook(ModelHook):
         prefix = getattr(self.weights_map, "prefix", None)
         return f"{type(module).__name__}.{name}" if prefix is None else f"{prefix}{name}"
 
-    def _where(self, name: str, tensor: torch.Tensor) -> str:
+    def _where(self, name: str) -> str:
         is_stored = getattr(self.weights_map, "is_stored", None)
         where = "on disk" if is_stored is not None and is_stored(name) else "in the CPU's memory"
         return f"offloaded, {where}: it is on the device only while its module's forward runs"
@@ -526,16 +527,16 @@ class AlignDevicesHook(ModelHook):
         device = as_device("cpu" if self.execution_device is None else self.execution_device)
         for (name, absent, slots, key), value in zip(wanted, values, strict=True):
             slots[key] = tensor = self._made(name, absent, value, device)
-            self._here[name] = tensor, _as_it_is(tensor, module.training)
+            self._here[name] = tensor, as_it_is(tensor, module.training)
 
     def _made(
         self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         """Return the tensor for a slot: the stored one itself where it serves, else a copy."""
         copies: MutableMapping[Any, torch.Tensor] | None = None
+        pointer = 0
         if self.tied_params_map is not None:
-            pointer = self._tied_keys.get(name)
-            pointer = value.data_ptr() if pointer is None else pointer
+            pointer = self._tied_keys.get(name) or value.data_ptr()
             copies = self.tied_params_map.get(pointer)
             if copies is not None and self.execution_device in copies:
                 return copies[self.execution_device]
@@ -557,18 +558,17 @@ class AlignDevicesHook(ModelHook):
         same_kind = isinstance(value, torch.nn.Parameter) == isinstance(absent, torch.nn.Parameter)
         if is_quantizer(value) and value.device == device:
             return value
-        if same_kind and value.requires_grad == absent.requires_grad:
-            if move(value, device) is value:
-                return value
+        is_alike = same_kind and value.requires_grad == absent.requires_grad
         if value.shape != absent.shape and not is_quantizer(value):
-            if "Params4bit" not in str(vars(absent).get("_stands_for")):
-                raise ValueError(
-                    f"{name} has shape {tuple(absent.shape)}, and what is stored has "
-                    f"{tuple(value.shape)}: these are weights of another model."
-                )
+            raise ValueError(
+                f"{self._names[name]} has shape {tuple(absent.shape)}, and what is stored has "
+                f"{tuple(value.shape)}: these are weights of another model."
+            )
+        if is_alike and move(value, device) is value:
+            return value
         made = new_like(absent, value, device)
         if made.requires_grad and torch.is_grad_enabled() and made.is_leaf:
-            made.register_hook(_LostGradient(name))
+            made.register_hook(_LostGradient(self._names[name]))  # type: ignore[no-untyped-call]
         statistics = _scales(self.weights_map, name, value)
         if statistics is not None:
             made.SCB = statistics.to(device)  # type: ignore[attr-defined]
@@ -588,7 +588,7 @@ class AlignDevicesHook(ModelHook):
             moved = moved or not _is_stored_object(self.weights_map, name, tensor)
             if slots[key] is not tensor:
                 continue  # somebody has put a tensor of his own there
-            if _is_changed(tensor, before):
+            if is_changed(tensor, before):
                 self._store(name, tensor)
             slots[key] = self._away[name]
         for layer in self._int8_layers(module) if moved else ():
@@ -619,7 +619,8 @@ class AlignDevicesHook(ModelHook):
         self, module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
         """Put values in the place of placeholders in a state dict; a hook of torch's calls it."""
-        read = getattr(self.weights_map, "mapped", None) or self.weights_map.__getitem__  # type: ignore[union-attr]
+        weights: Any = self.weights_map
+        read = getattr(weights, "mapped", weights.__getitem__)
         for name, absent in self._away.items():
             if is_placeholder(state_dict.get(prefix + name)) and slot_is(module, name, absent):
                 state_dict[prefix + name] = read(name).detach()
@@ -697,7 +698,8 @@ def _scales(weights: Any, name: str, value: torch.Tensor) -> torch.Tensor | None
     if value.dtype != torch.int8 or is_quantizer(value) or "weight" not in name:
         return None
     scales = name.replace("weight", "SCB")
-    return weights[scales] if scales in weights else None
+    found: torch.Tensor | None = weights.get(scales)
+    return found
 
 
 def _is_stored_object(weights: Any, name: str, tensor: torch.Tensor) -> bool:
@@ -711,20 +713,6 @@ def _is_stored_object(weights: Any, name: str, tensor: torch.Tensor) -> bool:
     return stored is tensor or (
         stored.device == tensor.device and stored.data_ptr() == tensor.data_ptr()
     )
-
-
-def _as_it_is(tensor: torch.Tensor, training: bool) -> _Before:
-    """Return what tells later whether a tensor was written in place."""
-    if not isinstance(tensor, torch.nn.Parameter) and (training or tensor.is_inference()):
-        # Batch norm under no_grad counts no version; tensors of inference_mode have none.
-        return tensor.clone()
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_changed(tensor: torch.Tensor, before: _Before) -> bool:
-    if isinstance(before, torch.Tensor):
-        return not torch.equal(tensor, before)
-    return not tensor.is_inference() and tensor._version != before
 
 
 def _first_device(args: Any, kwargs: Any) -> torch.device | None:
@@ -905,8 +893,8 @@ def attach_align_device_hook_on_blocks(
         >>> model[0].weight.device, model[1].weight.device
         (device(type='cpu'), device(type='meta'))
     """
-    options: Any = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-    offloading: Any = {
+    options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    offloading: dict[str, Any] = {
         "weights_map": weights_map,
         "offload_buffers": offload_buffers,
         "preload_module_classes": preload_module_classes,
@@ -923,7 +911,7 @@ def attach_align_device_hook_on_blocks(
             )
             add_hook_to_module(module, hook)
         return
-    devices: Mapping[str, Any]
+    devices: Any
     if isinstance(execution_device, Mapping):
         devices = execution_device
     else:
@@ -932,7 +920,7 @@ def attach_align_device_hook_on_blocks(
     leaving = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     is_root = module_name == ""
     if module_name in devices and module_name in leaving:
-        device = devices[module_name]
+        device: Any = devices[module_name]
         if leaving[module_name]:
             attach_align_device_hook(module, device, True, module_name=module_name, **offloading)
             if not hasattr(module, "_hf_hook"):

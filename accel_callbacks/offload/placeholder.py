@@ -38,9 +38,7 @@ class _Placeholder(torch.Tensor):
     _where: str
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             attribute = func.__self__.__name__
@@ -55,7 +53,9 @@ class _Placeholder(torch.Tensor):
                 result = func(*args, **(kwargs or {}))
             return _like(result, args[0]) if name in ("detach", "to") else result
         absent = next(one for one in _flat(args, kwargs) if isinstance(one, _Placeholder))
-        raise AbsentWeightError(f"{absent._name} is {absent._where}: {name or func} needs its values")
+        raise AbsentWeightError(
+            f"{absent._name} is {absent._where}: {name or func} needs its values"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -69,7 +69,7 @@ class _Placeholder(torch.Tensor):
         is_param = bool(vars(self).get("_is_param"))
         return tuple(self.shape), self.dtype, self.requires_grad, is_param, self._name, self._where
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"placeholder({self._name!r}, {self._where!r}, shape={tuple(self.shape)})"
 
 
@@ -84,15 +84,17 @@ def _remake(
     shape: tuple[int, ...], dtype: torch.dtype, grad: bool, is_param: bool, name: str, where: str
 ) -> torch.Tensor:
     data = torch.empty(shape, dtype=dtype, device="meta")
-    new: Any = torch.Tensor._make_subclass(_Placeholder, data, grad)  # type: ignore[attr-defined]
+    new: _Placeholder = torch.Tensor._make_subclass(_Placeholder, data, grad)
     new._name, new._where = name, where
     if is_param:
-        new._is_param = True
-    return new  # type: ignore[no-any-return]
+        vars(new)["_is_param"] = True
+    return new
 
 
 def _like(result: Any, old: Any) -> Any:
-    return _remake(tuple(result.shape), result.dtype, result.requires_grad, False, old._name, old._where)
+    return _remake(
+        tuple(result.shape), result.dtype, result.requires_grad, False, old._name, old._where
+    )
 
 
 def placeholder(tensor_like: torch.Tensor, name: str, where: str) -> torch.Tensor:
@@ -115,7 +117,12 @@ def placeholder(tensor_like: torch.Tensor, name: str, where: str) -> torch.Tenso
     """
     is_param = isinstance(tensor_like, torch.nn.Parameter)
     return _remake(
-        tuple(tensor_like.shape), tensor_like.dtype, tensor_like.requires_grad, is_param, name, where
+        tuple(tensor_like.shape),
+        tensor_like.dtype,
+        tensor_like.requires_grad,
+        is_param,
+        name,
+        where,
     )
 
 

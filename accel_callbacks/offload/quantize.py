@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,12 @@ from accel_callbacks.offload.sizes import CustomDtype, find_tied_parameters
 from accel_callbacks.offload.tensors import Device, as_device
 from accel_callbacks.warning import warn
 
-__all__ = ["BnbQuantizationConfig", "get_keys_to_not_convert", "load_and_quantize_model"]
+__all__ = [
+    "BnbQuantizationConfig",
+    "get_keys_to_not_convert",
+    "has_4bit_bnb_layers",
+    "load_and_quantize_model",
+]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -218,6 +223,22 @@ def get_keys_to_not_convert(model: torch.nn.Module) -> list[str]:
     return list(dict.fromkeys([*tied, *last]))
 
 
+def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:
+    """Return whether a model has 4-bit linear layers of bitsandbytes.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import has_4bit_bnb_layers
+        >>> has_4bit_bnb_layers(torch.nn.Linear(2, 2))
+        False
+    """
+    return any(
+        kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
+        for module in model.modules()
+        for kind in type(module).__mro__
+    )
+
+
 class _Rule:
     """What becomes of each module of a model."""
 
@@ -254,9 +275,9 @@ class _Rule:
         if self.config.load_in_4bit and away and places != {"cpu"}:
             listed = ", ".join(away[:_SHOWN]) + ", ..." * (len(away) > _SHOWN)
             raise ValueError(
-                f"4-bit layers cannot be offloaded, and {listed} would be: allow more memory on the "
-                "accelerator, use load_in_8bit, or name these in a device_map of your own, which "
-                "leaves them in torch_dtype."
+                f"4-bit layers cannot be offloaded, and {listed} would be: allow more memory on "
+                "the accelerator, use load_in_8bit, or name these in a device_map of your own, "
+                "which leaves them in torch_dtype."
             )
 
     def layer(self, old: torch.nn.Linear) -> torch.nn.Module:
@@ -362,9 +383,7 @@ def _planned(
     }
     if device_map != "sequential":
         low = device_map == "balanced_low_0"
-        max_memory = maps.get_balanced_memory(
-            model, low_zero=low, max_memory=max_memory, **options
-        )
+        max_memory = maps.get_balanced_memory(model, low_zero=low, max_memory=max_memory, **options)
     return dict(maps.infer_auto_device_map(model, max_memory=max_memory, **options))
 
 
@@ -413,7 +432,9 @@ def _load(
     del before
     if missing := [name for name in missing if _tensor(model, name).is_meta]:
         listed = ", ".join(missing[:_SHOWN]) + ", ..." * (len(missing) > _SHOWN)
-        raise CheckpointError(f"{location} does not have {listed}, which {type(model).__name__} has")
+        raise CheckpointError(
+            f"{location} does not have {listed}, which {type(model).__name__} has"
+        )
 
 
 def _slots(model: torch.nn.Module) -> Iterator[tuple[str, str, dict[str, Any], str]]:
@@ -436,7 +457,7 @@ def _tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def _device_for(name: str, devices: Mapping[str, Device]) -> torch.device:
-    """Return the device of the longest entry that a name is in; what is on disk comes to the CPU."""
+    """Return the device of the longest entry that a name is in; the CPU for what is on disk."""
     while name not in devices and name:
         name = name.rpartition(".")[0]
     place = devices.get(name, "cpu")
@@ -448,7 +469,7 @@ def _made(
     name: str,
     key: str,
     old: torch.Tensor,
-    read: Any,
+    read: Callable[[str], torch.Tensor],
     stored: Mapping[str, str],
     rule: _Rule,
     device: torch.device,
@@ -458,11 +479,12 @@ def _made(
     kind = type(old).__name__
     if key == "weight" and kind in ("Int8Params", "Params4bit"):
         quantized: Any = type(old)
+        made: torch.Tensor
         path = name.rpartition(".")[0]
         if kind == "Int8Params" and value.dtype == torch.int8:
             scales = read(f"{path}.SCB").to(device)
             value = value.to(device)
-            made: torch.Tensor = quantized(
+            made = quantized(
                 value, requires_grad=False, has_fp16_weights=False, CB=value, SCB=scales
             )
             return made
@@ -472,7 +494,7 @@ def _made(
             made = quantized.from_prequantized(value, statistics, device=device, module=layer)
             return made
         if value.shape != old.shape:
-            return value  # of another model, which the caller says
+            return value  # of another model, as the caller says
         return _quantized(layer, value.to(rule.config.torch_dtype), device)
     value = value.to(device, rule.dtype_of(name, value.dtype))
     if isinstance(old, torch.nn.Parameter):

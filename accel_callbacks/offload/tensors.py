@@ -15,10 +15,12 @@ from accel_callbacks.offload.placeholder import AbsentWeightError, is_placeholde
 __all__ = [
     "align_module_device",
     "as_device",
+    "as_it_is",
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "id_tensor_storage",
+    "is_changed",
     "is_quantizer",
     "move",
     "new_like",
@@ -33,6 +35,8 @@ __all__ = [
 Device = int | str | torch.device
 #: Data pointer of a tied weight to its copies by device, filled in as they are made.
 TiedParams = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
+
+Before = int | torch.Tensor  # a version, or a copy
 
 _KIND = "_stands_for"
 
@@ -191,6 +195,41 @@ def move(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value.to(device, non_blocking=device.type == "cuda")
 
 
+def as_it_is(tensor: torch.Tensor, training: bool) -> Before:
+    """Return what tells later whether a tensor was written in place.
+
+    Args:
+        tensor: a parameter or buffer.
+        training: its module is in training mode.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import as_it_is, is_changed
+        >>> buffer = torch.ones(1)
+        >>> before = as_it_is(buffer, training=False)
+        >>> is_changed(buffer.zero_(), before)
+        True
+    """
+    if not isinstance(tensor, torch.nn.Parameter) and (training or tensor.is_inference()):
+        # Batch norm counts no version of what it writes; tensors of inference_mode have none.
+        return tensor.clone()
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_changed(tensor: torch.Tensor, before: Before) -> bool:
+    """Return whether a tensor was written in place, see :func:`as_it_is`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import as_it_is, is_changed
+        >>> is_changed(torch.ones(1), as_it_is(torch.ones(1), training=True))
+        False
+    """
+    if isinstance(before, torch.Tensor):
+        return not torch.equal(tensor, before)
+    return not tensor.is_inference() and tensor._version != before
+
+
 def set_module_tensor_to_device(
     module: torch.nn.Module,
     tensor_name: str,
@@ -263,7 +302,9 @@ def set_module_tensor_to_device(
         clear_device_cache()
 
 
-def _tied(tied: TiedParams | None, tensor: torch.Tensor) -> MutableMapping[Any, torch.Tensor] | None:
+def _tied(
+    tied: TiedParams | None, tensor: torch.Tensor
+) -> MutableMapping[Any, torch.Tensor] | None:
     """Return the copies of a tied weight by device, None if it is not tied."""
     if not tied or tensor.is_meta:
         return None
@@ -300,15 +341,13 @@ def _cast(value: torch.Tensor, dtype: torch.dtype, non_blocking: bool = False) -
 def _checked(
     old: torch.Tensor,
     name: str,
-    value: Any,
+    value: torch.Tensor,
     dtype: torch.dtype | None,
     non_blocking: bool,
 ) -> torch.Tensor:
     """Return the values for a tensor in its dtype; raise if they are not of its shape."""
     kind, _ = _kind_of(old)
     packed = "Params4bit" in (kind.__name__, type(value).__name__)
-    if not isinstance(value, torch.Tensor):
-        value = torch.tensor(value, device="cpu")
     if value.shape != old.shape and not packed:
         raise ValueError(
             f"{name} has shape {tuple(old.shape)}, and the value that it is to get has "
@@ -429,6 +468,7 @@ def align_module_device(
 def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Put copies on a device in place of parameters; take their changes over at the end."""
     moved: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
+    slots: dict[str, Any] = module._parameters
     try:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta and device.type != "meta":
@@ -437,19 +477,18 @@ def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
                     "load_checkpoint_in_model(model, path)."
                 )
             set_module_tensor_to_device(module, name, device)
-            copy = module._parameters[name]
-            if copy is not None and copy is not parameter:
-                moved[name] = parameter, copy, copy._version
+            if slots[name] is not parameter:
+                moved[name] = parameter, slots[name], slots[name]._version
         yield
     finally:
-        for name, (parameter, copy, version) in moved.items():
-            held = module._parameters.get(name)
+        for name, (own, copy, version) in moved.items():
+            held = slots.get(name)
             if held is copy and copy._version == version:
-                module._parameters[name] = parameter  # type: ignore[assignment]
+                slots[name] = own
             elif held is not None and not held.is_meta:
                 with torch.no_grad():
-                    parameter.copy_(held)
-                module._parameters[name] = parameter  # type: ignore[assignment]
+                    own.copy_(held)
+                slots[name] = own
 
 
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -546,5 +585,3 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
-
-

@@ -211,9 +211,7 @@ def weights(request, net, tmp_path):
 @pytest.mark.parametrize("buffers", [False, True], ids=["keep_buffers", "offload_buffers"])
 def test_an_offloaded_model_is_the_resident_one(net, weights, buffers):
     expected, state = net(X), {name: one.clone() for name, one in net.state_dict().items()}
-    attach_align_device_hook(
-        net, "cpu", offload=True, weights_map=weights, offload_buffers=buffers
-    )
+    attach_align_device_hook(net, "cpu", offload=True, weights_map=weights, offload_buffers=buffers)
     assert all(is_placeholder(one) for one in net.parameters())
     assert is_placeholder(net.norm.running_mean) is buffers
     assert not net.scale.is_meta
@@ -422,9 +420,7 @@ def test_tied_weights_of_two_hooks_are_one_copy_while_they_are_here(net, weights
     if weights is None:
         pytest.skip("the stored tensors themselves are used")
     tied = {net.first.weight.data_ptr(): {}}
-    attach_align_device_hook(
-        net, "cpu", offload=True, weights_map=weights, tied_params_map=tied
-    )
+    attach_align_device_hook(net, "cpu", offload=True, weights_map=weights, tied_params_map=tied)
     assert net.first._hf_hook.tied_params_names == {"weight"}
     net.first._hf_hook.pre_forward(net.first)
     net.last._hf_hook.pre_forward(net.last)
@@ -445,12 +441,14 @@ def test_a_hook_can_be_entered_twice(net):
 # --- devices -----------------------------------------------------------------------------------
 
 
-def test_on_meta_only_shapes_are_computed(net):
-    attach_execution_device_hook(net, "meta")
-    output = net.first(X)
-    assert output.is_meta
-    assert output.shape == (3, 4)
-    assert not is_placeholder(net.first.weight)
+def test_on_meta_only_shapes_are_computed():
+    """Here no operation is called, since those of meta import a lot."""
+    layer, seen = torch.nn.Linear(4, 4), []
+    layer.forward = lambda x: seen.append((x.is_meta, layer.weight.is_meta))
+    attach_execution_device_hook(layer, "meta")
+    layer(X)
+    assert seen == [(True, True)]
+    assert not is_placeholder(layer.weight)
 
 
 def test_inputs_go_to_the_device_and_the_output_comes_back():
@@ -473,16 +471,14 @@ def test_keys_that_are_skipped_stay():
 
 def test_blocks_have_devices_of_their_own():
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
-    expected = model(X)
+    expected = model[:2](X)
     attach_align_device_hook_on_blocks(
         model, {"0": "cpu", "1": "cpu", "2": "meta"}, {"0": False, "1": True, "2": False}
     )
     assert model._hf_hook.io_same_device
     assert [has_offloaded_params(one) for one in model] == [False, True, False]
     assert [one.weight.is_meta for one in model] == [False, True, True]
-    assert torch.equal(model[1](model[0](X)), torch.nn.Sequential(*list(model)[:2])(X))
-    assert model[2](X).is_meta
-    assert expected.shape == (3, 4)
+    assert torch.equal(model[1](model[0](X)), expected)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -515,6 +511,7 @@ def graphs_and_breaks(model):
     return found.graph_count, found.graph_break_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "chain", "align"])
 def test_hooks_that_fetch_nothing_break_no_graph(kind):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
