@@ -69,7 +69,7 @@ class _Placeholder(torch.Tensor):
         is_param = bool(vars(self).get("_is_param"))
         return tuple(self.shape), self.dtype, self.requires_grad, is_param, self._name, self._where
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, **options: Any) -> Any:  # type: ignore[override]
         return f"placeholder({self._name!r}, {self._where!r}, shape={tuple(self.shape)})"
 
 
