@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["AbsentWeight", "AbsentWeightError", "placeholder"]
+__all__ = ["ON_DISK", "AbsentWeight", "AbsentWeightError", "placeholder", "unwritable"]
+
+ON_DISK = "on disk"
 
 
 class AbsentWeightError(RuntimeError):
@@ -77,6 +79,7 @@ class AbsentWeight(torch.Tensor):
 
     weight_name: str
     weight_place: str
+    is_trained: bool  # requires_grad, without the detour over __torch_function__
 
     @classmethod
     def __torch_function__(
@@ -87,12 +90,12 @@ class AbsentWeight(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer questions about the tensor; raise for everything that needs its values."""
-        if func in _KNOWN or func is _SET_GRAD:
+        if func in _KNOWN or func == _SET_GRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _SAME:
             return args[0]
-        if func is _REQUIRES_GRAD or func is _SET_REQUIRES_GRAD:
+        if func in (_REQUIRES_GRAD, _SET_REQUIRES_GRAD):
             return _set_requires_grad(func, *args, **(kwargs or {}))
         raise _error(func, args, kwargs)
 
@@ -143,6 +146,24 @@ def placeholder(like: torch.Tensor, name: str, place: str) -> AbsentWeight:
     return _rebuild(tuple(like.shape), like.dtype, like.requires_grad, parameter, name, place)
 
 
+def unwritable(model: torch.nn.Module) -> set[str]:
+    """Return the names in a model's state dict of weights that stay in files, and are not written.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.placeholder import unwritable
+        >>> unwritable(torch.nn.Linear(1, 1))
+        set()
+    """
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {
+        name for name, one in named if isinstance(one, AbsentWeight) and one.weight_place == ON_DISK
+    }
+
+
 def _rebuild(
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -157,6 +178,7 @@ def _rebuild(
         made._is_param = True  # isinstance(..., torch.nn.Parameter) asks for it
     with torch._C.DisableTorchFunctionSubclass():
         made.requires_grad_(requires_grad)
+    made.is_trained = requires_grad
     return made
 
 
@@ -167,6 +189,7 @@ def _set_requires_grad(func: Callable[..., Any], weight: Any, value: bool = True
             "gradient would be lost: keep it resident, by a device for it in the device_map, or "
             "set requires_grad before the model is dispatched."
         )
+    weight.is_trained = value
     with torch._C.DisableTorchFunctionSubclass():
         return func(weight, value)
 
