@@ -428,7 +428,7 @@ class UnitHook:
                 was = slots[0].get()
                 assert was is not None
                 where = "in host memory" if name in self.offload.held else ON_DISK
-                stands = placeholder(was, name, where)
+                stands = placeholder(was, name, where, self.offload.device)
                 for slot in slots:
                     slot.put(stands)
 
