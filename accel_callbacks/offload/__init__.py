@@ -1,1 +1,1 @@
-"""Models larger than memory: plans, hooks, offload folders."""
+"""Models larger than memory: a plan, weights on demand, Accelerate's names for both."""

@@ -17,7 +17,12 @@ import torch
 
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.local_files import make_folders, replace
-from accel_callbacks.offload.tensors import Device, as_device, set_module_tensor_to_device
+from accel_callbacks.offload.tensors import (
+    Device,
+    as_device,
+    is_absent,
+    set_module_tensor_to_device,
+)
 
 __all__ = [
     "OffloadedWeightsLoader",
@@ -98,8 +103,8 @@ def _file_of(folder: Folder, name: str) -> str:
 
 
 def _require_values(weight: torch.Tensor, name: str) -> None:
-    if weight.is_meta:
-        raise ValueError(f"{name} has no values, since it is on the meta device: load it first.")
+    if is_absent(weight):
+        raise ValueError(f"{name} has no values: load it first.")
     if weight.layout != torch.strided or hasattr(weight, "placements"):
         raise ValueError(
             f"{name} is sparse or sharded, which the format of offload folders does not have: give "

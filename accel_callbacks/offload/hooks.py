@@ -15,7 +15,7 @@ import torch
 
 from accel_callbacks.data.device import send_to_device
 from accel_callbacks.offload.folder import PrefixedDataset
-from accel_callbacks.offload.placeholder import is_placeholder
+from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight
 from accel_callbacks.offload.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_callbacks.offload.tensors import (
     Before,
@@ -23,6 +23,7 @@ from accel_callbacks.offload.tensors import (
     TiedParams,
     as_device,
     as_it_is,
+    is_absent,
     is_changed,
     is_quantizer,
     move,
@@ -343,8 +344,8 @@ class AlignDevicesHook(ModelHook):
         >>> layer = torch.nn.Linear(2, 1)
         >>> hook = AlignDevicesHook(execution_device="cpu", offload=True)
         >>> layer = add_hook_to_module(layer, hook)
-        >>> layer.weight.device, layer(torch.ones(1, 2)).shape
-        (device(type='meta'), torch.Size([1, 1]))
+        >>> type(layer.weight).__name__, layer(torch.ones(1, 2)).shape
+        ('AbsentWeight', torch.Size([1, 1]))
     """
 
     def __init__(
@@ -428,7 +429,7 @@ class AlignDevicesHook(ModelHook):
         for name in names:
             slots, key = slot_of(module, name)
             if self._is_meta:
-                like = slots[key].to("meta")
+                like = torch.empty(slots[key].shape, dtype=slots[key].dtype, device="meta")
                 is_parameter = isinstance(slots[key], torch.nn.Parameter)
                 grad = slots[key].requires_grad
                 slots[key] = torch.nn.Parameter(like, grad) if is_parameter else like
@@ -439,7 +440,10 @@ class AlignDevicesHook(ModelHook):
 
     def _offload(self, module: Any) -> None:
         everything = self._tensors(module)
-        self.original_devices = {name: one.device for name, one in everything.items()}
+        self.original_devices = {
+            name: torch.device("meta") if is_absent(one) else one.device
+            for name, one in everything.items()
+        }
         away = self._tensors(module, self.offload_buffers)
         for name in get_non_persistent_buffers(module, self.place_submodules, True):
             away.pop(name, None)
@@ -451,15 +455,18 @@ class AlignDevicesHook(ModelHook):
             self.weights_map = {name: _on_host(one) for name, one in away.items()}
         check = getattr(self.weights_map, "check", None)
         for name, tensor in away.items():
-            if check is not None and not tensor.is_meta:
+            if check is not None and not is_absent(tensor):
                 check(name, tensor)
+        device = None if self.execution_device is None else as_device(self.execution_device)
         for name, tensor in away.items():
-            if not tensor.is_meta and tensor.data_ptr() in (self.tied_params_map or ()):
+            if not is_absent(tensor) and tensor.data_ptr() in (self.tied_params_map or ()):
                 self.tied_params_names.add(name)
                 self._tied_keys[name] = tensor.data_ptr()
             slots, key = slot_of(module, name)
             self._names[name] = self._full_name(module, name)
-            slots[key] = self._away[name] = stand_in(tensor, self._names[name], self._where(name))
+            slots[key] = self._away[name] = stand_in(
+                tensor, self._names[name], self._where(name), device
+            )
         if self.execution_device is not None:
             self._place(module, [name for name in everything if name not in away])
         self._handle = module.register_state_dict_post_hook(_Values(self))
@@ -475,8 +482,7 @@ class AlignDevicesHook(ModelHook):
 
     def _where(self, name: str) -> str:
         is_stored = getattr(self.weights_map, "is_stored", None)
-        where = "on disk" if is_stored is not None and is_stored(name) else "in the CPU's memory"
-        return f"offloaded, {where}: it is on the device only while its module's forward runs"
+        return ON_DISK if is_stored is not None and is_stored(name) else "in the CPU's memory"
 
     def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Fetch the weights, and send the inputs to the execution device."""
@@ -622,7 +628,8 @@ class AlignDevicesHook(ModelHook):
         weights: Any = self.weights_map
         read = getattr(weights, "mapped", weights.__getitem__)
         for name, absent in self._away.items():
-            if is_placeholder(state_dict.get(prefix + name)) and slot_is(module, name, absent):
+            is_away = isinstance(state_dict.get(prefix + name), AbsentWeight)
+            if is_away and slot_is(module, name, absent):
                 state_dict[prefix + name] = read(name).detach()
 
     def detach_hook(self, module: Any) -> Any:
@@ -679,7 +686,7 @@ def slot_is(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bool:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU: itself, if it is there."""
-    if tensor.is_meta:
+    if is_absent(tensor):
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} on the meta device has no values to offload: "
             "give weights_map, or load the weights first."
@@ -708,7 +715,7 @@ def _is_stored_object(weights: Any, name: str, tensor: torch.Tensor) -> bool:
     if held is None:
         held = weights.get if isinstance(weights, dict) else lambda name: None
     stored = held(name)
-    if stored is None or stored.is_meta:
+    if stored is None or is_absent(stored) or is_absent(tensor):
         return False
     return stored is tensor or (
         stored.device == tensor.device and stored.data_ptr() == tensor.data_ptr()
@@ -824,8 +831,8 @@ def attach_align_device_hook(
         >>> from accel_callbacks.offload.hooks import attach_align_device_hook
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
         >>> attach_align_device_hook(model, "cpu", offload=True)
-        >>> model[0].weight.device, model(torch.ones(1, 2)).device
-        (device(type='meta'), device(type='cpu'))
+        >>> type(model[0].weight).__name__, model(torch.ones(1, 2)).shape
+        ('AbsentWeight', torch.Size([1, 1]))
     """
     preloads = isinstance(module, torch.nn.MultiheadAttention) or (
         type(module).__name__ in (preload_module_classes or ())
@@ -890,8 +897,8 @@ def attach_align_device_hook_on_blocks(
         >>> attach_align_device_hook_on_blocks(
         ...     model, {"0": "cpu", "1": "cpu"}, {"0": False, "1": True}
         ... )
-        >>> model[0].weight.device, model[1].weight.device
-        (device(type='cpu'), device(type='meta'))
+        >>> [type(layer.weight).__name__ for layer in model]
+        ['Parameter', 'AbsentWeight']
     """
     options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     offloading: dict[str, Any] = {

@@ -11,9 +11,8 @@ import torch
 
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.topology import own_accelerator
-from accel_callbacks.offload.placeholder import is_placeholder
 from accel_callbacks.offload.sizes import CustomDtype, find_tied_parameters
-from accel_callbacks.offload.tensors import Device, as_device
+from accel_callbacks.offload.tensors import Device, as_device, is_absent
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -152,7 +151,7 @@ def load_and_quantize_model(
     _require_bitsandbytes()
     rule = _Rule(model, bnb_quantization_config)
     tensors = [*model.parameters(), *model.buffers()]
-    absent = any(one.is_meta for one in model.parameters())
+    absent = any(map(is_absent, model.parameters()))
     if absent and weights_location is None:
         raise ValueError(
             f"{type(model).__name__} was built without weights: give weights_location, the path of "
@@ -321,7 +320,7 @@ def _replace_layers(model: torch.nn.Module, rule: _Rule) -> None:
         old = parent.get_submodule(key)
         assert isinstance(old, torch.nn.Linear)
         new = rule.layer(old)
-        if not old.weight.is_meta:
+        if not is_absent(old.weight):
             vars(new)["_unquantized"] = old.weight
         if old.bias is not None:
             new._parameters["bias"] = torch.nn.Parameter(old.bias.detach(), requires_grad=False)
@@ -423,14 +422,14 @@ def _load(
                     f"{tuple(old.shape)}: these are weights of another model"
                 )
             groups[id(old)] = slots[key] = new
-        elif old.is_meta or is_placeholder(old):
+        elif is_absent(old):
             missing.append(name)
         else:
             slots[key] = old.to(device) if not isinstance(old, torch.nn.Parameter) else old
     for _, _, slots, key in _slots(model):  # a tied one whose other name came later
         slots[key] = groups.get(id(slots[key]), slots[key])
     del before
-    if missing := [name for name in missing if _tensor(model, name).is_meta]:
+    if missing := [name for name in missing if is_absent(_tensor(model, name))]:
         listed = ", ".join(missing[:_SHOWN]) + ", ..." * (len(missing) > _SHOWN)
         raise CheckpointError(
             f"{location} does not have {listed}, which {type(model).__name__} has"

@@ -10,7 +10,7 @@ import torch
 
 from accel_callbacks.distributed.topology import own_accelerator
 from accel_callbacks.memory import clear_device_cache
-from accel_callbacks.offload.placeholder import AbsentWeightError, is_placeholder, placeholder
+from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError, placeholder
 
 __all__ = [
     "align_module_device",
@@ -20,6 +20,7 @@ __all__ = [
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "id_tensor_storage",
+    "is_absent",
     "is_changed",
     "is_quantizer",
     "move",
@@ -95,7 +96,21 @@ def slot_of(module: torch.nn.Module, tensor_name: str) -> tuple[dict[str, Any], 
     raise ValueError(f"{type(module).__name__} has no parameter or buffer named {tensor_name!r}.")
 
 
-def stand_in(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
+def is_absent(tensor: Any) -> bool:
+    """Return whether a tensor has no values: a placeholder, or one on the meta device.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import is_absent
+        >>> is_absent(torch.ones(1)), is_absent(torch.ones(1, device="meta"))
+        (False, True)
+    """
+    return isinstance(tensor, AbsentWeight) or (isinstance(tensor, torch.Tensor) and tensor.is_meta)
+
+
+def stand_in(
+    tensor: torch.Tensor, name: str, place: str, device: torch.device | None = None
+) -> torch.Tensor:
     """Return the placeholder of a tensor, which knows what kind of parameter it stands for.
 
     Tensors that are one object get one placeholder, so that tied parameters stay tied.
@@ -103,7 +118,8 @@ def stand_in(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
     Args:
         tensor: a parameter or buffer, or a placeholder, which is returned as it is.
         name: its name in the model, for messages.
-        where: where its values are, for messages.
+        place: where its values are, for messages.
+        device: where its module runs; where the tensor is, if ``None``.
 
     Example:
         >>> import torch
@@ -112,11 +128,11 @@ def stand_in(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
         >>> stand_in(weight, "weight", "on disk") is stand_in(weight, "head.weight", "on disk")
         True
     """
-    if is_placeholder(tensor):
+    if isinstance(tensor, AbsentWeight):
         return tensor
     own = vars(tensor)
     if own.get("_stand_in") is None:
-        made = placeholder(tensor, name, where)
+        made = placeholder(tensor, name, place, tensor.device if device is None else device)
         setattr(made, _KIND, (type(tensor), {k: v for k, v in own.items() if k != "_stand_in"}))
         own["_stand_in"] = made
     found: torch.Tensor = own["_stand_in"]
@@ -159,7 +175,7 @@ def new_like(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> to
 
 def _kind_of(tensor: torch.Tensor) -> tuple[type, dict[str, Any]]:
     """Return the class and the attributes of a tensor, or of what a placeholder stands for."""
-    if not is_placeholder(tensor):
+    if not isinstance(tensor, AbsentWeight):
         return type(tensor), vars(tensor)
     found: tuple[type, dict[str, Any]] = vars(tensor).get(_KIND) or (torch.nn.Parameter, {})
     return found
@@ -174,7 +190,9 @@ def is_quantizer(tensor: torch.Tensor) -> bool:
         >>> is_quantizer(torch.nn.Parameter(torch.ones(1)))
         False
     """
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_placeholder(tensor)
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(
+        tensor, AbsentWeight
+    )
     return not is_plain and issubclass(type(tensor), torch.nn.Parameter)
 
 
@@ -280,11 +298,8 @@ def set_module_tensor_to_device(
         slots[key] = _on_meta(old, tensor_name, dtype)
         return
     if value is None:
-        if old.is_meta:
-            raise ValueError(
-                f"{tensor_name} has no values, since it is on the meta device: give `value` to put "
-                f"it on {device}."
-            )
+        if is_absent(old):
+            raise ValueError(f"{tensor_name} has no values: give `value` to put it on {device}.")
         wanted = _dtype(dtype) or old.dtype
         is_there = old.device.type == target.type and target.index in (None, old.device.index)
         if is_there and wanted == old.dtype:
@@ -306,20 +321,20 @@ def _tied(
     tied: TiedParams | None, tensor: torch.Tensor
 ) -> MutableMapping[Any, torch.Tensor] | None:
     """Return the copies of a tied weight by device, None if it is not tied."""
-    if not tied or tensor.is_meta:
+    if not tied or is_absent(tensor):
         return None
     return tied.get(tensor.data_ptr())
 
 
 def _on_meta(old: torch.Tensor, name: str, dtype: str | torch.dtype | None) -> torch.Tensor:
     wanted = _dtype(dtype)
-    if is_placeholder(old) and wanted in (None, old.dtype):
+    if isinstance(old, AbsentWeight) and wanted in (None, old.dtype):
         return old
     if wanted is not None and wanted != old.dtype and old.is_floating_point():
         like = torch.empty(old.shape, dtype=wanted, device="meta")
         is_parameter = isinstance(old, torch.nn.Parameter)
         old = torch.nn.Parameter(like, old.requires_grad) if is_parameter else like
-    return stand_in(old, name, "on the meta device, which holds no values")
+    return stand_in(old, name, "on the meta device", torch.device("meta"))
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -385,7 +400,7 @@ def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]
         if len({tensor.shape for tensor in tensors.values()}) > 1:
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             raise ValueError(f"parameters of different shapes cannot be tied: {shapes}")
-        one = next((tensor for tensor in tensors.values() if not tensor.is_meta), None)
+        one = next((tensor for tensor in tensors.values() if not is_absent(tensor)), None)
         if one is not None:
             changes += [(held, key, one) for held, key in slots.values()]
     for held, key, one in changes:
@@ -471,7 +486,7 @@ def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     slots: dict[str, Any] = module._parameters
     try:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta and device.type != "meta":
+            if is_absent(parameter) and device.type != "meta":
                 raise AbsentWeightError(
                     f"{name} of {type(module).__name__} has no values: load them first, with "
                     "load_checkpoint_in_model(model, path)."
@@ -485,7 +500,7 @@ def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
             held = slots.get(name)
             if held is copy and copy._version == version:
                 slots[name] = own
-            elif held is not None and not held.is_meta:
+            elif held is not None and not is_absent(held):
                 with torch.no_grad():
                     own.copy_(held)
                 slots[name] = own
@@ -529,7 +544,7 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
 def _on_cpu(name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.is_meta:
+    if is_absent(value):
         raise AbsentWeightError(
             f"{name} has no values: load them before the state dict is taken, with "
             "load_checkpoint_in_model(model, path)."

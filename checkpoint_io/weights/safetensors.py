@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,6 +77,17 @@ class SafetensorsSource:
             key: WeightInfo(_dtype(slot.dtype, key), slot.shape)
             for key, (_, slot) in self._slots.items()
         }
+
+    def local_bytes(self) -> dict[str, tuple[str, int]] | None:
+        """Return path and first byte of each tensor; None unless all files are local."""
+        folders = [local_folder(file.store) for file in self._files]
+        if any(folder is None for folder in folders):
+            return None
+        paths = [
+            os.path.join(folder or "", file.name)
+            for folder, file in zip(folders, self._files, strict=True)
+        ]
+        return {key: (paths[number], slot.begin) for key, (number, slot) in self._slots.items()}
 
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
         """Read file by file; stage, in blocks, what cannot be read directly into its target."""

@@ -23,11 +23,12 @@ from accel_callbacks.offload.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accel_callbacks.offload.placeholder import AbsentWeightError, is_placeholder
+from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
 from accel_callbacks.offload.tensors import (
     align_module_device,
     get_state_dict_offloaded_model,
     has_offloaded_params,
+    is_absent,
 )
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -118,7 +119,7 @@ def test_a_replaced_hook_brings_its_weights_back_first(net):
     expected = net(X)
     add_hook_to_module(net, AlignDevicesHook("cpu", offload=True, place_submodules=True))
     add_hook_to_module(net, ModelHook())
-    assert not net.first.weight.is_meta
+    assert not is_absent(net.first.weight)
     assert torch.equal(net(X), expected)
 
 
@@ -212,14 +213,14 @@ def weights(request, net, tmp_path):
 def test_an_offloaded_model_is_the_resident_one(net, weights, buffers):
     expected, state = net(X), {name: one.clone() for name, one in net.state_dict().items()}
     attach_align_device_hook(net, "cpu", offload=True, weights_map=weights, offload_buffers=buffers)
-    assert all(is_placeholder(one) for one in net.parameters())
-    assert is_placeholder(net.norm.running_mean) is buffers
+    assert all(isinstance(one, AbsentWeight) for one in net.parameters())
+    assert isinstance(net.norm.running_mean, AbsentWeight) is buffers
     assert not net.scale.is_meta
     assert net.last.weight is net.first.weight
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(net(X), expected)
-    assert all(is_placeholder(one) for one in net.parameters())
+    assert all(isinstance(one, AbsentWeight) for one in net.parameters())
     for found in (net.state_dict(), get_state_dict_offloaded_model(net)):
         assert list(found) == list(state)
         assert all(torch.equal(found[name], one) for name, one in state.items())
@@ -227,7 +228,7 @@ def test_an_offloaded_model_is_the_resident_one(net, weights, buffers):
         assert torch.equal(other(X).detach(), expected)
         assert other.last.weight is other.first.weight
         assert other.forward is not net.forward
-        assert all(is_placeholder(one) for one in other.parameters())
+        assert all(isinstance(one, AbsentWeight) for one in other.parameters())
     remove_hook_from_submodules(net)
     assert torch.equal(net(X), expected)
     assert net.last.weight is net.first.weight
@@ -260,9 +261,9 @@ def test_a_child_weight_that_a_parent_uses_raises_with_its_name(net, weights):
             return x @ self.child.weight
 
     attach_align_device_hook(net, "cpu", offload=True, weights_map=weights)
-    with pytest.raises(AbsentWeightError, match=r"\.weight is offloaded"):
+    with pytest.raises(AbsentWeightError, match=r"weight is (on disk|in the CPU)"):
         Parent()(X)
-    with pytest.raises(AbsentWeightError, match=r"\.weight is offloaded"):
+    with pytest.raises(AbsentWeightError, match=r"weight is (on disk|in the CPU)"):
         torch.nn.functional.linear(X, net.first.weight)
 
 
@@ -271,7 +272,7 @@ def test_attention_uses_the_weight_of_a_child_and_works():
     attention = torch.nn.MultiheadAttention(4, 2, batch_first=True).eval()
     expected = attention(X[None], X[None], X[None])[0]
     attach_align_device_hook(attention, "cpu", offload=True)
-    assert is_placeholder(attention.out_proj.weight)
+    assert isinstance(attention.out_proj.weight, AbsentWeight)
     with torch.no_grad():
         assert torch.allclose(attention(X[None], X[None], X[None])[0], expected)
 
@@ -289,14 +290,14 @@ def test_a_named_class_fetches_what_is_in_it(net):
     expected = block(X)
     attach_align_device_hook(block, "cpu", offload=True, preload_module_classes=["Sum"])
     assert torch.equal(block(X), expected)
-    assert block.child.weight.is_meta
+    assert is_absent(block.child.weight)
 
 
 def test_weights_go_after_a_forward_that_raises(net, weights):
     attach_align_device_hook(net, "cpu", offload=True, weights_map=weights)
     with pytest.raises(RuntimeError):
         net(torch.ones(3, 5))
-    assert all(is_placeholder(one) for one in net.parameters())
+    assert all(isinstance(one, AbsentWeight) for one in net.parameters())
     assert torch.isfinite(net(X)).all()
 
 
@@ -308,7 +309,7 @@ def test_weights_that_cannot_be_fetched_leave_placeholders(net, tmp_path):
     for _ in range(2):
         with pytest.raises(Exception, match=r"first\.bias\.dat is missing"):
             net(X)
-    assert is_placeholder(net.first.weight)
+    assert isinstance(net.first.weight, AbsentWeight)
 
 
 def test_loading_a_state_dict_into_offloaded_weights_raises_by_name(net):
@@ -434,8 +435,8 @@ def test_a_hook_can_be_entered_twice(net):
     attach_align_device_hook(net, "cpu", offload=True)
     with align_module_device(net.first, "cpu"):
         net.first(X)
-        assert not net.first.weight.is_meta
-    assert net.first.weight.is_meta
+        assert not is_absent(net.first.weight)
+    assert is_absent(net.first.weight)
 
 
 # --- devices -----------------------------------------------------------------------------------
@@ -448,7 +449,7 @@ def test_on_meta_only_shapes_are_computed():
     attach_execution_device_hook(layer, "meta")
     layer(X)
     assert seen == [(True, True)]
-    assert not is_placeholder(layer.weight)
+    assert not isinstance(layer.weight, AbsentWeight)
 
 
 def test_inputs_go_to_the_device_and_the_output_comes_back():
@@ -477,7 +478,7 @@ def test_blocks_have_devices_of_their_own():
     )
     assert model._hf_hook.io_same_device
     assert [has_offloaded_params(one) for one in model] == [False, True, False]
-    assert [one.weight.is_meta for one in model] == [False, True, True]
+    assert [is_absent(one.weight) for one in model] == [False, True, True]
     assert torch.equal(model[1](model[0](X)), expected)
 
 
@@ -534,7 +535,7 @@ def test_a_compiled_model_fetches_its_weights(net):
     with torch.no_grad():
         for _ in range(2):
             assert torch.allclose(compiled(X), expected)
-    assert net.first.weight.is_meta
+    assert is_absent(net.first.weight)
 
 
 def test_what_is_kept_out_of_graphs_is_called_as_it_is():
