@@ -61,6 +61,7 @@ _HOME = {
     "broadcast_object": "collectives",
     "broadcast_object_list": "collectives",
     "clear_device_cache": "memory",
+    "cpu_offload_with_hook": "offload.whole_model",
     "debug_launcher": "launch.notebook",
     "find_executable_batch_size": "memory",
     "gather": "collectives",
@@ -166,6 +167,7 @@ if TYPE_CHECKING:
     from accel_callbacks.modeling.load import (
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
+    from accel_callbacks.offload.whole_model import cpu_offload_with_hook as cpu_offload_with_hook
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,6 +84,17 @@ class SafetensorsSource:
     def slot(self, key: str) -> tuple[int, Slot]:
         """Return the number of the file that holds a tensor, and where it is in that file."""
         return self._slots[key]
+
+    def local_bytes(self) -> dict[str, tuple[str, int]] | None:
+        """Return path and first byte of each tensor; None unless all files are local."""
+        folders = [local_folder(file.store) for file in self._files]
+        if any(folder is None for folder in folders):
+            return None
+        paths = [
+            os.path.join(folder or "", file.name)
+            for folder, file in zip(folders, self._files, strict=True)
+        ]
+        return {key: (paths[number], slot.begin) for key, (number, slot) in self._slots.items()}
 
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
         """Read file by file; stage, in blocks, what cannot be read directly into its target."""
