@@ -66,6 +66,7 @@ _HOME = {
     "gather": "collectives",
     "gather_object": "collectives",
     "get_logger": "logging",
+    "infer_auto_device_map": "offload.device_map",
     "init_empty_weights": "modeling.empty_weights",
     "init_on_device": "modeling.empty_weights",
     "initialize_weights": "modeling.absent_weights",
@@ -166,6 +167,7 @@ if TYPE_CHECKING:
     from accel_callbacks.modeling.load import (
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
+    from accel_callbacks.offload.device_map import infer_auto_device_map as infer_auto_device_map
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend
