@@ -72,9 +72,9 @@ def infer_auto_device_map(
     Example:
         >>> import torch
         >>> from accel_callbacks import infer_auto_device_map
-        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(size, 1) for size in (7, 2, 1)))
         >>> infer_auto_device_map(model, max_memory={0: 44, "cpu": 100})
-        {'0': 'cpu', '1': 0}
+        {'0': 0, '1': 'cpu', '2': 'cpu'}
     """
     weights = Weights.of_model(model, class_names(no_split_module_classes), dtype, special_dtypes)
     found = _fitted(weights, get_max_memory(max_memory), offload_buffers)

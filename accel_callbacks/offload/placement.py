@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, compress, pairwise
+from operator import add
 
 __all__ = ["ELSEWHERE", "Items", "balance", "place"]
 
 ELSEWHERE = -1
-_TRIALS = 40_000  # items to look at in all, over the sizes of a window that are tried
+_TRIALS = 30_000  # items to look at in all, over the sizes of a window that are tried
+_GAIN = 100  # the part of all bytes that a trial must be able to gain
 
 
-class Items(NamedTuple):
+@dataclass(frozen=True)
+class Items:
     """What is placed, in order.
 
     Args:
@@ -27,10 +31,10 @@ class Items(NamedTuple):
     fixed: Sequence[int]
     windows: Sequence[int]
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each on a device of its own."""
-        return [moved + fixed for moved, fixed in zip(self.moved, self.fixed, strict=True)]
+        return list(map(add, self.moved, self.fixed))
 
 
 def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | None:
@@ -51,86 +55,86 @@ def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
         >>> place(items, [12], 1), place(items, [11], 1)
         ([0, 0, 0], [0, -1, -1])
     """
-    whole = _fill(items, capacities, 0, 0)
-    if whole is not None and ELSEWHERE not in whole:
-        return whole
+    room = sum(capacities) - sum(items.fixed)
+    total = sum(items.moved)
+    if total <= room:
+        whole = _fill(items, capacities, 0, 0)
+        if whole is not None and ELSEWHERE not in whole:
+            return whole
     best: list[int] | None = None
-    least = -1
-    for window in _windows(items, capacities, factor):
-        found = _fill(items, capacities, window, factor)
-        if found is None:
+    least = 2 * total + 1
+    plain, windows = _in_order(items, capacities, factor)
+    for window, start in [(windows[0], plain), *((window, None) for window in windows)]:
+        # Even without gaps this much is elsewhere: what gains next to nothing is not tried.
+        if total - (room - factor * window) > least - total // _GAIN:
             continue
-        rest = sum(
-            moved for moved, device in zip(items.moved, found, strict=True) if device == ELSEWHERE
-        )
-        if best is None or rest < least:
-            best, least = found, rest
+        found = _fill(items, capacities, window, factor, start)
+        if found is not None:
+            rest = sum(compress(items.moved, (device == ELSEWHERE for device in found)))
+            if rest < least:
+                best, least = found, rest
     return best
 
 
-def _windows(items: Items, capacities: Sequence[int], factor: int) -> list[int]:
-    """Return sizes of the window to try: that of a placement in plain order, and its neighbours."""
+def _in_order(items: Items, capacities: Sequence[int], factor: int) -> tuple[list[int], list[int]]:
+    """Place in plain order until nothing fits; return that, and sizes of the window to try."""
     count = len(items.windows)
     largest = list(accumulate(reversed(items.windows), max, initial=0))[::-1]
     ends = [0, *accumulate(items.sizes)]
     fixed = [0, *accumulate(items.fixed)]
 
-    def covered(first: int) -> int:
-        """Return how many items fit in order if those from `first` on are elsewhere."""
+    def covered(first: int) -> list[int]:
+        """Return where each device ends if items from `first` on are elsewhere."""
         room = capacities[0] - factor * largest[first] - (fixed[count] - fixed[first])
-        at = max(0, bisect_right(ends, room) - 1)
+        found = [max(0, bisect_right(ends, room) - 1)]
         for capacity in capacities[1:]:
-            at = bisect_right(ends, ends[at] + capacity) - 1
-        return at
+            found.append(bisect_right(ends, ends[found[-1]] + capacity) - 1)
+        return found
 
     # Fewer items elsewhere need no larger window: from above, the first fixed point is the best.
-    first = count
-    while (shorter := covered(first)) < first:
-        first = shorter
+    first, until = count, covered(count)
+    while until[-1] < first:
+        first = until[-1]
+        until = covered(first)
+    where = [ELSEWHERE] * count
+    for device, (begin, end) in enumerate(pairwise([0, *until])):
+        where[begin:end] = [device] * (end - begin)
     plain = largest[first]
     distinct = sorted(set(items.windows), reverse=True)
     near = [size for size in distinct if size < plain] + [
         size for size in reversed(distinct) if size > plain
     ]
-    return [plain, *near[: max(1, _TRIALS // max(1, count)) - 1]]
+    return where, [plain, *near[: _TRIALS // max(1, count)]]
 
 
-def _fill(items: Items, capacities: Sequence[int], window: int, factor: int) -> list[int] | None:
-    """Place items if a window of a size is kept; what needs a larger one must not be elsewhere."""
-    moved, sizes, windows = items.moved, items.sizes, items.windows
+def _fill(
+    items: Items,
+    capacities: Sequence[int],
+    window: int,
+    factor: int,
+    start: Sequence[int] | None = None,
+) -> list[int] | None:
+    """Place items if a window of a size is kept; what needs a larger one must not be elsewhere.
+
+    With a start, only gaps are filled.
+    """
+    sizes = items.sizes
     left = list(capacities)
     left[0] -= factor * window + (sum(items.fixed) if factor else 0)
-    here = moved if factor else sizes  # what the fixed bytes are counted for already
-    devices, device = len(left), 0
-    where = [ELSEWHERE] * len(sizes)
-    held = sum(
-        size for size, needed in zip(sizes, windows, strict=True) if factor and needed > window
-    )
-    free = sum(left)
-    for number, size in enumerate(sizes):
-        must = factor > 0 and windows[number] > window
-        if must:
-            held -= size
-        elif size > free - held:
-            continue  # what must not be elsewhere needs the room
-        while device < devices and (size if device else here[number]) > left[device]:
-            free -= left[device]
-            device += 1
-        if device == devices:
-            if not must:
-                break
-            continue
-        taken = size if device else here[number]
-        left[device] -= taken
-        free -= taken
-        where[number] = device
-        if device and factor:
-            left[0] += items.fixed[number]
+    # On the first device fixed bytes are counted from the start: they are there in any case.
+    here = items.moved if factor else sizes
+    if start is None:
+        where = _next_fit(items, sizes, here, left, window, factor)
+    else:
+        where = list(start)
+        for number, device in enumerate(where):
+            if device != ELSEWHERE:
+                _take(items, sizes, here, left, number, device, factor)
     waiting = [number for number, device in enumerate(where) if device == ELSEWHERE]
     while waiting:
         before = len(waiting)
-        waiting = _gaps(items, here, sizes, waiting, where, left, factor)
-        needed = max((windows[number] for number in waiting), default=0) if factor else 0
+        waiting = _gaps(items, sizes, here, waiting, where, left, factor)
+        needed = max((items.windows[number] for number in waiting), default=0) if factor else 0
         if needed > window:
             return None
         left[0] += factor * (window - needed)
@@ -140,10 +144,57 @@ def _fill(items: Items, capacities: Sequence[int], window: int, factor: int) -> 
     return where if left[0] >= 0 else None
 
 
+def _take(
+    items: Items,
+    sizes: Sequence[int],
+    here: Sequence[int],
+    left: list[int],
+    number: int,
+    device: int,
+    factor: int,
+) -> None:
+    """Count an item on a device."""
+    left[device] -= sizes[number] if device else here[number]
+    if device and factor:
+        left[0] += items.fixed[number]
+
+
+def _next_fit(
+    items: Items,
+    sizes: Sequence[int],
+    here: Sequence[int],
+    left: list[int],
+    window: int,
+    factor: int,
+) -> list[int]:
+    """Place items in order; what a device has no room for closes it."""
+    devices, device = len(left), 0
+    where = [ELSEWHERE] * len(sizes)
+    needed = [factor > 0 and one > window for one in items.windows]
+    held = sum(size for size, must in zip(sizes, needed, strict=True) if must)
+    free = sum(left)
+    for number, (size, must) in enumerate(zip(sizes, needed, strict=True)):
+        if must:
+            held -= size
+        elif size > free - held:
+            continue  # what must not be elsewhere needs the room
+        while device < devices and (size if device else here[number]) > left[device]:
+            free -= left[device]
+            device += 1
+        if device == devices:
+            break
+        free -= size if device else here[number]
+        left[device] -= size if device else here[number]
+        if device and factor:
+            left[0] += items.fixed[number]
+        where[number] = device
+    return where
+
+
 def _gaps(
     items: Items,
-    here: Sequence[int],
     sizes: Sequence[int],
+    here: Sequence[int],
     waiting: Sequence[int],
     where: list[int],
     left: list[int],
@@ -153,20 +204,17 @@ def _gaps(
     rest = []
     room = max(left)
     for number in waiting:
+        device = ELSEWHERE
         if here[number] <= room:
-            for device, space in enumerate(left):
-                taken = sizes[number] if device else here[number]
-                if taken <= space:
-                    left[device] -= taken
-                    where[number] = device
-                    if device and factor:
-                        left[0] += items.fixed[number]
-                    room = max(left)
-                    break
-            else:
-                rest.append(number)
-        else:
+            needs = ((sizes[number] if one else here[number]) for one in range(len(left)))
+            fitting = (one for one, need in enumerate(needs) if need <= left[one])
+            device = next(fitting, ELSEWHERE)
+        where[number] = device
+        if device == ELSEWHERE:
             rest.append(number)
+        else:
+            _take(items, sizes, here, left, number, device, factor)
+            room = max(left)
     return rest
 
 

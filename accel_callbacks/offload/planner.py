@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from operator import add
 from typing import NamedTuple
 
 from accel_callbacks.errors import nearest
@@ -371,28 +372,29 @@ def _request(
 ) -> _Request:
     """Sum up sizes by groups of units that are on one device."""
     units = weights.units
-    groups = [
-        group
-        for group in groups_of(units)
-        if any(units[n].nbytes or units[n].shared for n in group)
-    ]
+    parameters = [unit.parameters for unit in units]
+    buffers = [unit.buffers for unit in units]
+    windows = [unit.parameters + unit.shared for unit in units]
     holders = [n for n, unit in enumerate(units) if unit.is_block]
-    holders = holders or [n for n, unit in enumerate(units) if unit.parameters]
-    shares = [0] * len(units)
+    holders = holders or [n for n, nbytes in enumerate(parameters) if nbytes]
+    caches = [0] * len(units)
     for at, number in enumerate(holders):
-        shares[number] = cache // len(holders) + (at < cache % len(holders))
-    moved, fixed, windows, caches = [], [], [], []
-    for group in groups:
-        parameters = sum([units[n].parameters for n in group])
-        buffers = sum([units[n].buffers for n in group])
-        caches.append(sum([shares[n] for n in group]))
-        if keep_buffers:
-            windows.append(max([units[n].parameters + units[n].shared for n in group]))
-        else:
-            parameters, buffers = parameters + buffers, 0
-            windows.append(max([units[n].nbytes + units[n].shared for n in group]))
-        moved.append(parameters)
-        fixed.append(buffers + caches[-1])
+        caches[number] = cache // len(holders) + (at < cache % len(holders))
+    moved, fixed = (
+        (parameters, buffers)
+        if keep_buffers
+        else (list(map(add, parameters, buffers)), [0] * len(units))
+    )
+    if not keep_buffers:
+        windows = list(map(add, windows, buffers))
+    fixed = list(map(add, fixed, caches))
+    groups = [group for group in groups_of(units) if any(windows[n] or buffers[n] for n in group)]
+    if len(groups) < len(units):  # otherwise each unit is a group, in their order
+        moved, fixed, caches = (
+            [sum([values[n] for n in group]) for group in groups]
+            for values in (moved, fixed, caches)
+        )
+        windows = [max([windows[n] for n in group]) for group in groups]
     items = Items(moved, fixed, windows)
     return _Request(weights, groups, items, caches, policy, factor, activations, keep_buffers)
 
@@ -417,8 +419,11 @@ def groups_of(units: Sequence[Unit]) -> list[list[int]]:
         return number
 
     holder: dict[str, int] = {}
-    for number, unit in enumerate(units):
-        for tie in unit.ties:
+    tied = [number for number, unit in enumerate(units) if unit.ties]
+    if not tied:
+        return [[number] for number in leader]
+    for number in tied:
+        for tie in units[number].ties:
             one, other = find(number), find(holder.setdefault(tie, number))
             leader[max(one, other)] = min(one, other)
     groups: dict[int, list[int]] = {}
@@ -433,6 +438,10 @@ def _place(request: _Request, budgets: Sequence[Budget]) -> _Placed:
     fast = [b.device for b in budgets if b.device not in _STORES and sizes[b.device]]
     for start in range(len(fast)):
         placed = _on_accelerators(request, sizes, fast[start:])
+        if placed is not None and _shows_execution(placed):
+            return placed
+    for device in fast:  # only to run what is elsewhere
+        placed = _on_accelerators(request, sizes, [device])
         if placed is not None:
             return placed
     if sizes.get("cpu"):
@@ -445,6 +454,11 @@ def _place(request: _Request, budgets: Sequence[Budget]) -> _Placed:
     last: Device = "disk" if sizes["disk"] or "cpu" not in sizes else "cpu"
     first: Device | None = fast[0] if fast else "cpu" if sizes.get("cpu") else None
     return _Placed([last] * len(request.groups), first, {}, False)
+
+
+def _shows_execution(placed: _Placed) -> bool:
+    """Return whether a device map tells where offloaded units run: on its first accelerator."""
+    return placed.execution in placed.where or set(placed.where).isdisjoint(_STORES)
 
 
 def _on_accelerators(
