@@ -67,7 +67,7 @@ def infer_auto_device_map(
         fallback_allocation: accepted for Accelerate; gaps are always filled.
 
     Warns:
-        UserWarning: no placement keeps the budgets. The rest is on disk then.
+        UserWarning: no placement keeps the budgets; the map leaves no room for what it offloads.
 
     Example:
         >>> import torch
@@ -89,7 +89,7 @@ def _fitted(weights: Weights, memory: Mapping[Device, int], offload_buffers: boo
     try:
         return plan(weights, memory, "sequential", prefetch=0, offload_buffers=offload_buffers)
     except PlanError as error:
-        warn(f"{error} Until then all of it is on disk.")
+        warn(f"{error} The map leaves no room to run what it offloads.")
         return error.plan
 
 

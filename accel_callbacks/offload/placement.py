@@ -55,6 +55,38 @@ def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
         >>> place(items, [12], 1), place(items, [11], 1)
         ([0, 0, 0], [0, -1, -1])
     """
+    best = _best(items, capacities, factor)
+    least = _elsewhere(items, best)
+    total = sum(items.moved)
+    bound = total + sum(items.fixed) - sum(capacities) + factor * min(items.windows, default=0)
+    if least == 0 or bound > least - total // _GAIN:
+        return best
+    # The largest first waste least, and tear neighbours apart: only for a gain.
+    order = sorted(range(len(items.moved)), key=items.sizes.__getitem__, reverse=True)
+    sorted_items = Items(
+        *(
+            [values[number] for number in order]
+            for values in (items.moved, items.fixed, items.windows)
+        )
+    )
+    found = _best(sorted_items, capacities, factor)
+    if found is None or _elsewhere(sorted_items, found) >= least - total // _GAIN:
+        return best
+    where = [ELSEWHERE] * len(order)
+    for number, device in zip(order, found, strict=True):
+        where[number] = device
+    return where
+
+
+def _elsewhere(items: Items, where: Sequence[int] | None) -> int:
+    """Return the bytes that are elsewhere; more than there are if there is no placement."""
+    if where is None:
+        return 2 * sum(items.moved) + 1
+    return sum(compress(items.moved, (device == ELSEWHERE for device in where)))
+
+
+def _best(items: Items, capacities: Sequence[int], factor: int) -> list[int] | None:
+    """Return the placement with the fewest bytes elsewhere, over sizes of the window."""
     room = sum(capacities) - sum(items.fixed)
     total = sum(items.moved)
     if total <= room:
@@ -69,10 +101,9 @@ def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
         if total - (room - factor * window) > least - total // _GAIN:
             continue
         found = _fill(items, capacities, window, factor, start)
-        if found is not None:
-            rest = sum(compress(items.moved, (device == ELSEWHERE for device in found)))
-            if rest < least:
-                best, least = found, rest
+        rest = _elsewhere(items, found)
+        if rest < least:
+            best, least = found, rest
     return best
 
 

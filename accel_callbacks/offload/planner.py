@@ -259,7 +259,7 @@ def _text(nbytes: int | None) -> str:
 class PlanError(ValueError):
     """No placement keeps the budgets; the message has the smallest budget that would do.
 
-    ``plan`` is what comes nearest, with all that is left over on disk.
+    ``plan`` holds what fits without room to run the rest.
 
     Example:
         >>> from accel_callbacks.offload import PlanError, plan
@@ -451,9 +451,13 @@ def _place(request: _Request, budgets: Sequence[Budget]) -> _Placed:
             return _stored(request, sizes, where, ["cpu"], "cpu")
     if not request.groups:
         return _Placed([], next(iter([*fast, "cpu"])), {}, True)
-    last: Device = "disk" if sizes["disk"] or "cpu" not in sizes else "cpu"
     first: Device | None = fast[0] if fast else "cpu" if sizes.get("cpu") else None
-    return _Placed([last] * len(request.groups), first, {}, False)
+    if first is None:
+        return _Placed(["disk"] * len(request.groups), None, {}, False)
+    devices = fast or ["cpu"]
+    where = place(request.items, [sizes[device] for device in devices], 0)
+    found = _stored(request, sizes, where or [], devices, first, with_windows=False)
+    return found._replace(fits=False)
 
 
 def _shows_execution(placed: _Placed) -> bool:
@@ -483,6 +487,7 @@ def _stored(
     where: Sequence[int],
     devices: Sequence[Device],
     execution: Device,
+    with_windows: bool = True,
 ) -> _Placed:
     """Place what no device that computes holds: on the host, then on disk."""
     items, factor = request.items, request.factor
@@ -497,7 +502,7 @@ def _stored(
             [items.moved[n] for n in rest], [0] * len(rest), [items.windows[n] for n in rest]
         )
         # What comes from disk goes through the host's memory.
-        held = place(waiting, [sizes["cpu"]], factor)
+        held = place(waiting, [sizes["cpu"]], factor if with_windows else 0)
         fits = held is not None
         for number, device in zip(rest, held or [ELSEWHERE] * len(rest), strict=True):
             found[number] = "disk" if device == ELSEWHERE else "cpu"
