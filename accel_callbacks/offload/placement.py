@@ -98,7 +98,7 @@ def _best(items: Items, capacities: Sequence[int], factor: int) -> list[int] | N
     plain, windows = _in_order(items, capacities, factor)
     for window, start in [(windows[0], plain), *((window, None) for window in windows)]:
         # Even without gaps this much is elsewhere: what gains next to nothing is not tried.
-        if total - (room - factor * window) > least - total // _GAIN:
+        if best is not None and total - (room - factor * window) > least - total // _GAIN:
             continue
         found = _fill(items, capacities, window, factor, start)
         rest = _elsewhere(items, found)

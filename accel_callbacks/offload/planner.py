@@ -104,11 +104,11 @@ class Plan:
 
     @cached_property
     def offloaded(self) -> int:
-        """Bytes of the parameters and buffers that are moved while the model runs."""
+        """Bytes that are fetched each time that the model runs."""
         return sum(
-            unit.nbytes
-            for unit, device in zip(self.weights.units, self.where, strict=True)
-            if device != self.execution_device and device in _STORES
+            use.weights + use.buffers
+            for use in self.devices
+            if use.device != self.execution_device and use.device in _STORES
         )
 
     @cached_property
@@ -172,13 +172,13 @@ class Plan:
 
     def _refused(self, use: DeviceUse, size: int) -> str:
         """Return why a unit is not on a device that is filled earlier."""
+        if self.policy != "sequential" and use.used and not self.offloaded:
+            return f"{use.device} has its share"
         if use.left is not None and size > use.left:
             return f"does not fit {use.device} ({size_of(size)} > {size_of(max(0, use.left))} left)"
         if not use.used:
             return f"{use.device} is not used: it has no room for a window"
-        if self.policy == "sequential" or self.offloaded:
-            return f"after units that do not fit {use.device}"
-        return f"{use.device} has its share"
+        return f"after units that do not fit {use.device}"
 
     def table(self, *, every_unit: bool = False) -> str:
         """Return the plan as text: a line for each device, then one for each run of units.
@@ -388,7 +388,8 @@ def _request(
     if not keep_buffers:
         windows = list(map(add, windows, buffers))
     fixed = list(map(add, fixed, caches))
-    groups = [group for group in groups_of(units) if any(windows[n] or buffers[n] for n in group)]
+    held = list(map(add, map(add, windows, buffers), caches))
+    groups = [group for group in groups_of(units) if any(held[n] for n in group)]
     if len(groups) < len(units):  # otherwise each unit is a group, in their order
         moved, fixed, caches = (
             [sum([values[n] for n in group]) for group in groups]
