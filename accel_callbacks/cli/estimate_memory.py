@@ -102,15 +102,11 @@ def configure(parser: CommandParser) -> None:
     parser.option(
         "--policy",
         choices=POLICIES,
-        default="auto",
         help="for --plan: how accelerators share what they hold whole (default: auto)",
     )
-    parser.option(
-        "--activations", default="0B", metavar="SIZE", help="for --plan: kept free to compute"
-    )
+    parser.option("--activations", metavar="SIZE", help="for --plan: kept free to compute")
     parser.option(
         "--kv_cache",
-        default="0B",
         metavar="SIZE",
         help="for --plan: cache of keys and values, of all blocks",
     )
@@ -160,6 +156,9 @@ def run(args: Namespace) -> int:
         raise CommandError("--kwargs is for module:factory; a config defines its model itself")
     if args.plan:
         return _planned(args)
+    for name in ("max_memory", "policy", "activations", "kv_cache", "every_unit"):
+        if getattr(args, name):
+            raise CommandError(f"--{name} is for --plan: add it")
     from_cache = _is_on_hub(args.model) and not _answers()
     if from_cache:  # before torch and transformers are imported, and transformers retries
         _require_cached(args.model)
@@ -177,6 +176,8 @@ def _planned(args: Namespace) -> int:
     from accel_callbacks.offload import PlanError, plan
     from accel_callbacks.offload.budgets import get_max_memory
 
+    if args.parallelism is not None:
+        raise CommandError("--plan is for one process: leave --parallelism out")
     weights = _weights(args)
     if not any(unit.nbytes for unit in weights.units):
         raise CommandError(f"{args.model} has no parameters and no buffers: nothing to plan", 1)
@@ -184,9 +185,9 @@ def _planned(args: Namespace) -> int:
         found = plan(
             weights,
             get_max_memory() if args.max_memory is None else args.max_memory,
-            args.policy,
-            activations=args.activations,
-            kv_cache=args.kv_cache,
+            args.policy or "auto",
+            activations=args.activations or 0,
+            kv_cache=args.kv_cache or 0,
         )
     except PlanError as error:
         raise CommandError(str(error), 1) from error

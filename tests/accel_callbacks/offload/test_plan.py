@@ -54,7 +54,7 @@ def planned(seed: int) -> tuple[Plan, dict[str, Any]]:
 def recount(found: Plan, options: dict[str, Any]) -> dict[Any, int]:
     """The bytes that are needed of each device, from the device map alone."""
     units, runs_on = found.weights.units, found.execution_device
-    needed: dict[Any, int] = {use.device: 0 for use in found.devices}
+    needed: dict[Any, int] = {"cpu": 0} | {use.device: 0 for use in found.devices}
     windows: dict[Any, int] = {}
     holders = [u.name for u in units if u.is_block] or [u.name for u in units if u.parameters]
     cache = options["kv_cache"]
@@ -74,9 +74,9 @@ def recount(found: Plan, options: dict[str, Any]) -> dict[Any, int]:
     factor = 1 + options["prefetch"]
     if windows:
         needed[runs_on] += factor * max(windows.values())
-        if runs_on != "cpu" and found.devices and needed.get("cpu") is not None:
-            budget = next(use.budget for use in found.devices if use.device == "cpu")
-            needed["cpu"] += factor * windows.get("disk", 0) if budget else 0
+        staged = any(use.device == "cpu" and use.budget for use in found.devices)
+        if runs_on != "cpu" and staged:
+            needed["cpu"] += factor * windows.get("disk", 0)
     computing = {d for d in found.device_map.values() if d not in STORES} | {runs_on}
     for device in computing:
         needed[device] += options["activations"] if found.weights.nbytes else 0
