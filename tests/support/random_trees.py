@@ -97,12 +97,12 @@ def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def uses(one: Case, device_map: Mapping[str, Any]) -> tuple[int, dict[Any, int]] | None:
-    """Bytes that are moved, and bytes needed of each device; None if a tensor has no device.
+    """Bytes on no accelerator, and bytes needed of each device; None if a tensor has no device.
 
     Counted tensor by tensor and module by module, without the planner.
     """
     needed: dict[Any, int] = {}
-    moved = 0
+    away = 0
     windows: dict[Any, int] = {}
     devices = {name: device_of(name, device_map) for name, _ in tensors(one.model)}
     if None in devices.values():
@@ -121,13 +121,14 @@ def uses(one: Case, device_map: Mapping[str, Any]) -> tuple[int, dict[Any, int]]
             seen.add(id(tensor))
             place = runs_on if stays else device
             needed[place] = needed.get(place, 0) + nbytes
-            moved += nbytes if fetched and not stays else 0
+            goes = isinstance(tensor, nn.Parameter) or one.offload_buffers
+            away += nbytes if device in _STORES and goes else 0
     window = max(windows.values(), default=0)
     staged = max([nbytes for (_, device), nbytes in windows.items() if device == "disk"], default=0)
     needed[runs_on] = needed.get(runs_on, 0) + window
     if runs_on != "cpu":
         needed["cpu"] = needed.get("cpu", 0) + staged
-    return moved, needed
+    return away, needed
 
 
 def tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -148,7 +149,7 @@ def unit_of(model: nn.Module, name: str) -> str:
 
 
 def accelerates(one: Case) -> int | None:
-    """Bytes that Accelerate's map moves; None where it has none that keeps the budgets."""
+    """Bytes that Accelerate's map offloads; None where it has none that keeps the budgets."""
     from accelerate.utils import infer_auto_device_map
 
     try:
@@ -170,7 +171,8 @@ if __name__ == "__main__":
     import accelerate
 
     figures = {str(seed): accelerates(case(seed)) for seed in range(300)}
-    kept = {seed: moved for seed, moved in figures.items() if moved is not None}
+    kept = {seed: nbytes for seed, nbytes in figures.items() if nbytes is not None}
     FIGURES.write_text(
-        json.dumps({"accelerate": accelerate.__version__, "moved": kept}) + "\n", encoding="utf-8"
+        json.dumps({"accelerate": accelerate.__version__, "offloaded": kept}) + "\n",
+        encoding="utf-8",
     )

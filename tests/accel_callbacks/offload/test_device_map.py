@@ -24,7 +24,7 @@ from accel_callbacks.utils import (
 )
 from tests.support.random_trees import FIGURES, WHOLE, case, device_of, tensors, uses
 
-RECORDED: dict[str, int] = json.loads(FIGURES.read_text(encoding="utf-8"))["moved"]
+RECORDED: dict[str, int] = json.loads(FIGURES.read_text(encoding="utf-8"))["offloaded"]
 
 
 class Small(nn.Module):
