@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_callbacks import utils
-from tests.support.random_trees import WHOLE, accelerates, case, tensors, uses
+from tests.support.random_trees import WHOLE, accelerates, case, uses
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: scripts/test_adapters")
 transformers = pytest.importorskip("transformers")
@@ -48,8 +48,7 @@ def test_no_more_is_offloaded_than_by_accelerate() -> None:
             )
         counted = uses(one, found)
         assert counted is not None
-        spare = sum(4 * t.numel() for _, t in tensors(one.model)) // 100 if one.ties else 0
-        assert counted[0] <= theirs + spare, seed
+        assert counted[0] <= theirs, seed
         compared += 1
     assert compared > 80
 

@@ -56,7 +56,6 @@ class Case:
     model: nn.Module
     memory: dict[Any, int]
     offload_buffers: bool
-    ties: bool
 
 
 def case(seed: int) -> Case:
@@ -84,7 +83,7 @@ def case(seed: int) -> Case:
         number: int(total * source.uniform(0.1, 0.9)) for number in range(source.randint(1, 3))
     }
     memory["cpu"] = int(total * source.choice([0.2, 0.5, 2]))
-    return Case(model, memory, source.random() < 0.5, with_ties)
+    return Case(model, memory, source.random() < 0.5)
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
@@ -97,7 +96,7 @@ def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def uses(one: Case, device_map: Mapping[str, Any]) -> tuple[int, dict[Any, int]] | None:
-    """Bytes on no accelerator, and bytes needed of each device; None if a tensor has no device.
+    """Bytes on no accelerator, and bytes needed of each device; None if a tensor has none, or two.
 
     Counted tensor by tensor and module by module, without the planner.
     """
@@ -105,7 +104,10 @@ def uses(one: Case, device_map: Mapping[str, Any]) -> tuple[int, dict[Any, int]]
     away = 0
     windows: dict[Any, int] = {}
     devices = {name: device_of(name, device_map) for name, _ in tensors(one.model)}
-    if None in devices.values():
+    ties: dict[int, set[Any]] = {}
+    for name, parameter in one.model.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(parameter), set()).add(devices[name])
+    if None in devices.values() or any(len(places) > 1 for places in ties.values()):
         return None
     on = [device for device in one.memory if device != "cpu" and device in devices.values()]
     runs_on = on[0] if on else "cpu"
