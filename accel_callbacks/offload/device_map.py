@@ -9,7 +9,7 @@ import torch
 
 from accel_callbacks.errors import nearest
 from accel_callbacks.offload.budgets import Device, get_max_memory
-from accel_callbacks.offload.planner import Plan, PlanError, plan
+from accel_callbacks.offload.planner import Plan, PlanError, offloaded_bytes, plan
 from accel_callbacks.offload.sizes import (
     AnyDtype,
     class_names,
@@ -135,13 +135,13 @@ def get_balanced_memory(
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(fast) - low_zero) + _margin(model, sizes, classes)
     weights = Weights.of_model(model, classes, dtype, special_dtypes)
-    best = _offloaded(weights, memory)
+    best = offloaded_bytes(weights, memory)
     limited = _limited(memory, fast, share, sizes[""], low_zero)
     low, high = share, max(share, sizes[""])
-    if _offloaded(weights, limited) > best:
+    if offloaded_bytes(weights, limited) > best:
         while low < high:  # the smallest share with which no more is offloaded
             middle = (low + high) // 2
-            if _offloaded(weights, _limited(memory, fast, middle, sizes[""], low_zero)) > best:
+            if offloaded_bytes(weights, _limited(memory, fast, middle, sizes[""], low_zero)) > best:
                 low = middle + 1
             else:
                 high = middle
@@ -174,13 +174,6 @@ def _limited(
         others = sum(limited[device] for device in fast[1:])
         limited[fast[0]] = min(max(0, total - others), memory[fast[0]])
     return limited
-
-
-def _offloaded(weights: Weights, memory: Mapping[Device, int]) -> int:
-    try:
-        return plan(weights, memory, "sequential", prefetch=0).offloaded
-    except PlanError as error:
-        return error.plan.weights.nbytes
 
 
 def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> dict[str, Device]:

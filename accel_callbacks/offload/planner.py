@@ -367,6 +367,22 @@ def plan(
     raise PlanError(_message(found, known), found)
 
 
+def offloaded_bytes(weights: Weights, budgets: Mapping[Device, int]) -> int:
+    """Return what a sequential plan without prefetch offloads; all bytes if there is none.
+
+    Example:
+        >>> from accel_callbacks.offload import Weights
+        >>> from accel_callbacks.offload.planner import offloaded_bytes
+        >>> weights = Weights.of_sizes({"a.w": 4, "b.w": 4})
+        >>> offloaded_bytes(weights, {0: 8}), offloaded_bytes(weights, {0: 7})
+        (0, 8)
+    """
+    known = budgets_of(budgets)
+    request = _request(weights, "sequential", 1, 0, 0, True)
+    placed = _place(request, known)
+    return _plan(request, known, placed).offloaded if placed.fits else weights.nbytes
+
+
 def _request(
     weights: Weights, policy: str, factor: int, activations: int, cache: int, keep_buffers: bool
 ) -> _Request:
