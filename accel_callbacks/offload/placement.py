@@ -166,8 +166,6 @@ def _fill(
         before = len(waiting)
         waiting = _gaps(items, sizes, here, waiting, where, left, factor)
         needed = max((items.windows[number] for number in waiting), default=0) if factor else 0
-        if needed > window:
-            return None
         left[0] += factor * (window - needed)
         if len(waiting) == before and needed == window:
             break

@@ -245,6 +245,20 @@ def test_a_device_map_shows_where_offloaded_units_run() -> None:
             assert not fast or found.execution_device in fast
 
 
+def test_where_the_first_device_has_no_room_but_the_window_the_host_holds_all() -> None:
+    """If the second held a block, its map would say that offloaded blocks run there."""
+    found = plan(blocks(4), {0: 25, 1: 15, "cpu": 100})
+    assert (counts(found), found.execution_device) == ({"cpu": 40}, 0)
+    moved_on = plan(blocks(6), {0: 15, 1: 35, "cpu": 100})
+    assert (counts(moved_on), moved_on.execution_device) == ({1: 10, "cpu": 50}, 1)
+
+
+def test_order_is_given_up_where_it_would_offload() -> None:
+    weights = Weights(tuple(Unit(f"b{n}", size) for n, size in enumerate([7, 7, 8, 8])))
+    found = plan(weights, {0: 15, 1: 15, "cpu": 100})
+    assert counts(found) == {0: 15, 1: 15}
+
+
 def test_reasons_have_figures() -> None:
     found = plan(blocks(5), {0: 39, "cpu": 35})
     assert found.explain("blocks.0") == "blocks.0: 10 B on 0: fits"

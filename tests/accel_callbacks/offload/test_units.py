@@ -85,12 +85,24 @@ def test_no_tensor_is_in_two_units_or_in_none() -> None:
         assert Weights.of_model(model, ["Whole"]).nbytes == total
 
 
+def test_each_name_of_a_tensor_is_a_unit() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.first = nn.Parameter(torch.ones(3))
+    model.second = model.first
+    units = {unit.name: unit for unit in Weights.of_model(model).units}
+    assert (units["first"].nbytes, units["second"].nbytes) == (12, 0)
+    assert units["first"].ties == units["second"].ties == ("first",)
+
+
 def test_headers_alone_give_the_units_of_the_model(tmp_path: Path) -> None:
     model = Language()
     checkpoint_io.save_model(model.state_dict(), tmp_path)
     stored, real = Weights.of_checkpoint(tmp_path), Weights.of_model(model)
     sizes = {unit.name: unit.nbytes for unit in real.units if unit.nbytes or unit.shared}
     assert {unit.name: unit.nbytes for unit in stored.units} == sizes
+    head = next(unit for unit in stored.units if unit.name == "head")
+    assert (head.parameters, head.shared) == (0, 60)
+    assert plan(stored, {0: 100, "cpu": 900}, prefetch=0).explain("head").count("tied to wte") == 1
     blocks = [unit.name for unit in stored.units if unit.is_block]
     assert blocks == [f"h.{number}" for number in range(11)]
     assert plan(stored, {"cpu": 300}, prefetch=0).device_map["head"] == "cpu"
