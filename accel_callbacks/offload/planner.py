@@ -274,6 +274,9 @@ class PlanError(ValueError):
         super().__init__(text)
         self.plan = plan
 
+    def __reduce__(self) -> tuple[type[PlanError], tuple[str, Plan]]:
+        return type(self), (str(self), self.plan)
+
 
 class _Request(NamedTuple):
     """What stays the same while budgets are tried."""

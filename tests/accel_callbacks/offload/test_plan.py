@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -288,6 +289,7 @@ def test_errors_say_what_is_missing() -> None:
     with pytest.raises(PlanError, match=r"at least 20 bytes \(20 B\) of cpu\.") as caught:
         plan(blocks(4), {"cpu": 15})
     assert caught.value.plan.short_by == {"cpu": 5}
+    assert copy.copy(caught.value).plan == caught.value.plan  # as between processes
     with pytest.raises(
         PlanError, match=r"at least 40 bytes \(40 B\) of cpu or 30 bytes .* of disk"
     ):
