@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from accel_callbacks.errors import nearest
-from accel_callbacks.offload.units import parts
+from accel_callbacks.offload.weights import parts
 
 __all__ = ["ESTIMATED_DTYPES", "MemoryEstimate", "ModelSizes", "TrainingMemory", "model_sizes"]
 

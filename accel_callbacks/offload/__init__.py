@@ -14,8 +14,8 @@ _HOME = {
     "DeviceUse": "planner",
     "Plan": "planner",
     "PlanError": "planner",
-    "Unit": "units",
-    "Weights": "units",
+    "Unit": "weights",
+    "Weights": "weights",
     "plan": "planner",
 }
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from accel_callbacks.offload.planner import Plan as Plan
     from accel_callbacks.offload.planner import PlanError as PlanError
     from accel_callbacks.offload.planner import plan as plan
-    from accel_callbacks.offload.units import Unit as Unit
-    from accel_callbacks.offload.units import Weights as Weights
+    from accel_callbacks.offload.weights import Unit as Unit
+    from accel_callbacks.offload.weights import Weights as Weights
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -18,7 +18,7 @@ from accel_callbacks.offload.sizes import (
     get_module_leaves,
     get_non_persistent_buffers,
 )
-from accel_callbacks.offload.units import Weights
+from accel_callbacks.offload.weights import Weights
 from accel_callbacks.warning import warn
 
 __all__ = [

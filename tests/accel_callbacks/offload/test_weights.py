@@ -12,7 +12,7 @@ from torch import nn
 
 import checkpoint_io
 from accel_callbacks.offload import Unit, Weights, plan
-from accel_callbacks.offload.units import parts
+from accel_callbacks.offload.weights import parts
 from tests.support.random_trees import case
 
 

@@ -69,7 +69,7 @@ def parts(
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.units import parts
+        >>> from accel_callbacks.offload.weights import parts
         >>> [part.name for part in parts(torch.nn.Sequential(torch.nn.Linear(1, 1)))]
         ['0']
     """
