@@ -175,6 +175,11 @@ def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> AbsentWeightErro
     absent = next(_absent_in((*args, *(kwargs or {}).values())))
     name, place = absent.weight_name, absent.weight_place
     called = getattr(func, "__name__", str(func))
+    if place.startswith("not in "):
+        return AbsentWeightError(
+            f"{name} is {place}, so it has no values, and {called}() needs them: load it from "
+            "elsewhere, or initialize it."
+        )
     if called in {"to", "cuda", "cpu", "half", "float", "bfloat16", "double", "type"}:
         return AbsentWeightError(
             f"{name} is {place}, so the model can neither be moved nor converted by "
