@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["AbsentWeight", "AbsentWeightError", "placeholder"]
+__all__ = ["ON_DISK", "AbsentWeight", "AbsentWeightError", "placeholder", "unwritable"]
+
+ON_DISK = "on disk"
 
 
 class AbsentWeightError(RuntimeError):
@@ -31,8 +34,8 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
         *(
             _getter(name)
             for name in (
-                *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "names"),
-                *("is_meta", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_sparse", "is_quantized"),
+                *("shape", "dtype", "layout", "ndim", "nbytes", "itemsize", "names"),
+                *("is_sparse", "is_quantized"),
                 *("is_leaf", "grad", "grad_fn", "requires_grad", "_version", "output_nr"),
                 *("is_nested", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
             )
@@ -43,7 +46,7 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
             for name in (
                 *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size"),
                 *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference"),
-                *("is_conj", "is_neg", "storage_offset", "__hash__", "__len__", "get_device"),
+                *("is_conj", "is_neg", "storage_offset", "__hash__", "__len__"),
                 *("is_shared", "is_pinned"),
             )
         ),
@@ -52,6 +55,16 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
         torch.numel,
     ]
 )
+# As of a tensor where its module runs: adapters are made there, and inputs are sent there.
+_OF_DEVICE: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
+    _getter("device"): lambda device: device,
+    _getter("is_meta"): lambda device: device.type == "meta",
+    _getter("is_cpu"): lambda device: device.type == "cpu",
+    _getter("is_cuda"): lambda device: device.type == "cuda",
+    _getter("is_xpu"): lambda device: device.type == "xpu",
+    _getter("is_mps"): lambda device: device.type == "mps",
+    torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+}
 _SAME = frozenset([torch.Tensor.detach, torch.Tensor.detach_, _getter("data")])
 _REQUIRES_GRAD = torch.Tensor.requires_grad_
 _SET_REQUIRES_GRAD = getattr(torch.Tensor.requires_grad, "__set__")  # noqa: B009
@@ -59,10 +72,11 @@ _SET_GRAD = getattr(torch.Tensor.grad, "__set__")  # noqa: B009
 
 
 class AbsentWeight(torch.Tensor):
-    """A weight that is not in memory: a tensor on the meta device that refuses to compute.
+    """A weight that is not in memory: a tensor without values, which refuses to compute.
 
-    A plain one would not do: on a CPU, products with tensors on the meta device are uninitialized
-    memory and no error. Shape, dtype and ``requires_grad`` are known, and freezing it is allowed.
+    One on the meta device would not do: on a CPU, products with it are uninitialized memory and no
+    error. Shape, dtype and ``requires_grad`` are known, freezing it is allowed, and its device is
+    that on which its module runs, since others put there what belongs to it.
 
     Example:
         >>> import torch
@@ -77,6 +91,9 @@ class AbsentWeight(torch.Tensor):
 
     weight_name: str
     weight_place: str
+    weight_device: torch.device
+    weight_fetch: Callable[[], torch.Tensor] | None
+    is_trained: bool  # requires_grad, without the detour over __torch_function__
 
     @classmethod
     def __torch_function__(
@@ -87,13 +104,17 @@ class AbsentWeight(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer questions about the tensor; raise for everything that needs its values."""
-        if func in _KNOWN or func is _SET_GRAD:
+        if func in _KNOWN or func == _SET_GRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _OF_DEVICE:
+            return _OF_DEVICE[func](args[0].weight_device)
         if func in _SAME:
             return args[0]
-        if func is _REQUIRES_GRAD or func is _SET_REQUIRES_GRAD:
+        if func in (_REQUIRES_GRAD, _SET_REQUIRES_GRAD):
             return _set_requires_grad(func, *args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:  # activations are computed again in backward
+            return func(*_fetched(args), **_fetched(kwargs or {}))
         raise _error(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -106,9 +127,11 @@ class AbsentWeight(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
         """Return another placeholder of the same weight; tied ones stay tied."""
         if id(self) not in memo:
-            memo[id(self)] = _rebuild(*self._parts())
-        copied: AbsentWeight = memo[id(self)]
-        return copied
+            copied = _rebuild(*self._parts())
+            copied.weight_fetch = copy.deepcopy(self.weight_fetch, memo)
+            memo[id(self)] = copied
+        found: AbsentWeight = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle name and shape, without values."""
@@ -122,25 +145,55 @@ class AbsentWeight(torch.Tensor):
             getattr(self, "_is_param", False),
             self.weight_name,
             self.weight_place,
+            self.weight_device,
+            self.weight_fetch,
         )
 
 
-def placeholder(like: torch.Tensor, name: str, place: str) -> AbsentWeight:
+def placeholder(
+    like: torch.Tensor,
+    name: str,
+    place: str,
+    device: torch.device | str = "meta",
+    fetch: Callable[[], torch.Tensor] | None = None,
+) -> AbsentWeight:
     """Return the tensor that stands for a weight while it is not in memory.
 
     Args:
         like: has its shape, dtype and ``requires_grad``; a parameter gives a parameter.
         name: of the weight, for errors.
         place: where the weight is, for errors: ``"on disk"``.
+        device: where its module runs.
+        fetch: returns the weight, for code that runs again in the backward pass, outside of its
+            module; a picklable object.
 
     Example:
         >>> import torch
         >>> from accel_callbacks.offload.placeholder import placeholder
-        >>> placeholder(torch.empty(2), "bias", "on disk").device
-        device(type='meta')
+        >>> placeholder(torch.empty(2), "bias", "on disk", "cpu").device
+        device(type='cpu')
     """
     parameter = isinstance(like, torch.nn.Parameter)
-    return _rebuild(tuple(like.shape), like.dtype, like.requires_grad, parameter, name, place)
+    kind = (tuple(like.shape), like.dtype, like.requires_grad, parameter)
+    return _rebuild(*kind, name, place, torch.device(device), fetch)
+
+
+def unwritable(model: torch.nn.Module) -> set[str]:
+    """Return the names in a model's state dict of weights that stay in files, and are not written.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.placeholder import unwritable
+        >>> unwritable(torch.nn.Linear(1, 1))
+        set()
+    """
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {
+        name for name, one in named if isinstance(one, AbsentWeight) and one.weight_place == ON_DISK
+    }
 
 
 def _rebuild(
@@ -150,13 +203,17 @@ def _rebuild(
     parameter: bool,
     name: str,
     place: str,
+    device: torch.device,
+    fetch: Callable[[], torch.Tensor] | None,
 ) -> AbsentWeight:
     made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentWeight)
-    made.weight_name, made.weight_place = name, place
+    made.weight_name, made.weight_place, made.weight_device = name, place, device
+    made.weight_fetch = fetch
     if parameter:
         made._is_param = True  # isinstance(..., torch.nn.Parameter) asks for it
     with torch._C.DisableTorchFunctionSubclass():
         made.requires_grad_(requires_grad)
+    made.is_trained = requires_grad
     return made
 
 
@@ -167,6 +224,7 @@ def _set_requires_grad(func: Callable[..., Any], weight: Any, value: bool = True
             "gradient would be lost: keep it resident, by a device for it in the device_map, or "
             "set requires_grad before the model is dispatched."
         )
+    weight.is_trained = value
     with torch._C.DisableTorchFunctionSubclass():
         return func(weight, value)
 
@@ -190,6 +248,19 @@ def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> AbsentWeightErro
         f"{name} is {place}, and only here while its module runs, but {called}() needs it: call "
         "the module, or use `with accel_callbacks.offload.onloaded(module):` around the code."
     )
+
+
+def _fetched(value: Any) -> Any:
+    """Return arguments with weights in place of the placeholders."""
+    if isinstance(value, AbsentWeight):
+        if value.weight_fetch is None or value.is_trained:
+            raise _error(_fetched, (value,), None)
+        return value.weight_fetch()
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_fetched, value))
+    if isinstance(value, dict):
+        return {key: _fetched(one) for key, one in value.items()}
+    return value
 
 
 def _absent_in(values: Any) -> Any:

@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_callbacks.offload.placeholder import AbsentWeightError, placeholder
+from accel_callbacks.offload.placeholder import (
+    ON_DISK,
+    AbsentWeight,
+    AbsentWeightError,
+    placeholder,
+)
 from accel_callbacks.offload.source import Reader, Reads, StoredWeights, plan_reads
 from accel_callbacks.offload.units import Slot, Unit
 from accel_callbacks.offload.window import Traffic, Window
+from accel_callbacks.warning import warn
 
 __all__ = ["Offload", "OffloadOptions", "UnitHook", "offload_hooks", "onloaded"]
 
@@ -43,8 +49,6 @@ class _Weight(NamedTuple):
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    is_parameter: bool
-    requires_grad: bool
 
     @property
     def nbytes(self) -> int:
@@ -160,18 +164,15 @@ class Offload:
         self._contents = [self._lay_out(unit) for unit in units]
         self._limit = _window_bytes(units, [one.nbytes for one in self._contents])
         self._window: Window | None = None
+        self._mapped: weakref.WeakValueDictionary[str, torch.Tensor]
+        self._mapped = weakref.WeakValueDictionary()
+        self._warned_of_casts = False
 
     def _lay_out(self, unit: Unit) -> _Contents:
         """Return where the weights of a unit are in its memory."""
         tensors = {name: slots[0].get() for name, slots in unit.slots.items()}
         wanted = {
-            name: _Weight(
-                0,
-                one.dtype,
-                tuple(one.shape),
-                isinstance(one, torch.nn.Parameter),
-                one.requires_grad,
-            )
+            name: _Weight(0, one.dtype, tuple(one.shape))
             for name, one in tensors.items()
             if one is not None and not self.is_direct(name)
         }
@@ -225,6 +226,26 @@ class Offload:
         """Bytes of buffers that are kept."""
         return self._limit
 
+    def warn_of_casts(self) -> None:
+        """Warn once if autocast makes copies of weights, which stay until the backward pass."""
+        kind = self.device.type
+        if self._warned_of_casts or not torch.is_autocast_enabled(kind):
+            return
+        self._warned_of_casts = True
+        fast = torch.get_autocast_dtype(kind)
+        found = [
+            name
+            for contents in self._contents
+            for name, weight in contents.weights.items()
+            if weight.dtype == torch.float32 and len(weight.shape) > 1
+        ]
+        if found:
+            warn(
+                f"{found[0]} and other offloaded weights are float32: autocast makes a copy of "
+                f"each in {fast}, which stays in memory until the backward pass. Dispatch the "
+                f"model with dtype={fast}, or checkpoint the activations of its blocks."
+            )
+
     def is_empty(self, unit: int) -> bool:
         """Return whether a unit needs no memory of the window."""
         return not self._contents[unit].weights
@@ -232,21 +253,29 @@ class Offload:
     def weights(self, unit: int, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights in a unit's memory."""
         for name, weight in self._contents[unit].weights.items():
-            value = weight.of(memory)
-            if weight.is_parameter:
-                value = torch.nn.Parameter(value, weight.requires_grad)
-                if weight.requires_grad and torch.is_grad_enabled():
-                    value.register_hook(_Refusal(name))  # type: ignore[no-untyped-call]
-            yield name, value
+            yield name, weight.of(memory)
+
+    def weight(self, unit: int, name: str) -> torch.Tensor:
+        """Return a weight where its module runs; its memory lasts as long as the tensor."""
+        weight = self._contents[unit].weights.get(name)
+        return self.held[name] if weight is None else self.window.view(unit, weight.of)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight where it is held, or as a view of its mapped file."""
         held = self.held.get(name)
-        return self.stored.mapped(name) if held is None else held
+        if held is None:
+            held = self._mapped.get(name)  # one tensor for all names of a tied weight
+        if held is None:
+            held = self._mapped[name] = self.stored.mapped(name)
+        return held
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the window: a copy has its own."""
-        return {**self.__dict__, "_window": None}
+        return {**self.__dict__, "_window": None, "_mapped": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._mapped = weakref.WeakValueDictionary()
 
 
 class _Progress:
@@ -305,6 +334,7 @@ class _Use:
             for index, unit in units:
                 self._put(index, unit)
             if torch.is_grad_enabled() and self._storages:
+                offload.warn_of_casts()
                 self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
                 hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 self._left.enter_context(hooks)
@@ -322,9 +352,10 @@ class _Use:
             self._versions.append((index, unit, memory, memory._version))
         for name, slots in unit.slots.items():
             value = values.get(name)
+            if value is None:
+                value = self._offload.tensor(name)
+            value = _in_place_of(slots[0].get(), name, value)
             for slot in slots:
-                if value is None:
-                    value = _held_as(slot.get(), self._offload.tensor(name))
                 stands = slot.get()
                 assert stands is not None
                 self._left.callback(slot.put, stands)
@@ -389,10 +420,27 @@ class _Saved(NamedTuple):
         return whole
 
 
-def _held_as(stands_for: torch.Tensor | None, held: torch.Tensor) -> torch.Tensor:
-    if isinstance(stands_for, torch.nn.Parameter):
-        return torch.nn.Parameter(held, stands_for.requires_grad)
-    return held
+@dataclass(frozen=True)
+class _Fetch:
+    """Fetches one weight outside of its module."""
+
+    offload: Offload
+    unit: int
+    name: str
+
+    def __call__(self) -> torch.Tensor:
+        return self.offload.weight(self.unit, self.name)
+
+
+def _in_place_of(stands: torch.Tensor | None, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as the parameter or buffer that a placeholder stands for."""
+    if not isinstance(stands, torch.nn.Parameter):
+        return weight
+    trained = stands.is_trained if isinstance(stands, AbsentWeight) else stands.requires_grad
+    parameter = torch.nn.Parameter(weight, trained)
+    if trained and torch.is_grad_enabled():
+        parameter.register_hook(_Refusal(name))  # type: ignore[no-untyped-call]
+    return parameter
 
 
 class UnitHook:
@@ -425,12 +473,14 @@ class UnitHook:
 
     def put_placeholders(self) -> None:
         """Put placeholders where the weights were."""
-        for _, unit in self.units:
+        for index, unit in self.units:
             for name, slots in unit.slots.items():
                 was = slots[0].get()
                 assert was is not None
-                where = "in host memory" if name in self.offload.held else "on disk"
-                stands = placeholder(was, name, where)
+                where = "in host memory" if name in self.offload.held else ON_DISK
+                stands = placeholder(
+                    was, name, where, self.offload.device, _Fetch(self.offload, index, name)
+                )
                 for slot in slots:
                     slot.put(stands)
 
@@ -452,6 +502,9 @@ class _StateHook:
     Args:
         hook: of the module that needs them.
     """
+
+    #: Names and shapes of the state are those of the tensors.
+    leaves_names = True
 
     def __init__(self, hook: UnitHook) -> None:
         self._hook = hook
@@ -479,6 +532,20 @@ def offload_hooks(model: torch.nn.Module) -> Iterator[UnitHook]:
         hook = vars(module).get("_offload_hook")
         if hook is not None:
             yield hook
+
+
+def held_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the offloaded weights of a model that are held in host memory, each once.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.residence import held_weights
+        >>> held_weights(torch.nn.Linear(1, 1))
+        []
+    """
+    offloads = {id(hook.offload): hook.offload for hook in offload_hooks(model)}
+    found = {id(one): one for offload in offloads.values() for one in offload.held.values()}
+    return list(found.values())
 
 
 @contextmanager
