@@ -10,6 +10,7 @@ import torch
 
 from accel_callbacks.data.device import send_to_device
 from accel_callbacks.offload.assignment import Assignment
+from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.utils.operations import find_device
 from accel_callbacks.warning import warn
 
@@ -154,7 +155,7 @@ class _Guard(partial):  # type: ignore[type-arg]
 
 def _move(model: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     target = _target(name, args, kwargs)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(isinstance(one, AbsentWeight) for one in (*model.parameters(), *model.buffers())):
         raise RuntimeError(
             "You can't move or convert a model that has some modules offloaded to cpu or disk: "
             "dispatch it again with another device_map, or give dtype= to "

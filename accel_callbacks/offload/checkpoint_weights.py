@@ -11,7 +11,7 @@ import torch
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.offload.assignment import Assigned, Assignment, Place, Weight, assign
 from accel_callbacks.offload.attachment import Stored, blocks, detach, note, stored_by_name
-from accel_callbacks.offload.placeholder import AbsentWeight, placeholder
+from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight, placeholder
 from accel_callbacks.offload.source import FileIdentity, StoredTensor
 from accel_callbacks.offload.spill import Spill
 from accel_callbacks.offload.units import cut_units
@@ -71,7 +71,7 @@ def load_spread(
     for one in (*assignment.resident, *assignment.held):
         weight, device = one.weight, one.device if one.place == "resident" else torch.device("cpu")
         if weight.name not in found:
-            _mark_missing(weight, checkpoint)
+            _mark_missing(one, checkpoint)
             continue
         if isinstance(weight.tensor, AbsentWeight):
             weight.put(_meta(weight.tensor, weight.tensor.dtype))
@@ -88,9 +88,10 @@ def load_spread(
     for one in assignment.on_disk:
         if one.weight.name in stored:
             weight, dtype = one.weight, _dtype(one.weight, dtype_of)
-            weight.put(placeholder(_meta(weight.tensor, dtype), weight.name, "on disk"))
+            like = _meta(weight.tensor, dtype)
+            weight.put(placeholder(like, weight.name, ON_DISK, one.device))
         else:
-            _mark_missing(one.weight, checkpoint)
+            _mark_missing(one, checkpoint)
     known = {
         name: stored[one.weight.name] for one, _ in on_disk.values() for name in one.weight.names
     }
@@ -111,10 +112,11 @@ def _meta(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def _mark_missing(weight: Weight, checkpoint: str | os.PathLike[str]) -> None:
+def _mark_missing(one: Assigned, checkpoint: str | os.PathLike[str]) -> None:
     """Put a placeholder for a weight that has no values, neither here nor in the checkpoint."""
-    if weight.persistent and weight.tensor.is_meta:
-        weight.put(placeholder(weight.tensor, weight.name, f"not in {os.fspath(checkpoint)}"))
+    weight, where = one.weight, f"not in {os.fspath(checkpoint)}"
+    if weight.persistent and (isinstance(weight.tensor, AbsentWeight) or weight.tensor.is_meta):
+        weight.put(placeholder(weight.tensor, weight.name, where, one.device))
 
 
 def _match(assignment: Assignment, source: Any, strict: bool) -> dict[str, str]:
