@@ -32,6 +32,7 @@ from accel_callbacks.offload.checkpoint_weights import load_spread
 from accel_callbacks.offload.offload_index import Index, stored_in_index
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import DEFAULTS, OffloadOptions
+from accel_callbacks.offload.source import StoredWeights
 from accel_callbacks.offload.spill import spill
 
 __all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"]
@@ -171,13 +172,13 @@ def _planned(
     offload_buffers: bool,
 ) -> Mapping[str, Place]:
     """Return the device map by a policy."""
-    from accel_callbacks.offload.device_map import get_balanced_memory, infer_auto_device_map
-
     if policy not in _POLICIES:
         raise ValueError(
             f"device_map={policy!r} is no policy: use {', '.join(map(repr, _POLICIES))}, or a "
             'mapping such as {"": "cpu"}.'
         )
+    from accel_callbacks.offload.device_map import get_balanced_memory, infer_auto_device_map
+
     if policy != "sequential":
         max_memory = get_balanced_memory(
             model,
@@ -257,12 +258,8 @@ def dispatch_model(
     """
     inner = original(model)
     assignment = assign(inner, device_map, main_device, offload_buffers, keep_trainable)
-    # An index that is given counts more than values in memory.
-    indexed = stored_in_index(offload_index, offload_dir) if offload_index is not None else None
-    lazily = (
-        (lambda: indexed) if indexed is not None else (lambda: stored_in_index(None, offload_dir))
-    )
-    known = _Known(inner, indexed, lazily)
+    given = None if offload_index is None else stored_in_index(offload_index, offload_dir)
+    known = _Known(inner, assignment.weights, given, offload_dir)
     resident = not assignment.held and not assignment.on_disk
     absent = any(known.is_absent(one) for one in assignment.weights)
     if resident and not assignment.several and not force_hooks and not absent:
@@ -402,9 +399,9 @@ def _offload_all(
     folder: Path | None,
 ) -> Model:
     inner = original(model)
-    known = _Known(inner, None, lambda: stored_in_index(None, folder))
     device = _device_of(inner) if execution_device is None else as_device(execution_device)
     assignment = assign_all(inner, place, device, offload_buffers, keep_trainable)
+    known = _Known(inner, assignment.weights, None, folder)
     _spread(
         inner,
         assignment,
@@ -431,15 +428,31 @@ class _Known:
 
     Args:
         model: the model.
+        weights: where its weights go.
         given: an index of the caller's, which counts more than values in memory.
-        index: returns the index of the folder.
+        folder: of which the index counts for weights without values.
     """
 
-    def __init__(self, model: torch.nn.Module, given: Any, index: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        weights: Sequence[Assigned],
+        given: StoredWeights | None,
+        folder: Path | None,
+    ) -> None:
         self._origins = origins(model)
         self._given = given
-        self._index = index
-        self._read = given
+        self._indexed = given
+        lost = [one for one in weights if self.is_absent(one) and not self._is_known(one)]
+        if given is None and lost:
+            self._indexed = stored_in_index(None, folder)
+        #: Then it is this model's, and has its buffers, which are built with other values.
+        self._serves = self._indexed is not None and any(
+            self._in(self._indexed, one.weight) is not None for one in lost
+        )
+
+    def _is_known(self, one: Assigned) -> bool:
+        return id(one.weight.tensor) in self._origins
 
     def is_absent(self, one: Assigned) -> bool:
         """Return whether a weight has no values in memory."""
@@ -451,16 +464,16 @@ class _Known:
         weight = one.weight
         if (found := self._origins.get(id(weight.tensor))) is not None:
             return found
-        if self._given is not None and one.place == "disk":
-            return self._in(self._given, weight)
-        if not self.is_absent(one):
+        if self._indexed is None:
             return None
-        if self._read is None:
-            self._read = self._index()
-        return None if self._read is None else self._in(self._read, weight)
+        asked = self._given is not None and one.place == "disk"
+        buffer = self._serves and not weight.is_parameter and weight.persistent
+        if asked or buffer or self.is_absent(one):
+            return self._in(self._indexed, weight)
+        return None
 
     @staticmethod
-    def _in(index: Any, weight: Weight) -> Stored | None:
+    def _in(index: StoredWeights, weight: Weight) -> Stored | None:
         for name in weight.names:
             if (tensor := index.tensors.get(name)) is not None:
                 return Stored(tensor, index.identities[tensor.path])

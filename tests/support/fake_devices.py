@@ -36,9 +36,7 @@ class FakeDeviceTensor(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
