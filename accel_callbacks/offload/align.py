@@ -114,14 +114,12 @@ def align(
         return below[id(module)]
 
     def visit(module: torch.nn.Module) -> None:
+        # Modules in a part that is on one device too: who calls them may be elsewhere.
         if _ATTRIBUTE in vars(module):  # a module with two names
             return
-        devices = below[id(module)]
-        if len(devices) == 1:
-            AlignHook(next(iter(devices)), False, skipped).attach(module)
-            return
-        if id(module) in own:
-            AlignHook(own[id(module)][0], False, skipped).attach(module)
+        if len(below[id(module)]) == 1 or id(module) in own:
+            device = next(iter(own.get(id(module), below[id(module)])))
+            AlignHook(device, False, skipped).attach(module)
         for child in module.children():
             visit(child)
 
