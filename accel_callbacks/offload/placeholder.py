@@ -46,7 +46,6 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
                 *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size"),
                 *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference"),
                 *("is_conj", "is_neg", "storage_offset", "__hash__", "__len__", "get_device"),
-                *("is_shared", "is_pinned"),
             )
         ),
         torch.is_floating_point,
@@ -54,7 +53,8 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
         torch.numel,
     ]
 )
-_SAME = frozenset([torch.Tensor.detach, torch.Tensor.detach_, _getter("data")])
+_NOT_SHARED = frozenset([torch.Tensor.is_shared, torch.Tensor.is_pinned])
+_DETACHED = frozenset([torch.Tensor.detach, _getter("data")])
 _REQUIRES_GRAD = torch.Tensor.requires_grad_
 _SET_REQUIRES_GRAD = getattr(torch.Tensor.requires_grad, "__set__")  # noqa: B009
 _SET_GRAD = getattr(torch.Tensor.grad, "__set__")  # noqa: B009
@@ -80,6 +80,7 @@ class AbsentWeight(torch.Tensor):
     weight_name: str
     weight_place: str
     is_trained: bool  # requires_grad, without the detour over __torch_function__
+    bring: Callable[[], torch.Tensor] | None = None  # fetches the weight, in a backward pass only
 
     @classmethod
     def __torch_function__(
@@ -93,10 +94,25 @@ class AbsentWeight(torch.Tensor):
         if func in _KNOWN or func == _SET_GRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func in _SAME:
-            return args[0]
+        if func in _NOT_SHARED:
+            return False
+        if func in _DETACHED:
+            return args[0]._detached()
         if func in (_REQUIRES_GRAD, _SET_REQUIRES_GRAD):
             return _set_requires_grad(func, *args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:
+            return _recomputed(func, args, kwargs or {})
+        raise _error(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Raise for operators that are called past ``__torch_function__``, as from C++."""
         raise _error(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -116,6 +132,12 @@ class AbsentWeight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle name and shape, without values."""
         return _rebuild, self._parts()
+
+    def _detached(self) -> AbsentWeight:
+        shape, dtype, _, _, name, place = self._parts()
+        made = _rebuild(shape, dtype, False, False, name, place)
+        made.bring = self.bring
+        return made
 
     def _parts(self) -> tuple[Any, ...]:
         return (
@@ -208,6 +230,35 @@ def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> AbsentWeightErro
         f"{name} is {place}, and only here while its module runs, but {called}() needs it: call "
         "the module, or use `with accel_callbacks.offload.onloaded(module):` around the code."
     )
+
+
+def _recomputed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compute with fetched weights: activation checkpointing runs parts of a unit once more."""
+    fetched: dict[int, tuple[AbsentWeight, torch.Tensor]] = {}
+
+    def weight(value: Any) -> Any:
+        if isinstance(value, AbsentWeight):
+            if value.bring is None or value.is_trained:
+                raise _error(func, args, kwargs)
+            if id(value) not in fetched:
+                fetched[id(value)] = value, value.bring()
+            return fetched[id(value)][1]
+        if type(value) in (tuple, list):
+            return type(value)(weight(one) for one in value)
+        return value
+
+    new = [weight(one) for one in args]
+    options = {name: weight(one) for name, one in kwargs.items()}
+    versions = [one._version for _, one in fetched.values()]
+    result = func(*new, **options)
+    for (absent, one), version in zip(fetched.values(), versions, strict=True):
+        if one._version != version:
+            raise AbsentWeightError(
+                f"{absent.weight_name} is {absent.weight_place} and was changed in place while it "
+                "was in memory, and the change would be lost: keep it resident, by a device in "
+                "the device_map."
+            )
+    return result
 
 
 def _absent_in(values: Any) -> Any:
