@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -33,8 +34,8 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
         *(
             _getter(name)
             for name in (
-                *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "names"),
-                *("is_meta", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_sparse", "is_quantized"),
+                *("shape", "dtype", "layout", "ndim", "nbytes", "itemsize", "names"),
+                *("is_sparse", "is_quantized"),
                 *("is_leaf", "grad", "grad_fn", "requires_grad", "_version", "output_nr"),
                 *("is_nested", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
             )
@@ -45,7 +46,7 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
             for name in (
                 *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size"),
                 *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference"),
-                *("is_conj", "is_neg", "storage_offset", "__hash__", "__len__", "get_device"),
+                *("is_conj", "is_neg", "storage_offset", "__hash__", "__len__"),
             )
         ),
         torch.is_floating_point,
@@ -53,6 +54,16 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
         torch.numel,
     ]
 )
+# As of a tensor where its module runs: adapters are made there, and inputs are sent there.
+_OF_DEVICE: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
+    _getter("device"): lambda device: device,
+    _getter("is_meta"): lambda device: device.type == "meta",
+    _getter("is_cpu"): lambda device: device.type == "cpu",
+    _getter("is_cuda"): lambda device: device.type == "cuda",
+    _getter("is_xpu"): lambda device: device.type == "xpu",
+    _getter("is_mps"): lambda device: device.type == "mps",
+    torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+}
 _NOT_SHARED = frozenset([torch.Tensor.is_shared, torch.Tensor.is_pinned])
 _DETACHED = frozenset([torch.Tensor.detach, _getter("data")])
 _REQUIRES_GRAD = torch.Tensor.requires_grad_
@@ -61,10 +72,11 @@ _SET_GRAD = getattr(torch.Tensor.grad, "__set__")  # noqa: B009
 
 
 class AbsentWeight(torch.Tensor):
-    """A weight that is not in memory: a tensor on the meta device that refuses to compute.
+    """A weight that is not in memory: a tensor without values, which refuses to compute.
 
-    A plain one would not do: on a CPU, products with tensors on the meta device are uninitialized
-    memory and no error. Shape, dtype and ``requires_grad`` are known, and freezing it is allowed.
+    One on the meta device would not do: on a CPU, products with it are uninitialized memory and no
+    error. Shape, dtype and ``requires_grad`` are known, freezing it is allowed, and its device is
+    that on which its module runs, since others put there what belongs to it.
 
     Example:
         >>> import torch
@@ -79,8 +91,9 @@ class AbsentWeight(torch.Tensor):
 
     weight_name: str
     weight_place: str
+    weight_device: torch.device
+    weight_fetch: Callable[[], torch.Tensor] | None
     is_trained: bool  # requires_grad, without the detour over __torch_function__
-    bring: Callable[[], torch.Tensor] | None = None  # fetches the weight, in a backward pass only
 
     @classmethod
     def __torch_function__(
@@ -94,13 +107,15 @@ class AbsentWeight(torch.Tensor):
         if func in _KNOWN or func == _SET_GRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _OF_DEVICE:
+            return _OF_DEVICE[func](args[0].weight_device)
         if func in _NOT_SHARED:
             return False
         if func in _DETACHED:
             return args[0]._detached()
         if func in (_REQUIRES_GRAD, _SET_REQUIRES_GRAD):
             return _set_requires_grad(func, *args, **(kwargs or {}))
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:  # activations are computed again in backward
             return _recomputed(func, args, kwargs or {})
         raise _error(func, args, kwargs)
 
@@ -125,19 +140,19 @@ class AbsentWeight(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
         """Return another placeholder of the same weight; tied ones stay tied."""
         if id(self) not in memo:
-            memo[id(self)] = _rebuild(*self._parts())
-        copied: AbsentWeight = memo[id(self)]
-        return copied
+            copied = _rebuild(*self._parts())
+            copied.weight_fetch = copy.deepcopy(self.weight_fetch, memo)
+            memo[id(self)] = copied
+        found: AbsentWeight = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle name and shape, without values."""
         return _rebuild, self._parts()
 
     def _detached(self) -> AbsentWeight:
-        shape, dtype, _, _, name, place = self._parts()
-        made = _rebuild(shape, dtype, False, False, name, place)
-        made.bring = self.bring
-        return made
+        shape, dtype, _, _, *rest = self._parts()
+        return _rebuild(shape, dtype, False, False, *rest)
 
     def _parts(self) -> tuple[Any, ...]:
         return (
@@ -147,25 +162,37 @@ class AbsentWeight(torch.Tensor):
             getattr(self, "_is_param", False),
             self.weight_name,
             self.weight_place,
+            self.weight_device,
+            self.weight_fetch,
         )
 
 
-def placeholder(like: torch.Tensor, name: str, place: str) -> AbsentWeight:
+def placeholder(
+    like: torch.Tensor,
+    name: str,
+    place: str,
+    device: torch.device | str = "meta",
+    fetch: Callable[[], torch.Tensor] | None = None,
+) -> AbsentWeight:
     """Return the tensor that stands for a weight while it is not in memory.
 
     Args:
         like: has its shape, dtype and ``requires_grad``; a parameter gives a parameter.
         name: of the weight, for errors.
         place: where the weight is, for errors: ``"on disk"``.
+        device: where its module runs.
+        fetch: returns the weight, for code that runs again in the backward pass, outside of its
+            module; a picklable object.
 
     Example:
         >>> import torch
         >>> from accel_callbacks.offload.placeholder import placeholder
-        >>> placeholder(torch.empty(2), "bias", "on disk").device
-        device(type='meta')
+        >>> placeholder(torch.empty(2), "bias", "on disk", "cpu").device
+        device(type='cpu')
     """
     parameter = isinstance(like, torch.nn.Parameter)
-    return _rebuild(tuple(like.shape), like.dtype, like.requires_grad, parameter, name, place)
+    kind = (tuple(like.shape), like.dtype, like.requires_grad, parameter)
+    return _rebuild(*kind, name, place, torch.device(device), fetch)
 
 
 def unwritable(model: torch.nn.Module) -> set[str]:
@@ -193,9 +220,12 @@ def _rebuild(
     parameter: bool,
     name: str,
     place: str,
+    device: torch.device,
+    fetch: Callable[[], torch.Tensor] | None,
 ) -> AbsentWeight:
     made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentWeight)
-    made.weight_name, made.weight_place = name, place
+    made.weight_name, made.weight_place, made.weight_device = name, place, device
+    made.weight_fetch = fetch
     if parameter:
         made._is_param = True  # isinstance(..., torch.nn.Parameter) asks for it
     with torch._C.DisableTorchFunctionSubclass():
@@ -233,26 +263,24 @@ def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> AbsentWeightErro
 
 
 def _recomputed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compute with fetched weights: activation checkpointing runs parts of a unit once more."""
-    fetched: dict[int, tuple[AbsentWeight, torch.Tensor]] = {}
+    """Compute with fetched weights."""
+    fetched: dict[int, tuple[AbsentWeight, torch.Tensor, int]] = {}
 
-    def weight(value: Any) -> Any:
+    def real(value: Any) -> Any:
         if isinstance(value, AbsentWeight):
-            if value.bring is None or value.is_trained:
-                raise _error(func, args, kwargs)
+            if value.weight_fetch is None or value.is_trained:
+                raise _error(func, (value,), None)
             if id(value) not in fetched:
-                fetched[id(value)] = value, value.bring()
+                weight = value.weight_fetch()
+                fetched[id(value)] = value, weight, weight._version
             return fetched[id(value)][1]
         if type(value) in (tuple, list):
-            return type(value)(weight(one) for one in value)
+            return type(value)(map(real, value))
         return value
 
-    new = [weight(one) for one in args]
-    options = {name: weight(one) for name, one in kwargs.items()}
-    versions = [one._version for _, one in fetched.values()]
-    result = func(*new, **options)
-    for (absent, one), version in zip(fetched.values(), versions, strict=True):
-        if one._version != version:
+    result = func(*real(tuple(args)), **{name: real(one) for name, one in kwargs.items()})
+    for absent, weight, version in fetched.values():
+        if weight._version != version:
             raise AbsentWeightError(
                 f"{absent.weight_name} is {absent.weight_place} and was changed in place while it "
                 "was in memory, and the change would be lost: keep it resident, by a device in "

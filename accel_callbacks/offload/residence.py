@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from accel_callbacks.offload.placeholder import (
 from accel_callbacks.offload.source import StoredWeights
 from accel_callbacks.offload.units import Slot, Unit
 from accel_callbacks.offload.window import Traffic, Window, forks
+from accel_callbacks.warning import warn
 
 __all__ = [
     "Offload",
@@ -63,21 +65,15 @@ class _Present:
         self.memory = memory
         self.values: dict[str, torch.Tensor] = {}
         self.versions: list[tuple[torch.Tensor, int]] = []
-        self.contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.uses = 0
 
-    def watch(self, tensor: torch.Tensor, is_buffer: bool) -> None:
+    def watch(self, tensor: torch.Tensor) -> None:
         """Note how a tensor is now."""
         self.versions.append((tensor, tensor._version))
-        if is_buffer and torch.is_inference_mode_enabled():  # which counts no versions
-            self.contents.append((tensor, tensor.clone()))
 
     def is_changed(self) -> bool:
         """Return whether a tensor has been changed in place since."""
-        return any(one._version != version for one, version in self.versions) or any(
-            not torch.equal(one.view(torch.uint8), was.view(torch.uint8))
-            for one, was in self.contents
-        )
+        return any(one._version != version for one, version in self.versions)
 
 
 class Offload:
@@ -123,6 +119,7 @@ class Offload:
             if (one := slots[0].get()) is not None
         }
         self._limit = _window_bytes(units, [one.nbytes for one in self._contents])
+        self._warned_of_casts = False
         self._begin()
 
     def _begin(self) -> None:
@@ -209,6 +206,26 @@ class Offload:
         """Bytes of the offloaded weights in files."""
         return sum(one.stored_bytes for one in self._contents)
 
+    def warn_of_casts(self) -> None:
+        """Warn once if autocast makes copies of weights, which stay until the backward pass."""
+        kind = self.device.type
+        if self._warned_of_casts or not torch.is_autocast_enabled(kind):
+            return
+        self._warned_of_casts = True
+        fast = torch.get_autocast_dtype(kind)
+        found = [
+            name
+            for contents in self._contents
+            for name, weight in contents.weights.items()
+            if weight.dtype == torch.float32 and len(weight.shape) > 1
+        ]
+        if found:
+            warn(
+                f"{found[0]} and other offloaded weights are float32: autocast makes a copy of "
+                f"each in {fast}, which stays in memory until the backward pass. Dispatch the "
+                f"model with dtype={fast}, or checkpoint the activations of its blocks."
+            )
+
     def enter(self, index: int, unit: Unit) -> torch.Tensor | None:
         """Put a unit into its slots; return its memory in the window.
 
@@ -248,6 +265,12 @@ class Offload:
                 self.window.discard(index)
         return changed
 
+    def present(self, index: int) -> list[torch.Tensor]:
+        """Return the weights of a unit that are in their slots now."""
+        with self._lock:
+            found = self._present.get(index)
+            return [] if found is None else list(found.values.values())
+
     def _put(self, index: int, unit: Unit, memory: torch.Tensor | None) -> _Present:
         present = _Present(memory)
         weights = self._contents[index].weights
@@ -255,14 +278,12 @@ class Offload:
         with torch._C._DisableFuncTorch(), torch.inference_mode(False):
             for name, slots in unit.slots.items():
                 stands = unit.placeholders[name]
-                if stands.bring is None:
-                    stands.bring = _Bring(self, index, name)  # type: ignore[assignment]
                 weight = weights.get(name)
                 if weight is not None and memory is not None:
                     value = weight.of(memory)
                 else:
                     value = self.held[name].detach()
-                present.watch(value, not isinstance(stands, torch.nn.Parameter))
+                present.watch(value)
                 value = present.values[name] = _in_place_of(stands, value)
                 for slot in slots:
                     # Not where somebody has put another tensor, as torch.func.functional_call does.
@@ -351,8 +372,9 @@ class _Progress:
             self.window.progress(count)
 
 
-class _Bring(NamedTuple):
-    """Fetches one weight, for activations that are computed once more in the backward pass."""
+@dataclass(frozen=True)
+class _Fetch:
+    """Fetches one weight outside of its module."""
 
     offload: Offload
     unit: int
@@ -418,6 +440,7 @@ class _Use:
                 if memory is not None:
                     self._storages[memory.untyped_storage()._cdata] = index
             if self._storages and torch.is_grad_enabled() and _may_pack():
+                offload.warn_of_casts()
                 self._outer = _outer_hooks()
                 self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 self._hooks.__enter__()
@@ -537,6 +560,7 @@ class UnitHook:
         _skip_frames(UnitHook.call, UnitHook.run, UnitHook._end, _Compiled.__call__)
         self.module = module
         self.put_placeholders()
+        self._handles.append(_Handle(self))
         own = vars(module)
         own["_offload_hook"], own["_call_impl"], own["compile"] = self, self.call, self.compile
         if module._compiled_call_impl is not None:
@@ -556,6 +580,9 @@ class UnitHook:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def leave(self) -> None:
+        """Let calls of the module find its slots as they are."""
         for name in ("_offload_hook", "_call_impl", "compile"):
             vars(self.module).pop(name, None)
         compiled: Any = self.module._compiled_call_impl
@@ -568,13 +595,16 @@ class UnitHook:
 
     def put_placeholders(self) -> None:
         """Put placeholders where the weights were."""
-        for _, unit in self.units:
+        for index, unit in self.units:
             for name, slots in unit.slots.items():
                 if name not in unit.placeholders:
                     was = slots[0].get()
                     assert was is not None
                     where = _IN_HOST_MEMORY if name in self.offload.held else ON_DISK
-                    unit.placeholders[name] = placeholder(was, name, where)
+                    fetch = _Fetch(self.offload, index, name)
+                    unit.placeholders[name] = placeholder(
+                        was, name, where, self.offload.device, fetch
+                    )
                 for slot in slots:
                     slot.put(unit.placeholders[name])
 
@@ -626,6 +656,16 @@ class UnitHook:
         _function._torchdynamo_disable = True
         _function._torchdynamo_disable_msg = "offloaded weights are fetched"
     del _function
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """Ends a hook's hold of calls, as the handles of torch's hooks do."""
+
+    hook: UnitHook
+
+    def remove(self) -> None:
+        self.hook.leave()
 
 
 class _Compiled:
