@@ -17,7 +17,7 @@ from accel_callbacks.warning import warn
 __all__ = ["AlignHook", "align", "guard_moves", "unalign"]
 
 _ATTRIBUTE = "_align_hook"
-_MOVES = ("to", "cuda", "xpu", "npu", "cpu", "half", "float", "double", "bfloat16")
+_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")  # those that Accelerate guards
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
@@ -155,10 +155,9 @@ def _move(model: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     target = _target(name, args, kwargs)
     if any(isinstance(one, AbsentWeight) for one in (*model.parameters(), *model.buffers())):
         raise RuntimeError(
-            "You can't move or convert a model that has some modules offloaded to cpu or disk: "
-            "dispatch it again with another device_map, or give dtype= to "
-            "load_checkpoint_and_dispatch. accel_callbacks.utils.remove_hook_from_submodules(model)"
-            " brings its weights back."
+            "You can't move a model that has some modules offloaded to cpu or disk: dispatch it "
+            "again with another device_map, or give dtype= to load_checkpoint_and_dispatch. "
+            "accel_callbacks.utils.remove_hook_from_submodules(model) brings its weights back."
         )
     if target:
         warn(
@@ -170,6 +169,4 @@ def _move(model: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
 
 def _target(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call moves to a device."""
-    if name in ("half", "float", "double", "bfloat16"):
-        return False
     return name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None

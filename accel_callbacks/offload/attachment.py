@@ -7,15 +7,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from accel_callbacks.offload.residence import (
-    DEFAULTS,
-    Offload,
-    OffloadOptions,
-    UnitHook,
-    offload_hooks,
-)
+from accel_callbacks.offload import residence
+from accel_callbacks.offload.residence import DEFAULTS, Offload, OffloadOptions, offload_hooks
 from accel_callbacks.offload.source import FileIdentity, StoredTensor, StoredWeights
-from accel_callbacks.offload.units import Unit, blocks_of, cut_units
+from accel_callbacks.offload.units import blocks_of, cut_units
 
 __all__ = ["Origin", "Stored", "attach", "blocks", "detach", "origins", "stored_by_name"]
 
@@ -79,12 +74,7 @@ def attach(
     """
     units = cut_units(model, set(offloaded).__contains__, blocks(model, block_classes))
     offload = Offload(units, main, stored, held, options)
-    needed: dict[int, tuple[torch.nn.Module, list[tuple[int, Unit]]]] = {}
-    for index, unit in enumerate(units):
-        for module in unit.triggers:
-            needed.setdefault(id(module), (module, []))[1].append((index, unit))
-    for module, own in needed.values():
-        UnitHook(offload, own).attach(module)
+    residence.attach(model, offload, units)
     return offload
 
 
@@ -96,8 +86,7 @@ def origins(model: torch.nn.Module) -> dict[int, Origin]:
     found: dict[int, Origin] = {}
     for hook in offload_hooks(model):
         for _, unit in hook.units:
-            for name, slots in unit.slots.items():
-                stands = slots[0].get()
+            for name, stands in unit.placeholders.items():
                 held = hook.offload.held.get(name)
                 if held is not None:
                     found[id(stands)] = held
@@ -125,11 +114,11 @@ def note(model: torch.nn.Module, stored: StoredWeights) -> None:
 def detach(model: torch.nn.Module) -> None:
     """Remove the hooks that bring weights, and leave the placeholders."""
     vars(model).pop(_NOTED, None)
+    for hook in list(offload_hooks(model)):
+        hook.detach()
     for module in model.modules():
-        hook = vars(module).pop("_offload_hook", None)
-        if hook is not None:
-            for handle in hook._handles:
-                handle.remove()
+        if (guard := vars(module).get("_offload_guard")) is not None:
+            guard.off()
 
 
 def stored_by_name(found: Mapping[str, Stored]) -> StoredWeights:

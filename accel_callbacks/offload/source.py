@@ -76,7 +76,7 @@ class FileIdentity(NamedTuple):
     Args:
         size: in bytes.
         modified: nanoseconds.
-        head: a digest of its first bytes, the header of a safetensors file.
+        head: a digest of its first bytes, the header of a safetensors file; empty of other files.
     """
 
     size: int
@@ -499,7 +499,9 @@ class Reader:
     def _check_head(self, path: str) -> None:
         """Raise WeightReadError if a file has another header, whatever its size and time are."""
         was = self._weights.identities.get(path)
-        if was is not None and self._retried(lambda: FileIdentity.of(path)).head != was.head:
+        if was is None or not was.head:
+            return
+        if self._retried(lambda: FileIdentity.of(path)).head != was.head:
             raise WeightReadError(
                 f"{path} has changed since the model was dispatched: its header is another one. "
                 "Dispatch the model again."
