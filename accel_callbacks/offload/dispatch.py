@@ -25,6 +25,7 @@ from accel_callbacks.offload.attachment import (
     Stored,
     attach,
     detach,
+    noted_origin,
     origins,
     stored_by_name,
 )
@@ -34,6 +35,7 @@ from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import DEFAULTS, OffloadOptions
 from accel_callbacks.offload.source import StoredWeights
 from accel_callbacks.offload.spill import spill
+from accel_callbacks.offload.views import put_views, remove_views
 
 __all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"]
 
@@ -280,6 +282,7 @@ def dispatch_model(
         if hooked:
             align(inner, assignment, skip_keys)
             guard_moves(inner)
+            put_views(inner, assignment.main, offload_buffers)
     vars(inner)["hf_device_map"] = dict(device_map)
     return model
 
@@ -413,6 +416,7 @@ def _offload_all(
     )
     align(inner, assignment)
     guard_moves(inner)
+    put_views(inner, device, offload_buffers)
     return model
 
 
@@ -465,7 +469,7 @@ class _Known:
         if (found := self._origins.get(id(weight.tensor))) is not None:
             return found
         if self._indexed is None:
-            return None
+            return noted_origin(weight.tensor) if one.place == "disk" else None
         asked = self._given is not None and one.place == "disk"
         buffer = self._serves and not weight.is_parameter and weight.persistent
         if asked or buffer or self.is_absent(one):
@@ -553,6 +557,7 @@ def _spread(
 
 def _release(model: torch.nn.Module) -> None:
     """Remove the hooks of an earlier dispatch, and leave placeholders."""
+    remove_views(model)
     detach(model)
     unalign(model)
     vars(model).pop("hf_device_map", None)
