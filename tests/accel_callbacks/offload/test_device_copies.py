@@ -77,8 +77,7 @@ def test_a_copy_is_behind_what_used_the_memory_and_before_what_uses_it(device):
     # ... and the copy of 2, to the memory of 0, behind an event after the computation with 0.
     marks = [n for kind, name, n in filter(of("record"), log) if name == "compute"]
     waits = [n for kind, name, n in filter(of("wait"), log) if name == "copy"]
-    assert marks == sorted(waits)
-    assert len(marks) >= 3
+    assert set(marks[:3]) <= set(waits) <= set(marks)
     assert log.index(("record", "compute", marks[2])) > log.index(("compute", 0))
 
 
