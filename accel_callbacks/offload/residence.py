@@ -274,7 +274,9 @@ class Offload:
     def _put(self, index: int, unit: Unit, memory: torch.Tensor | None) -> _Present:
         present = _Present(memory)
         weights = self._contents[index].weights
-        # Weights are plain tensors for torch.func too.
+        if memory is not None:
+            present.watch(memory)  # its views have its version
+        # Weights are plain tensors for torch.func and outside of inference mode too.
         with torch._C._DisableFuncTorch(), torch.inference_mode(False):
             for name, slots in unit.slots.items():
                 stands = unit.placeholders[name]
@@ -283,7 +285,7 @@ class Offload:
                     value = weight.of(memory)
                 else:
                     value = self.held[name].detach()
-                present.watch(value)
+                    present.watch(value)
                 value = present.values[name] = _in_place_of(stands, value)
                 for slot in slots:
                     # Not where somebody has put another tensor, as torch.func.functional_call does.
@@ -399,7 +401,7 @@ class _Refusal(NamedTuple):
 
 def _in_place_of(stands: AbsentWeight, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as the parameter or buffer that a placeholder stands for."""
-    if not isinstance(stands, torch.nn.Parameter):
+    if not vars(stands).get("_is_param", False):  # isinstance takes longer
         return weight
     parameter = torch.nn.Parameter(weight, stands.is_trained)
     if stands.is_trained:
