@@ -31,7 +31,10 @@ BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```$", re.M 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 REFERENCE = [
     f"docs/reference/{name}.md"
-    for name in ("accelerator", "callbacks", "data", "hooks", "plugins", "processes", "utilities")
+    for name in (
+        *("accelerator", "callbacks", "data", "hooks", "offload-hooks", "plugins", "processes"),
+        "utilities",
+    )
 ]
 OPTIONS = sorted(
     name
@@ -190,6 +193,7 @@ def in_tables_of(name: str) -> set[str]:
         ("plugins", accel_callbacks, 9),
         ("processes", accel_callbacks, 20),
         ("utilities", accel_callbacks.utils, 20),
+        ("offload-hooks", accel_callbacks.utils, 25),
     ],
 )
 def test_the_signatures_in_the_reference_are_those_of_the_code(

@@ -51,8 +51,6 @@ ADVICE: Mapping[str, str] = {
     "*device_map*": _BIG,
     "prepare_pippy": _BIG,
     "*bnb*": _BIG,
-    "load_and_quantize_model": _BIG,
-    "BnbQuantizationConfig": _BIG,
     "save": "accelerator.save(obj, f) writes safetensors: flat dicts of tensors",
     "load": "safetensors.torch.load_file reads what accelerator.save writes",
     "load_state_dict": "safetensors.torch.load_file reads what accelerator.save writes",
