@@ -63,6 +63,7 @@ def load_checkpoint_and_dispatch(
     broadcast_from_rank0: bool = False,
     *,
     keep_in_fp32_modules: Sequence[str] | None = None,
+    mapped: bool = False,
     keep_trainable: bool | None = None,
     options: OffloadOptions = DEFAULTS,
 ) -> Model:
@@ -94,6 +95,8 @@ def load_checkpoint_and_dispatch(
         full_state_dict: accepted for Accelerate.
         broadcast_from_rank0: only rank 0 reads; with one device for all of the model.
         keep_in_fp32_modules: names of modules that stay in float32 whatever ``dtype`` is.
+        mapped: weights on the CPU are views of the mapped files, as with Accelerate: see
+            :func:`load_checkpoint_in_model`.
         keep_trainable: parameters that require a gradient stay on their device whatever the map
             says. By default they do if more bytes of the model are frozen than not, as those of an
             adapter.
@@ -134,6 +137,7 @@ def load_checkpoint_and_dispatch(
             strict=strict,
             full_state_dict=full_state_dict,
             broadcast_from_rank0=broadcast_from_rank0,
+            mapped=mapped,
         )
     else:
         load_spread(
@@ -144,6 +148,7 @@ def load_checkpoint_and_dispatch(
             offload_folder,
             offload_buffers,
             strict,
+            mapped,
         )
     if device_map is None:
         return model
