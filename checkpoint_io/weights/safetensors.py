@@ -83,12 +83,12 @@ class SafetensorsSource:
 
     def local_bytes(self) -> dict[str, tuple[str, int]] | None:
         """Return path and first byte of each tensor; None unless all files are local."""
-        folders = [local_folder(file.store) for file in self._files]
+        folders = [local_folder(file.store) for file in self.files]
         if any(folder is None for folder in folders):
             return None
         paths = [
             os.path.join(folder or "", file.name)
-            for folder, file in zip(folders, self._files, strict=True)
+            for folder, file in zip(folders, self.files, strict=True)
         ]
         return {key: (paths[number], slot.begin) for key, (number, slot) in self._slots.items()}
 
