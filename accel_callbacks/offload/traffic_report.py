@@ -48,7 +48,7 @@ class OffloadReport:
 
         Example:
             >>> import torch
-            >>> from accel_callbacks.offload.traffic_report import report
+            >>> from accel_callbacks.offload import report
             >>> print(report(torch.nn.Linear(3, 1)).table().splitlines()[0])
             resident on cpu            16 B
         """
@@ -80,7 +80,7 @@ def report(model: torch.nn.Module) -> OffloadReport:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.traffic_report import report
+        >>> from accel_callbacks.offload import report
         >>> dict(report(torch.nn.Linear(3, 1)).resident)
         {'cpu': 16}
     """

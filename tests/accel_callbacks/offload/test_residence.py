@@ -165,6 +165,22 @@ def test_a_weight_that_is_changed_in_place_is_an_error(plain, folder, mode, held
         assert same(model, plain)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda weight: weight.data.mul_(2), id="of its data"),
+        pytest.param(lambda weight: setattr(weight, "data", weight.data * 2), id="new data"),
+    ],
+)
+def test_a_weight_whose_data_is_changed_is_an_error(plain, folder, change, mode):
+    model, _ = attached(plain, folder)
+    with pytest.raises(AbsentWeightError, match=r"weight of blocks.1 was changed in place"):
+        with onloaded(model), mode():
+            change(model.blocks[1].up.weight)
+    assert same(model, plain)
+
+
 @pytest.mark.parametrize("where", ["forward", "hook before", "hook after"])
 def test_an_exception_leaves_the_model_as_it_was(plain, folder, where):
     model, offload = attached(plain, folder)
