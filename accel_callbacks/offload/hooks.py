@@ -694,7 +694,10 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
             f"a tensor of shape {tuple(tensor.shape)} on the meta device has no values to offload: "
             "give weights_map, or load the weights first."
         )
-    return tensor if tensor.device.type == "cpu" else tensor.to("cpu")
+    if tensor.device.type == "cpu":
+        return tensor
+    with torch.no_grad():  # a graph would keep the memory on the device
+        return tensor.to("cpu")
 
 
 def _read(weights: Any, names: Sequence[str]) -> list[torch.Tensor]:
