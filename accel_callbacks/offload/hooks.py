@@ -212,6 +212,9 @@ def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Mod
     if before is not None and append:
         hook.init_hook(module)
         own["_hf_hook"] = SequentialHook(before, hook)
+        if "_old_forward" not in own:  # of a dispatched module, which is served without one
+            own["_old_forward"] = module.forward
+            _set_forward(module, _around(module, own["_old_forward"]))
         return module
     if before is not None:
         before.detach_hook(module)

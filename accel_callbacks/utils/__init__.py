@@ -157,8 +157,11 @@ if TYPE_CHECKING:
     from accel_callbacks import broadcast_object as broadcast_object
     from accel_callbacks import broadcast_object_list as broadcast_object_list
     from accel_callbacks import clear_device_cache as clear_device_cache
+    from accel_callbacks import cpu_offload as cpu_offload
     from accel_callbacks import cpu_offload_with_hook as cpu_offload_with_hook
     from accel_callbacks import debug_launcher as debug_launcher
+    from accel_callbacks import disk_offload as disk_offload
+    from accel_callbacks import dispatch_model as dispatch_model
     from accel_callbacks import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks import gather as gather
     from accel_callbacks import gather_object as gather_object
@@ -169,6 +172,9 @@ if TYPE_CHECKING:
     from accel_callbacks import initialize_weights as initialize_weights
     from accel_callbacks import is_main_process as is_main_process
     from accel_callbacks import last_process_only as last_process_only
+    from accel_callbacks import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    )
     from accel_callbacks import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_callbacks import local_main_process_first as local_main_process_first
     from accel_callbacks import local_main_process_only as local_main_process_only
