@@ -261,7 +261,8 @@ class Window:
                 held -= entry.buffer.nbytes
         while self._free and held + size > self._limit:
             held -= self._free.pop().nbytes
-        made = _Buffer(self._allocate(size))
+        with torch.inference_mode(False):  # the same buffers serve a training step later
+            made = _Buffer(self._allocate(size))
         self.traffic.peak = max(self.traffic.peak, held + made.nbytes)
         return made
 
