@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["AbsentWeight", "AbsentWeightError", "placeholder"]
+__all__ = ["ON_DISK", "AbsentWeight", "AbsentWeightError", "placeholder", "unwritable"]
+
+ON_DISK = "on disk"
 
 
 class AbsentWeightError(RuntimeError):
@@ -31,8 +33,8 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
         *(
             _getter(name)
             for name in (
-                *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "names"),
-                *("is_meta", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_sparse", "is_quantized"),
+                *("shape", "dtype", "layout", "ndim", "nbytes", "itemsize", "names"),
+                *("is_sparse", "is_quantized"),
                 *("is_leaf", "grad", "grad_fn", "requires_grad", "_version", "output_nr"),
                 *("is_nested", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
             )
@@ -43,7 +45,7 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
             for name in (
                 *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size"),
                 *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference"),
-                *("is_conj", "is_neg", "storage_offset", "__hash__", "__len__", "get_device"),
+                *("is_conj", "is_neg", "storage_offset", "__hash__", "__len__"),
                 *("is_shared", "is_pinned"),
             )
         ),
@@ -52,6 +54,16 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
         torch.numel,
     ]
 )
+# As of a tensor where its module runs: adapters are made there, and inputs are sent there.
+_OF_DEVICE: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
+    _getter("device"): lambda device: device,
+    _getter("is_meta"): lambda device: device.type == "meta",
+    _getter("is_cpu"): lambda device: device.type == "cpu",
+    _getter("is_cuda"): lambda device: device.type == "cuda",
+    _getter("is_xpu"): lambda device: device.type == "xpu",
+    _getter("is_mps"): lambda device: device.type == "mps",
+    torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+}
 _SAME = frozenset([torch.Tensor.detach, torch.Tensor.detach_, _getter("data")])
 _REQUIRES_GRAD = torch.Tensor.requires_grad_
 _SET_REQUIRES_GRAD = getattr(torch.Tensor.requires_grad, "__set__")  # noqa: B009
@@ -59,10 +71,11 @@ _SET_GRAD = getattr(torch.Tensor.grad, "__set__")  # noqa: B009
 
 
 class AbsentWeight(torch.Tensor):
-    """A weight that is not in memory: a tensor on the meta device that refuses to compute.
+    """A weight that is not in memory: a tensor without values, which refuses to compute.
 
-    A plain one would not do: on a CPU, products with tensors on the meta device are uninitialized
-    memory and no error. Shape, dtype and ``requires_grad`` are known, and freezing it is allowed.
+    One on the meta device would not do: on a CPU, products with it are uninitialized memory and no
+    error. Shape, dtype and ``requires_grad`` are known, freezing it is allowed, and its device is
+    that on which its module runs, since others put there what belongs to it.
 
     Example:
         >>> import torch
@@ -77,6 +90,8 @@ class AbsentWeight(torch.Tensor):
 
     weight_name: str
     weight_place: str
+    weight_device: torch.device
+    is_trained: bool  # requires_grad, without the detour over __torch_function__
 
     @classmethod
     def __torch_function__(
@@ -87,12 +102,14 @@ class AbsentWeight(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer questions about the tensor; raise for everything that needs its values."""
-        if func in _KNOWN or func is _SET_GRAD:
+        if func in _KNOWN or func == _SET_GRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _OF_DEVICE:
+            return _OF_DEVICE[func](args[0].weight_device)
         if func in _SAME:
             return args[0]
-        if func is _REQUIRES_GRAD or func is _SET_REQUIRES_GRAD:
+        if func in (_REQUIRES_GRAD, _SET_REQUIRES_GRAD):
             return _set_requires_grad(func, *args, **(kwargs or {}))
         raise _error(func, args, kwargs)
 
@@ -122,25 +139,48 @@ class AbsentWeight(torch.Tensor):
             getattr(self, "_is_param", False),
             self.weight_name,
             self.weight_place,
+            self.weight_device,
         )
 
 
-def placeholder(like: torch.Tensor, name: str, place: str) -> AbsentWeight:
+def placeholder(
+    like: torch.Tensor, name: str, place: str, device: torch.device | str = "meta"
+) -> AbsentWeight:
     """Return the tensor that stands for a weight while it is not in memory.
 
     Args:
         like: has its shape, dtype and ``requires_grad``; a parameter gives a parameter.
         name: of the weight, for errors.
         place: where the weight is, for errors: ``"on disk"``.
+        device: where its module runs.
 
     Example:
         >>> import torch
         >>> from accel_callbacks.offload.placeholder import placeholder
-        >>> placeholder(torch.empty(2), "bias", "on disk").device
-        device(type='meta')
+        >>> placeholder(torch.empty(2), "bias", "on disk", "cpu").device
+        device(type='cpu')
     """
     parameter = isinstance(like, torch.nn.Parameter)
-    return _rebuild(tuple(like.shape), like.dtype, like.requires_grad, parameter, name, place)
+    kind = (tuple(like.shape), like.dtype, like.requires_grad, parameter)
+    return _rebuild(*kind, name, place, torch.device(device))
+
+
+def unwritable(model: torch.nn.Module) -> set[str]:
+    """Return the names in a model's state dict of weights that stay in files, and are not written.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.placeholder import unwritable
+        >>> unwritable(torch.nn.Linear(1, 1))
+        set()
+    """
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {
+        name for name, one in named if isinstance(one, AbsentWeight) and one.weight_place == ON_DISK
+    }
 
 
 def _rebuild(
@@ -150,13 +190,15 @@ def _rebuild(
     parameter: bool,
     name: str,
     place: str,
+    device: torch.device,
 ) -> AbsentWeight:
     made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentWeight)
-    made.weight_name, made.weight_place = name, place
+    made.weight_name, made.weight_place, made.weight_device = name, place, device
     if parameter:
         made._is_param = True  # isinstance(..., torch.nn.Parameter) asks for it
     with torch._C.DisableTorchFunctionSubclass():
         made.requires_grad_(requires_grad)
+    made.is_trained = requires_grad
     return made
 
 
@@ -167,6 +209,7 @@ def _set_requires_grad(func: Callable[..., Any], weight: Any, value: bool = True
             "gradient would be lost: keep it resident, by a device for it in the device_map, or "
             "set requires_grad before the model is dispatched."
         )
+    weight.is_trained = value
     with torch._C.DisableTorchFunctionSubclass():
         return func(weight, value)
 

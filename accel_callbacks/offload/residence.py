@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_callbacks.offload.placeholder import AbsentWeightError, placeholder
+from accel_callbacks.offload.placeholder import (
+    ON_DISK,
+    AbsentWeight,
+    AbsentWeightError,
+    placeholder,
+)
 from accel_callbacks.offload.source import Reader, Reads, StoredWeights, plan_reads
 from accel_callbacks.offload.units import Slot, Unit
 from accel_callbacks.offload.window import Traffic, Window
@@ -43,8 +48,6 @@ class _Weight(NamedTuple):
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    is_parameter: bool
-    requires_grad: bool
 
     @property
     def nbytes(self) -> int:
@@ -165,13 +168,7 @@ class Offload:
         """Return where the weights of a unit are in its memory."""
         tensors = {name: slots[0].get() for name, slots in unit.slots.items()}
         wanted = {
-            name: _Weight(
-                0,
-                one.dtype,
-                tuple(one.shape),
-                isinstance(one, torch.nn.Parameter),
-                one.requires_grad,
-            )
+            name: _Weight(0, one.dtype, tuple(one.shape))
             for name, one in tensors.items()
             if one is not None and not self.is_direct(name)
         }
@@ -232,12 +229,7 @@ class Offload:
     def weights(self, unit: int, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights in a unit's memory."""
         for name, weight in self._contents[unit].weights.items():
-            value = weight.of(memory)
-            if weight.is_parameter:
-                value = torch.nn.Parameter(value, weight.requires_grad)
-                if weight.requires_grad and torch.is_grad_enabled():
-                    value.register_hook(_Refusal(name))  # type: ignore[no-untyped-call]
-            yield name, value
+            yield name, weight.of(memory)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight where it is held, or as a view of its mapped file."""
@@ -322,9 +314,10 @@ class _Use:
             self._versions.append((index, unit, memory, memory._version))
         for name, slots in unit.slots.items():
             value = values.get(name)
+            if value is None:
+                value = self._offload.tensor(name)
+            value = _in_place_of(slots[0].get(), name, value)
             for slot in slots:
-                if value is None:
-                    value = _held_as(slot.get(), self._offload.tensor(name))
                 stands = slot.get()
                 assert stands is not None
                 self._left.callback(slot.put, stands)
@@ -389,10 +382,15 @@ class _Saved(NamedTuple):
         return whole
 
 
-def _held_as(stands_for: torch.Tensor | None, held: torch.Tensor) -> torch.Tensor:
-    if isinstance(stands_for, torch.nn.Parameter):
-        return torch.nn.Parameter(held, stands_for.requires_grad)
-    return held
+def _in_place_of(stands: torch.Tensor | None, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as the parameter or buffer that a placeholder stands for."""
+    if not isinstance(stands, torch.nn.Parameter):
+        return weight
+    trained = stands.is_trained if isinstance(stands, AbsentWeight) else stands.requires_grad
+    parameter = torch.nn.Parameter(weight, trained)
+    if trained and torch.is_grad_enabled():
+        parameter.register_hook(_Refusal(name))  # type: ignore[no-untyped-call]
+    return parameter
 
 
 class UnitHook:
@@ -429,8 +427,8 @@ class UnitHook:
             for name, slots in unit.slots.items():
                 was = slots[0].get()
                 assert was is not None
-                where = "in host memory" if name in self.offload.held else "on disk"
-                stands = placeholder(was, name, where)
+                where = "in host memory" if name in self.offload.held else ON_DISK
+                stands = placeholder(was, name, where, self.offload.device)
                 for slot in slots:
                     slot.put(stands)
 
@@ -452,6 +450,9 @@ class _StateHook:
     Args:
         hook: of the module that needs them.
     """
+
+    #: Names and shapes of the state are those of the tensors.
+    leaves_names = True
 
     def __init__(self, hook: UnitHook) -> None:
         self._hook = hook
@@ -479,6 +480,20 @@ def offload_hooks(model: torch.nn.Module) -> Iterator[UnitHook]:
         hook = vars(module).get("_offload_hook")
         if hook is not None:
             yield hook
+
+
+def held_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the offloaded weights of a model that are held in host memory, each once.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.residence import held_weights
+        >>> held_weights(torch.nn.Linear(1, 1))
+        []
+    """
+    offloads = {id(hook.offload): hook.offload for hook in offload_hooks(model)}
+    found = {id(one): one for offload in offloads.values() for one in offload.held.values()}
+    return list(found.values())
 
 
 @contextmanager
