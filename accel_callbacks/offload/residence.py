@@ -161,7 +161,8 @@ class Offload:
         self.held = dict(held)
         self.options = options
         self._contents = [self._lay_out(unit) for unit in units]
-        self._limit = _window_bytes(units, [one.nbytes for one in self._contents])
+        self._sizes = _alike([one.nbytes for one in self._contents])
+        self._limit = _window_bytes(units, self._sizes)
         self._window: Window | None = None
 
     def _lay_out(self, unit: Unit) -> _Contents:
@@ -201,7 +202,7 @@ class Offload:
             progress = _Progress()
             filler = _Filler(self._contents, self.stored, self.held, progress)
             self._window = progress.window = Window(
-                [one.nbytes for one in self._contents],
+                self._sizes,
                 filler,
                 host_memory if self.device.type == "cpu" else _on(self.device),
                 self._limit,
@@ -269,6 +270,19 @@ def _on(device: torch.device) -> Callable[[int], torch.Tensor]:
 
 def _up(value: int) -> int:
     return -(-value // _ALIGNMENT) * _ALIGNMENT
+
+
+def _alike(sizes: Sequence[int]) -> list[int]:
+    """Return sizes rounded up to the largest within a hundredth, so that units share buffers.
+
+    Equal blocks differ by a page where a file ends within one; the buffer of the smaller one would
+    not do for the next, and there would be no room to read ahead.
+    """
+    largest: list[int] = []
+    for size in sorted(set(sizes), reverse=True):
+        if not largest or size < largest[-1] * 0.99:
+            largest.append(size)
+    return [min(one for one in largest if one >= size) for size in sizes]
 
 
 def _window_bytes(units: Sequence[Unit], sizes: Sequence[int]) -> int:
