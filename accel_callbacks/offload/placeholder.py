@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -91,6 +92,7 @@ class AbsentWeight(torch.Tensor):
     weight_name: str
     weight_place: str
     weight_device: torch.device
+    weight_fetch: Callable[[], torch.Tensor] | None
     is_trained: bool  # requires_grad, without the detour over __torch_function__
 
     @classmethod
@@ -111,6 +113,8 @@ class AbsentWeight(torch.Tensor):
             return args[0]
         if func in (_REQUIRES_GRAD, _SET_REQUIRES_GRAD):
             return _set_requires_grad(func, *args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:  # activations are computed again in backward
+            return func(*_fetched(args), **_fetched(kwargs or {}))
         raise _error(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -123,9 +127,11 @@ class AbsentWeight(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
         """Return another placeholder of the same weight; tied ones stay tied."""
         if id(self) not in memo:
-            memo[id(self)] = _rebuild(*self._parts())
-        copied: AbsentWeight = memo[id(self)]
-        return copied
+            copied = _rebuild(*self._parts())
+            copied.weight_fetch = copy.deepcopy(self.weight_fetch, memo)
+            memo[id(self)] = copied
+        found: AbsentWeight = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle name and shape, without values."""
@@ -140,11 +146,16 @@ class AbsentWeight(torch.Tensor):
             self.weight_name,
             self.weight_place,
             self.weight_device,
+            self.weight_fetch,
         )
 
 
 def placeholder(
-    like: torch.Tensor, name: str, place: str, device: torch.device | str = "meta"
+    like: torch.Tensor,
+    name: str,
+    place: str,
+    device: torch.device | str = "meta",
+    fetch: Callable[[], torch.Tensor] | None = None,
 ) -> AbsentWeight:
     """Return the tensor that stands for a weight while it is not in memory.
 
@@ -153,6 +164,8 @@ def placeholder(
         name: of the weight, for errors.
         place: where the weight is, for errors: ``"on disk"``.
         device: where its module runs.
+        fetch: returns the weight, for code that runs again in the backward pass, outside of its
+            module; a picklable object.
 
     Example:
         >>> import torch
@@ -162,7 +175,7 @@ def placeholder(
     """
     parameter = isinstance(like, torch.nn.Parameter)
     kind = (tuple(like.shape), like.dtype, like.requires_grad, parameter)
-    return _rebuild(*kind, name, place, torch.device(device))
+    return _rebuild(*kind, name, place, torch.device(device), fetch)
 
 
 def unwritable(model: torch.nn.Module) -> set[str]:
@@ -191,9 +204,11 @@ def _rebuild(
     name: str,
     place: str,
     device: torch.device,
+    fetch: Callable[[], torch.Tensor] | None,
 ) -> AbsentWeight:
     made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AbsentWeight)
     made.weight_name, made.weight_place, made.weight_device = name, place, device
+    made.weight_fetch = fetch
     if parameter:
         made._is_param = True  # isinstance(..., torch.nn.Parameter) asks for it
     with torch._C.DisableTorchFunctionSubclass():
@@ -228,6 +243,19 @@ def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> AbsentWeightErro
         f"{name} is {place}, and only here while its module runs, but {called}() needs it: call "
         "the module, or use `with accel_callbacks.offload.onloaded(module):` around the code."
     )
+
+
+def _fetched(value: Any) -> Any:
+    """Return arguments with weights in place of the placeholders."""
+    if isinstance(value, AbsentWeight):
+        if value.weight_fetch is None or value.is_trained:
+            raise _error(_fetched, (value,), None)
+        return value.weight_fetch()
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_fetched, value))
+    if isinstance(value, dict):
+        return {key: _fetched(one) for key, one in value.items()}
+    return value
 
 
 def _absent_in(values: Any) -> Any:

@@ -19,6 +19,7 @@ from accel_callbacks.offload.placeholder import (
 from accel_callbacks.offload.source import Reader, Reads, StoredWeights, plan_reads
 from accel_callbacks.offload.units import Slot, Unit
 from accel_callbacks.offload.window import Traffic, Window
+from accel_callbacks.warning import warn
 
 __all__ = ["Offload", "OffloadOptions", "UnitHook", "offload_hooks", "onloaded"]
 
@@ -164,6 +165,9 @@ class Offload:
         self._sizes = _alike([one.nbytes for one in self._contents])
         self._limit = _window_bytes(units, self._sizes)
         self._window: Window | None = None
+        self._mapped: weakref.WeakValueDictionary[str, torch.Tensor]
+        self._mapped = weakref.WeakValueDictionary()
+        self._warned_of_casts = False
 
     def _lay_out(self, unit: Unit) -> _Contents:
         """Return where the weights of a unit are in its memory."""
@@ -223,6 +227,26 @@ class Offload:
         """Bytes of buffers that are kept."""
         return self._limit
 
+    def warn_of_casts(self) -> None:
+        """Warn once if autocast makes copies of weights, which stay until the backward pass."""
+        kind = self.device.type
+        if self._warned_of_casts or not torch.is_autocast_enabled(kind):
+            return
+        self._warned_of_casts = True
+        fast = torch.get_autocast_dtype(kind)
+        found = [
+            name
+            for contents in self._contents
+            for name, weight in contents.weights.items()
+            if weight.dtype == torch.float32 and len(weight.shape) > 1
+        ]
+        if found:
+            warn(
+                f"{found[0]} and other offloaded weights are float32: autocast makes a copy of "
+                f"each in {fast}, which stays in memory until the backward pass. Dispatch the "
+                f"model with dtype={fast}, or checkpoint the activations of its blocks."
+            )
+
     def is_empty(self, unit: int) -> bool:
         """Return whether a unit needs no memory of the window."""
         return not self._contents[unit].weights
@@ -232,14 +256,27 @@ class Offload:
         for name, weight in self._contents[unit].weights.items():
             yield name, weight.of(memory)
 
+    def weight(self, unit: int, name: str) -> torch.Tensor:
+        """Return a weight where its module runs; its memory lasts as long as the tensor."""
+        weight = self._contents[unit].weights.get(name)
+        return self.held[name] if weight is None else self.window.view(unit, weight.of)
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight where it is held, or as a view of its mapped file."""
         held = self.held.get(name)
-        return self.stored.mapped(name) if held is None else held
+        if held is None:
+            held = self._mapped.get(name)  # one tensor for all names of a tied weight
+        if held is None:
+            held = self._mapped[name] = self.stored.mapped(name)
+        return held
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the window: a copy has its own."""
-        return {**self.__dict__, "_window": None}
+        return {**self.__dict__, "_window": None, "_mapped": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._mapped = weakref.WeakValueDictionary()
 
 
 class _Progress:
@@ -311,6 +348,7 @@ class _Use:
             for index, unit in units:
                 self._put(index, unit)
             if torch.is_grad_enabled() and self._storages:
+                offload.warn_of_casts()
                 self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
                 hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 self._left.enter_context(hooks)
@@ -396,6 +434,18 @@ class _Saved(NamedTuple):
         return whole
 
 
+@dataclass(frozen=True)
+class _Fetch:
+    """Fetches one weight outside of its module."""
+
+    offload: Offload
+    unit: int
+    name: str
+
+    def __call__(self) -> torch.Tensor:
+        return self.offload.weight(self.unit, self.name)
+
+
 def _in_place_of(stands: torch.Tensor | None, name: str, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as the parameter or buffer that a placeholder stands for."""
     if not isinstance(stands, torch.nn.Parameter):
@@ -437,12 +487,14 @@ class UnitHook:
 
     def put_placeholders(self) -> None:
         """Put placeholders where the weights were."""
-        for _, unit in self.units:
+        for index, unit in self.units:
             for name, slots in unit.slots.items():
                 was = slots[0].get()
                 assert was is not None
                 where = "in host memory" if name in self.offload.held else ON_DISK
-                stands = placeholder(was, name, where, self.offload.device)
+                stands = placeholder(
+                    was, name, where, self.offload.device, _Fetch(self.offload, index, name)
+                )
                 for slot in slots:
                     slot.put(stands)
 

@@ -151,7 +151,7 @@ class StoredWeights:
         """
         stored = self.tensors[name]
         if not stored.nbytes:
-            return torch.empty(stored.shape, dtype=stored.dtype)
+            return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         with self.open(stored.path) as file:
             low = stored.begin - stored.begin % mmap.ALLOCATIONGRANULARITY
             length = stored.begin + stored.nbytes - low

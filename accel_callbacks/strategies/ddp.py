@@ -156,7 +156,8 @@ class DDP(Strategy):
         ignored = set(ignored_weights(model, self.topology.device))
         if ignored:  # neither sent at the start nor averaged
             known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-            PreparedDDP._set_params_and_buffers_to_ignore_for_model(model, {*known, *ignored})
+            # As DDP's _set_params_and_buffers_to_ignore_for_model does.
+            model._ddp_params_and_buffers_to_ignore = {*known, *ignored}  # type: ignore[assignment]
             frozen = [(name, parameter) for name, parameter in frozen if name not in ignored]
         index = self.topology.device.index
         wrapped = PreparedDDP(
