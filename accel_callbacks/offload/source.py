@@ -7,8 +7,11 @@ import errno
 import hashlib
 import mmap
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -24,7 +27,8 @@ __all__ = [
     "plan_reads",
 ]
 
-_PIECE = 16 << 20  # bytes of one read
+_PIECE = 8 << 20  # bytes of one read
+_AT_ONCE = 2  # reads of a unit: the disk has the next one before the last one has ended
 _PAGE = 4096  # what O_DIRECT asks of addresses, lengths and offsets
 _ALIGNMENT = 64  # as torch allocates, so that kernels give the same bits
 _GAP = 1 << 20  # bytes of other tensors that are read along past the page cache
@@ -379,6 +383,7 @@ class Reader:
         self._weights = weights
         self._on_progress = on_progress
         self._files: dict[tuple[str, bool], OpenFile] = {}
+        self._lock = threading.Lock()
         self.reading: str | None = None  # the file, for the message of one who waits
 
     def fill(self, reads: Reads, memory: torch.Tensor) -> int:
@@ -391,20 +396,24 @@ class Reader:
         Raises:
             WeightReadError: a file is damaged, gone, or another than it was.
         """
-        view = memory.numpy().data
-        total = 0
-        for piece in reads.pieces:
-            self.reading = piece.path
+        view, base = memory.numpy().data, memory.data_ptr()
+
+        def read(piece: _Piece) -> int:
             targets = [view[at : at + length] for at, length in piece.ends]
-            total += self._read(piece, targets, reads.direct)
+            return self._read(piece, targets, reads.direct)
+
+        total, moves = 0, deque(reads.moves)
+        self.reading = reads.pieces[0].path if reads.pieces else None
+        for piece, count in zip(reads.pieces, _in_order(read, reads.pieces), strict=True):
+            total += count
+            # While the next pieces are read. Targets may overlap with sources, but not with them.
+            _move(moves, base, piece.ends[-1][0] + piece.needed)
         self.reading = None
-        base = memory.data_ptr()
-        for move in reads.moves:  # of memory that may overlap
-            ctypes.memmove(base + move.target, base + move.source, move.nbytes)
         return total
 
     def _read(self, piece: _Piece, targets: list[memoryview[int]], direct: bool) -> int:
         file = self._open(piece.path, direct)
+        self.reading = piece.path
         wanted, done = sum(map(len, targets)), 0
         while done < wanted:
             try:
@@ -416,7 +425,8 @@ class Reader:
                     f"{piece.path}: {error.strerror} at byte {piece.begin + done}"
                 ) from None
             done += count
-            self._on_progress(count)
+            with self._lock:
+                self._on_progress(count)
             targets = list(_after(targets, count))
             if not count or (direct and count % _PAGE):  # the end of the file
                 break
@@ -429,6 +439,10 @@ class Reader:
         return done
 
     def _open(self, path: str, direct: bool) -> OpenFile:
+        with self._lock:
+            return self._opened(path, direct)
+
+    def _opened(self, path: str, direct: bool) -> OpenFile:
         file = self._files.pop((path, direct), None)
         if file is None:
             while len(self._files) >= self._MOST_FILES:
@@ -446,6 +460,56 @@ class Reader:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _in_order(read: Callable[[_Piece], int], pieces: Sequence[_Piece]) -> Iterator[int]:
+    """Yield the result of each read, in order, with some at a time on threads."""
+    if len(pieces) < 2:
+        yield from map(read, pieces)
+        return
+    left = deque(range(len(pieces)))
+    results: list[SimpleQueue[int | BaseException]] = [SimpleQueue() for _ in pieces]
+
+    def work() -> None:
+        while left:
+            try:
+                number = left.popleft()
+            except IndexError:
+                return
+            try:
+                results[number].put(read(pieces[number]))
+            except BaseException as error:
+                left.clear()
+                results[number].put(error)
+
+    # Not of a pool, whose threads the end of the process waits for, even if the disk hangs.
+    threads = [
+        threading.Thread(target=work, name=f"offload-reader-{number}", daemon=True)
+        for number in range(min(_AT_ONCE, len(pieces)))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for result in results:
+            found = result.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        left.clear()
+        for thread in threads:
+            thread.join()
+
+
+def _move(moves: deque[_Move], base: int, end: int) -> None:
+    """Move towards the front what has been read up to that place in memory."""
+    while moves and moves[0].source < end:
+        move = moves.popleft()
+        nbytes = min(move.nbytes, end - move.source)
+        ctypes.memmove(base + move.target, base + move.source, nbytes)
+        if nbytes < move.nbytes:
+            rest = _Move(move.source + nbytes, move.target + nbytes, move.nbytes - nbytes)
+            moves.appendleft(rest)
 
 
 def _after(targets: Sequence[memoryview[int]], count: int) -> Iterator[memoryview[int]]:
