@@ -11,8 +11,8 @@ show, or the row is void. It is warm right after another one. All outputs must h
 The same weights are read from files of checkpoint_io and from files of the safetensors library,
 whose tensors are aligned to nothing.
 
-`raw read` is O_DIRECT in pieces of 16 MB into one buffer; `resident` has all weights in memory, so
-that its forward is compute alone. Accelerate's `disk_offload` runs where this interpreter has it,
+`raw read` is O_DIRECT in pieces of 16 MB into one buffer, of huge pages too; `resident` has all
+weights in memory, so that its forward is compute alone. Accelerate's `disk_offload` runs where this interpreter has it,
 or in the one of --peer; its first pass over the weights, which writes them again, is not counted.
 """
 
@@ -44,6 +44,7 @@ MB = 1e6
 PIECE = 16 << 20
 SHARDS = 5
 FORMATS = ("checkpoint_io", "safetensors")
+NOTHING = hashlib.sha256().hexdigest()
 WARM = 3  # forwards, of which the fastest counts
 
 
@@ -118,9 +119,7 @@ def write(folder: str, size: list[int]) -> None:
 
 
 def files_in(folder: str) -> list[str]:
-    return sorted(
-        os.path.join(root, name) for root, _, names in os.walk(folder) for name in names
-    )
+    return sorted(os.path.join(root, name) for root, _, names in os.walk(folder) for name in names)
 
 
 def drop_cache(folder: str) -> None:
@@ -132,9 +131,11 @@ def drop_cache(folder: str) -> None:
         os.close(descriptor)
 
 
-def raw_read(folder: str) -> torch.Tensor:
+def raw_read(folder: str, huge: bool = False) -> torch.Tensor:
     """Read all files past the page cache, and keep nothing."""
-    memory = mmap.mmap(-1, PIECE)
+    memory = mmap.mmap(-1, PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
     for path in files_in(folder):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         position, size = 0, os.fstat(descriptor).st_size
@@ -146,6 +147,10 @@ def raw_read(folder: str) -> torch.Tensor:
 
 def raw(folder: str, size: list[int], tokens: torch.Tensor) -> Forward:
     return lambda: raw_read(folder)
+
+
+def raw_in_huge_pages(folder: str, size: list[int], tokens: torch.Tensor) -> Forward:
+    return lambda: raw_read(folder, huge=True)
 
 
 def resident(folder: str, size: list[int], tokens: torch.Tensor) -> Forward:
@@ -193,6 +198,7 @@ def prepare_accelerate(folder: str, size: list[int]) -> None:
 WINDOWS: list[Callable[[], Row]] = []
 CONTENDERS: dict[str, Callable[[str, list[int], torch.Tensor], Forward]] = {
     "raw read": raw,
+    "raw read, huge": raw_in_huge_pages,
     "ours, direct": ours(True),
     "ours, buffered": ours(False),
     "accelerate": accelerate,
@@ -267,7 +273,7 @@ def collect(setting: Setting, names: list[str], rounds: int) -> dict[tuple[str, 
     cases = [
         (name, format_)
         for name in names
-        for format_ in (FORMATS if name in ("raw read", "ours, direct", "ours, buffered") else ("",))
+        for format_ in (("",) if name in ("accelerate", "resident") else FORMATS)
     ]
     rows: dict[tuple[str, str], list[Row]] = {case: [] for case in cases}
     for number in range(rounds):
@@ -280,7 +286,9 @@ def collect(setting: Setting, names: list[str], rounds: int) -> dict[tuple[str, 
 
 
 def summary(rows: dict[tuple[str, str], list[Row]]) -> str:
-    return ", ".join(f"{' '.join(case).strip()} {row[-1]['cold']:.2f}" for case, row in rows.items())
+    return ", ".join(
+        f"{' '.join(case).strip()} {row[-1]['cold']:.2f}" for case, row in rows.items()
+    )
 
 
 def spread(values: Iterable[float]) -> str:
@@ -295,7 +303,9 @@ def ratios(rows: list[Row], base: list[Row], field: str, other: str = "") -> lis
 
 
 def report(rows: dict[tuple[str, str], list[Row]], setting: Setting) -> None:
-    bits = {row["bits"] for (name, _), found in rows.items() for row in found if name != "raw read"}
+    bits = {
+        row["bits"] for (name, _), found in rows.items() for row in found if row["bits"] != NOTHING
+    }
     assert len(bits) == 1, "the outputs differ"
     print(f"outputs: the same bits in all {sum(map(len, rows.values()))} processes\n")
     peer = rows.get(("accelerate", ""))
@@ -307,13 +317,19 @@ def report(rows: dict[tuple[str, str], list[Row]], setting: Setting) -> None:
         if name != "raw read":
             text += f" = {spread(ratios(found, base, 'cold'))} x raw read; "
             text += f"warm {spread(float(row['warm']) for row in found)} s"
+            if name.startswith("raw"):
+                text = text[: text.index("; warm")]
         if peer is not None and name.startswith("ours"):
             text += f" = {spread(ratios(found, peer, 'warm'))} x accelerate"
+            if "huge" in "".join(name for name, _ in rows):
+                huge = ratios(found, rows["raw read, huge", format_], "cold")
+                text += f"; cold = {spread(huge)} x raw read, huge"
         print(text)
         if name == "resident":
             continue
         read = [float(row["read"]) for row in found]
-        void = "" if all(abs(one - stored) < 0.01 * stored for one in read) else ": VOID"
+        ahead = max(float(row.get("window", 0)) for row in found)  # for the next forward
+        void = "" if all(0.99 < one / stored < 1.01 + ahead / stored for one in read) else ": VOID"
         text = f"{'':29} read {min(read) / MB:.0f}..{max(read) / MB:.0f} MB{void}"
         text += f", extra memory {max(float(row['extra']) for row in found) / MB:.0f} MB"
         if "window" in found[0]:
@@ -324,7 +340,7 @@ def report(rows: dict[tuple[str, str], list[Row]], setting: Setting) -> None:
         compute, read_time = rows["resident", ""], rows["raw read", FORMATS[0]]
         print("\ncold forward as a part of the raw read and the compute one after the other:")
         for (name, format_), found in rows.items():
-            if name in ("raw read", "resident"):
+            if name == "resident" or name.startswith("raw"):
                 continue
             parts = [
                 float(row["cold"]) / (float(raw["cold"]) + float(one["warm"]))
