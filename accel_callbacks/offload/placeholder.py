@@ -47,7 +47,6 @@ _KNOWN: frozenset[Callable[..., Any]] = frozenset(
                 *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size"),
                 *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference"),
                 *("is_conj", "is_neg", "storage_offset", "__hash__", "__len__"),
-                *("is_shared", "is_pinned"),
             )
         ),
         torch.is_floating_point,
@@ -65,7 +64,8 @@ _OF_DEVICE: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
     _getter("is_mps"): lambda device: device.type == "mps",
     torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
 }
-_SAME = frozenset([torch.Tensor.detach, torch.Tensor.detach_, _getter("data")])
+_NOT_SHARED = frozenset([torch.Tensor.is_shared, torch.Tensor.is_pinned])
+_DETACHED = frozenset([torch.Tensor.detach, _getter("data")])
 _REQUIRES_GRAD = torch.Tensor.requires_grad_
 _SET_REQUIRES_GRAD = getattr(torch.Tensor.requires_grad, "__set__")  # noqa: B009
 _SET_GRAD = getattr(torch.Tensor.grad, "__set__")  # noqa: B009
@@ -109,12 +109,25 @@ class AbsentWeight(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _OF_DEVICE:
             return _OF_DEVICE[func](args[0].weight_device)
-        if func in _SAME:
-            return args[0]
+        if func in _NOT_SHARED:
+            return False
+        if func in _DETACHED:
+            return args[0]._detached()
         if func in (_REQUIRES_GRAD, _SET_REQUIRES_GRAD):
             return _set_requires_grad(func, *args, **(kwargs or {}))
         if torch._C._current_graph_task_id() != -1:  # activations are computed again in backward
-            return func(*_fetched(args), **_fetched(kwargs or {}))
+            return _recomputed(func, args, kwargs or {})
+        raise _error(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Raise for operators that are called past ``__torch_function__``, as from C++."""
         raise _error(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -136,6 +149,10 @@ class AbsentWeight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle name and shape, without values."""
         return _rebuild, self._parts()
+
+    def _detached(self) -> AbsentWeight:
+        shape, dtype, _, _, *rest = self._parts()
+        return _rebuild(shape, dtype, False, False, *rest)
 
     def _parts(self) -> tuple[Any, ...]:
         return (
@@ -233,6 +250,11 @@ def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> AbsentWeightErro
     absent = next(_absent_in((*args, *(kwargs or {}).values())))
     name, place = absent.weight_name, absent.weight_place
     called = getattr(func, "__name__", str(func))
+    if place.startswith("not in "):
+        return AbsentWeightError(
+            f"{name} is {place}, so it has no values, and {called}() needs them: load it from "
+            "elsewhere, or initialize it."
+        )
     if called in {"to", "cuda", "cpu", "half", "float", "bfloat16", "double", "type"}:
         return AbsentWeightError(
             f"{name} is {place}, so the model can neither be moved nor converted by "
@@ -245,17 +267,31 @@ def _error(func: Callable[..., Any], args: Any, kwargs: Any) -> AbsentWeightErro
     )
 
 
-def _fetched(value: Any) -> Any:
-    """Return arguments with weights in place of the placeholders."""
-    if isinstance(value, AbsentWeight):
-        if value.weight_fetch is None or value.is_trained:
-            raise _error(_fetched, (value,), None)
-        return value.weight_fetch()
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_fetched, value))
-    if isinstance(value, dict):
-        return {key: _fetched(one) for key, one in value.items()}
-    return value
+def _recomputed(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compute with fetched weights."""
+    fetched: dict[int, tuple[AbsentWeight, torch.Tensor, int]] = {}
+
+    def real(value: Any) -> Any:
+        if isinstance(value, AbsentWeight):
+            if value.weight_fetch is None or value.is_trained:
+                raise _error(func, (value,), None)
+            if id(value) not in fetched:
+                weight = value.weight_fetch()
+                fetched[id(value)] = value, weight, weight._version
+            return fetched[id(value)][1]
+        if type(value) in (tuple, list):
+            return type(value)(map(real, value))
+        return value
+
+    result = func(*real(tuple(args)), **{name: real(one) for name, one in kwargs.items()})
+    for absent, weight, version in fetched.values():
+        if weight._version != version:
+            raise AbsentWeightError(
+                f"{absent.weight_name} is {absent.weight_place} and was changed in place while it "
+                "was in memory, and the change would be lost: keep it resident, by a device in "
+                "the device_map."
+            )
+    return result
 
 
 def _absent_in(values: Any) -> Any:

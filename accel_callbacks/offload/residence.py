@@ -1,41 +1,56 @@
-"""Units that come when their module runs: the hooks, and what they share."""
+"""Weights that come when their module runs: what the modules of a dispatched model share."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 
+from accel_callbacks.offload.contents import Filler, host_memory, lay_out
+from accel_callbacks.offload.device_copies import device_copies, pinned
+from accel_callbacks.offload.page_cache import fits_page_cache
 from accel_callbacks.offload.placeholder import (
     ON_DISK,
     AbsentWeight,
     AbsentWeightError,
     placeholder,
 )
-from accel_callbacks.offload.source import Reader, Reads, StoredWeights, plan_reads
+from accel_callbacks.offload.source import StoredWeights
 from accel_callbacks.offload.units import Slot, Unit
-from accel_callbacks.offload.window import Traffic, Window
+from accel_callbacks.offload.window import Traffic, Window, forks
 from accel_callbacks.warning import warn
 
-__all__ = ["Offload", "OffloadOptions", "UnitHook", "offload_hooks", "onloaded"]
+__all__ = [
+    "Offload",
+    "OffloadOptions",
+    "UnitHook",
+    "attach",
+    "held_weights",
+    "offload_hooks",
+    "onloaded",
+    "remove",
+]
 
-_ALIGNMENT = 64
+_IN_HOST_MEMORY = "in host memory"
 
 
 class OffloadOptions(NamedTuple):
     """How offloaded weights are fetched.
 
     Args:
-        direct: read past the page cache, for models larger than the free memory.
+        direct: read past the page cache; by default if the weights on disk do not fit the free
+            host memory.
         ahead: units that are read ahead.
         patience: seconds without a byte after which a read counts as failed.
     """
 
-    direct: bool = False
+    direct: bool | None = None
     ahead: int = 1
     patience: float = 300.0
 
@@ -43,103 +58,29 @@ class OffloadOptions(NamedTuple):
 DEFAULTS = OffloadOptions()
 
 
-class _Weight(NamedTuple):
-    """A weight in the memory of a unit."""
+class _Present:
+    """A unit that is in the slots of its modules."""
 
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    def __init__(self, memory: torch.Tensor | None) -> None:
+        self.memory = memory
+        self.values: dict[str, torch.Tensor] = {}
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        self.uses = 0
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Note how a tensor is now."""
+        self.versions.append((tensor, tensor._version))
 
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        part = memory[self.offset : self.offset + self.nbytes]
-        if self.nbytes:
-            return part.view(self.dtype).view(self.shape)
-        return torch.empty(self.shape, dtype=self.dtype, device=memory.device)
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What a unit's memory holds, and how it is filled.
-
-    Args:
-        nbytes: of the memory.
-        weights: by name.
-        reads: of stored weights that are read to their places.
-        converted: reads of stored weights of another dtype or device, to memory of their own.
-    """
-
-    nbytes: int
-    weights: Mapping[str, _Weight]
-    reads: Reads | None
-    converted: Reads | None
-
-
-class _Filler:
-    """Fills the memory of units, on the thread of the window.
-
-    It knows no modules: the thread keeps it alive.
-    """
-
-    def __init__(
-        self,
-        contents: Sequence[_Contents],
-        stored: StoredWeights,
-        held: Mapping[str, torch.Tensor],
-        progress: Callable[[int], None],
-    ) -> None:
-        self._contents = contents
-        self._stored = stored
-        self._held = held
-        self._progress = progress
-        self._reader = Reader(stored, progress)
-
-    def __call__(self, unit: int, memory: torch.Tensor) -> int:
-        contents = self._contents[unit]
-        count = 0
-        if contents.reads is not None:
-            count += self._reader.fill(contents.reads, memory)
-        raw = None
-        if contents.converted is not None:
-            raw = host_memory(contents.converted.nbytes)
-            count += self._reader.fill(contents.converted, raw)
-        for name, weight in contents.weights.items():
-            held = self._held.get(name)
-            if held is not None:
-                weight.of(memory).copy_(held)
-                self._progress(held.nbytes)
-            elif raw is not None and contents.converted is not None:
-                at, stored = contents.converted.places[name], self._stored.tensors[name]
-                part = raw[at : at + stored.nbytes].view(stored.dtype).view(stored.shape)
-                weight.of(memory).copy_(part)
-        return count
-
-    def describe(self, unit: int) -> str:
-        names = list(self._contents[unit].weights)
-        shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-        return f"{shown} from {self._reader.reading or 'memory'}"
-
-
-def host_memory(nbytes: int) -> torch.Tensor:
-    """Return page-aligned bytes of host memory, as direct reads ask for.
-
-    Example:
-        >>> from accel_callbacks.offload.residence import host_memory
-        >>> host_memory(3).numel()
-        3
-    """
-    from checkpoint_io.storage.buffers import aligned
-
-    return torch.frombuffer(aligned(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+    def is_changed(self) -> bool:
+        """Return whether a tensor has been changed in place since."""
+        return any(one._version != version for one, version in self.versions)
 
 
 class Offload:
     """The offloaded weights of one dispatched model.
 
-    It has no reference to the model: hooks of its modules refer to this.
+    It has no reference to the model: hooks of its modules refer to this. A copy (``deepcopy``,
+    pickle) has a window of its own on the same files.
 
     Args:
         units: what is fetched together, in the order of the model.
@@ -147,6 +88,9 @@ class Offload:
         stored: weights on disk, by name.
         held: weights in host memory, by name.
         options: how they are fetched.
+
+    Raises:
+        ValueError: a weight is neither held nor stored, or has another shape.
     """
 
     def __init__(
@@ -161,61 +105,77 @@ class Offload:
         self.stored = stored
         self.held = dict(held)
         self.options = options
-        self._contents = [self._lay_out(unit) for unit in units]
+        wanted = [self._through_window(unit) for unit in units]
+        names = {name for one in wanted for name in one if name not in self.held}
+        self.direct = bool(options.direct)
+        if options.direct is None:
+            files = {stored.tensors[name] for name in names if name in stored.tensors}
+            self.direct = not fits_page_cache(sum(one.nbytes for one in files))
+        self._contents = [lay_out(one, self.held, stored, self.direct) for one in wanted]
+        self._dtypes = {
+            name: one.dtype
+            for unit in units
+            for name, slots in unit.slots.items()
+            if (one := slots[0].get()) is not None
+        }
         self._sizes = _alike([one.nbytes for one in self._contents])
         self._limit = _window_bytes(units, self._sizes)
-        self._window: Window | None = None
-        self._mapped: weakref.WeakValueDictionary[str, torch.Tensor]
-        self._mapped = weakref.WeakValueDictionary()
         self._warned_of_casts = False
+        self._begin()
 
-    def _lay_out(self, unit: Unit) -> _Contents:
-        """Return where the weights of a unit are in its memory."""
-        tensors = {name: slots[0].get() for name, slots in unit.slots.items()}
-        wanted = {
-            name: _Weight(0, one.dtype, tuple(one.shape))
-            for name, one in tensors.items()
-            if one is not None and not self.is_direct(name)
-        }
-        on_disk = {name: self.stored.tensors[name] for name in wanted if name not in self.held}
-        as_stored = {
-            name: one
-            for name, one in on_disk.items()
-            if one.dtype == wanted[name].dtype and self.device.type == "cpu"
-        }
-        reads = plan_reads(as_stored, self.options.direct) if as_stored else None
-        rest = {name: one for name, one in on_disk.items() if name not in as_stored}
-        converted = plan_reads(rest, self.options.direct) if rest else None
-        position = 0 if reads is None else _up(reads.nbytes)
-        for name, weight in wanted.items():
-            if reads is not None and name in reads.places:
-                wanted[name] = weight._replace(offset=reads.places[name])
-            else:
-                wanted[name] = weight._replace(offset=position)
-                position = _up(position + weight.nbytes)
-        return _Contents(position, wanted, reads, converted)
+    def _begin(self) -> None:
+        self._window: Window | None = None
+        self._filler: Filler | None = None
+        self._present: dict[int, _Present] = {}
+        self._lock = threading.RLock()
+        self._shared: set[str] = set()  # held weights that copies of this hold too
+        self._given: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+        forks().add(self)
 
-    def is_direct(self, name: str) -> bool:
+    def after_fork(self) -> None:
+        """Replace the lock in the child of a fork, which another thread may have held."""
+        self._lock = threading.RLock()
+
+    def _through_window(self, unit: Unit) -> dict[str, torch.Tensor]:
+        tensors = ((name, slots[0].get()) for name, slots in unit.slots.items())
+        return {
+            name: one for name, one in tensors if one is not None and not self._is_in_place(name)
+        }
+
+    def _is_in_place(self, name: str) -> bool:
         """Return whether a weight is used where it is held, without a window."""
         return name in self.held and self.held[name].device == self.device
 
     @property
     def window(self) -> Window:
         """The window; its thread and buffers begin with the first use."""
-        if self._window is None:
-            progress = _Progress()
-            filler = _Filler(self._contents, self.stored, self.held, progress)
-            self._window = progress.window = Window(
-                self._sizes,
-                filler,
-                host_memory if self.device.type == "cpu" else _on(self.device),
-                self._limit,
-                ahead=self.options.ahead,
-                patience=self.options.patience,
-                describe=filler.describe,
-            )
-            weakref.finalize(self, self._window.close)
-        return self._window
+        with self._lock:
+            if self._window is None:
+                self._window = self._open_window()
+            return self._window
+
+    def _open_window(self) -> Window:
+        copies = device_copies(self.device)
+        if copies is not None:
+            for name, tensor in self.held.items():
+                self.held[name] = pinned(tensor)
+        progress = _Progress()
+        filler = Filler(self._contents, self.stored, self.held, progress, copies)
+        allocate = host_memory if self.device.type == "cpu" else _on(self.device)
+        window = progress.window = Window(
+            self._sizes,
+            filler,
+            allocate if copies is None else copies.allocate,
+            self._limit,
+            ahead=self.options.ahead,
+            patience=self.options.patience,
+            describe=filler.describe,
+            reading=filler.reading,
+            copies=copies,
+        )
+        self._filler = filler
+        weakref.finalize(self, window.close)
+        return window
 
     @property
     def traffic(self) -> Traffic:
@@ -226,6 +186,26 @@ class Offload:
     def window_limit(self) -> int:
         """Bytes of buffers that are kept."""
         return self._limit
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of buffers now."""
+        return 0 if self._window is None else self._window.nbytes
+
+    @property
+    def escaped_bytes(self) -> int:
+        """Bytes of buffers that were given up and are still in use."""
+        return 0 if self._window is None else self._window.escaped_nbytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory through which weights are converted, or copied to a device."""
+        return 0 if self._filler is None else self._filler.staging_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the offloaded weights in files."""
+        return sum(one.stored_bytes for one in self._contents)
 
     def warn_of_casts(self) -> None:
         """Warn once if autocast makes copies of weights, which stay until the backward pass."""
@@ -247,36 +227,140 @@ class Offload:
                 f"model with dtype={fast}, or checkpoint the activations of its blocks."
             )
 
-    def is_empty(self, unit: int) -> bool:
-        """Return whether a unit needs no memory of the window."""
-        return not self._contents[unit].weights
+    def enter(self, index: int, unit: Unit) -> torch.Tensor | None:
+        """Put a unit into its slots; return its memory in the window.
 
-    def weights(self, unit: int, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights in a unit's memory."""
-        for name, weight in self._contents[unit].weights.items():
-            yield name, weight.of(memory)
+        Raises:
+            WeightReadError: it cannot be read.
+        """
+        memory = self.window.acquire(index) if self._contents[index].weights else None
+        try:
+            with self._lock:
+                present = self._present.get(index)
+                if present is None:
+                    present = self._put(index, unit, memory)
+                    self._present[index] = present
+                present.uses += 1
+        except BaseException:
+            if memory is not None:
+                self.window.release(index)
+            raise
+        return memory
 
-    def weight(self, unit: int, name: str) -> torch.Tensor:
-        """Return a weight where its module runs; its memory lasts as long as the tensor."""
-        weight = self._contents[unit].weights.get(name)
-        return self.held[name] if weight is None else self.window.view(unit, weight.of)
+    def leave(self, index: int, unit: Unit) -> bool:
+        """Let go of a unit; return whether its weights were changed meanwhile."""
+        changed = False
+        with self._lock:
+            present = self._present[index]
+            present.uses -= 1
+            if not present.uses:
+                del self._present[index]
+                changed = present.is_changed()
+                for name, value in present.values.items():
+                    for slot in unit.slots[name]:
+                        if slot.get() is value:
+                            slot.put(unit.placeholders[name])
+        if present.memory is not None:
+            self.window.release(index)
+            if changed:
+                self.window.discard(index)
+        return changed
+
+    def present(self, index: int) -> list[torch.Tensor]:
+        """Return the weights of a unit that are in their slots now."""
+        with self._lock:
+            found = self._present.get(index)
+            return [] if found is None else list(found.values.values())
+
+    def _put(self, index: int, unit: Unit, memory: torch.Tensor | None) -> _Present:
+        present = _Present(memory)
+        weights = self._contents[index].weights
+        # Weights are plain tensors for torch.func too.
+        with torch._C._DisableFuncTorch(), torch.inference_mode(False):
+            for name, slots in unit.slots.items():
+                stands = unit.placeholders[name]
+                weight = weights.get(name)
+                if weight is not None and memory is not None:
+                    value = weight.of(memory)
+                else:
+                    value = self.held[name].detach()
+                present.watch(value)
+                value = present.values[name] = _in_place_of(stands, value)
+                for slot in slots:
+                    # Not where somebody has put another tensor, as torch.func.functional_call does.
+                    if slot.get() is stands:
+                        slot.put(value)
+        return present
+
+    def fetched(self, index: int, name: str) -> torch.Tensor:
+        """Return a weight as a view of the window, which lasts as long as the view."""
+        weight = self._contents[index].weights.get(name)
+        if weight is None:
+            return self.held[name]
+        return self.window.view(index, weight.of)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a weight where it is held, or as a view of its mapped file."""
+        """Return a weight where it is held, or as a view of its mapped file.
+
+        It has the dtype of the model, so that one that is stored in another dtype is read.
+        """
         held = self.held.get(name)
-        if held is None:
-            held = self._mapped.get(name)  # one tensor for all names of a tied weight
-        if held is None:
-            held = self._mapped[name] = self.stored.mapped(name)
-        return held
+        if held is not None:
+            return held
+        with self._lock:
+            given = self._given.get(name)
+            if given is None:
+                mapped = self.stored.mapped(name)
+                given = self._given[name] = mapped.to(self._dtypes.get(name, mapped.dtype))
+            return given
+
+    def writable(self, name: str) -> torch.Tensor:
+        """Return a weight that is held in host memory, to be written to; not one of a copy's.
+
+        Raises:
+            AbsentWeightError: it is in use.
+        """
+        with self._lock:
+            for index, present in self._present.items():
+                if name in present.values:
+                    raise AbsentWeightError(
+                        f"{name} cannot be loaded into while its module runs (unit {index})."
+                    )
+            if name in self._shared:
+                self.hold(name, self.held[name].clone())
+            return self.held[name]
+
+    def hold(self, name: str, value: torch.Tensor) -> None:
+        """Hold a weight in host memory, in place of what was held."""
+        value = value.detach()
+        if value.device.type != "cpu" and self.device.type != "cpu":
+            value = value.cpu()
+        with self._lock:
+            opened = self._window is not None
+            if opened and device_copies(self.device) is not None:
+                value = pinned(value)
+            self._shared.discard(name)
+            self.held[name] = value
+        if opened:
+            for index, contents in enumerate(self._contents):
+                if name in contents.weights:
+                    self.window.discard(index)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the window: a copy has its own."""
-        return {**self.__dict__, "_window": None, "_mapped": None}
+        left_out = ("_window", "_filler", "_present", "_lock", "_given", "_shared")
+        return {name: one for name, one in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._mapped = weakref.WeakValueDictionary()
+        self._begin()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
+        """Return a copy that shares held weights, which are replaced and never changed."""
+        made = memo[id(self)] = Offload.__new__(Offload)
+        made.__setstate__({**self.__getstate__(), "held": dict(self.held)})
+        made._shared, self._shared = set(self.held), set(self.held)
+        return made
 
 
 class _Progress:
@@ -287,6 +371,19 @@ class _Progress:
     def __call__(self, count: int) -> None:
         if self.window is not None:
             self.window.progress(count)
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """Fetches one weight outside of its module."""
+
+    offload: Offload
+    unit: int
+    name: str
+
+    def __call__(self) -> torch.Tensor:
+        with torch._C._DisableFuncTorch():
+            return self.offload.fetched(self.unit, self.name)
 
 
 class _Refusal(NamedTuple):
@@ -301,12 +398,18 @@ class _Refusal(NamedTuple):
         )
 
 
+def _in_place_of(stands: AbsentWeight, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as the parameter or buffer that a placeholder stands for."""
+    if not isinstance(stands, torch.nn.Parameter):
+        return weight
+    parameter = torch.nn.Parameter(weight, stands.is_trained)
+    if stands.is_trained:
+        parameter.register_hook(_Refusal(stands.weight_name))  # type: ignore[no-untyped-call]
+    return parameter
+
+
 def _on(device: torch.device) -> Callable[[int], torch.Tensor]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _up(value: int) -> int:
-    return -(-value // _ALIGNMENT) * _ALIGNMENT
 
 
 def _alike(sizes: Sequence[int]) -> list[int]:
@@ -336,67 +439,59 @@ def _window_bytes(units: Sequence[Unit], sizes: Sequence[int]) -> int:
 
 
 class _Use:
-    """Units that are in their modules' slots."""
+    """Units that are in their modules' slots, for one call."""
 
     def __init__(self, offload: Offload, units: Sequence[tuple[int, Unit]]) -> None:
         self._offload = offload
-        self._left = ExitStack()
-        self._versions: list[tuple[int, Unit, torch.Tensor, int]] = []
+        self._units: list[tuple[int, Unit]] = []
         self._storages: dict[int, int] = {}
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._hooks: Any = None
         try:
             for index, unit in units:
-                self._put(index, unit)
-            if torch.is_grad_enabled() and self._storages:
+                memory = offload.enter(index, unit)
+                self._units.append((index, unit))
+                if memory is not None:
+                    self._storages[memory.untyped_storage()._cdata] = index
+            if self._storages and torch.is_grad_enabled() and _may_pack():
                 offload.warn_of_casts()
-                self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-                hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-                self._left.enter_context(hooks)
+                self._outer = _outer_hooks()
+                self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                self._hooks.__enter__()
         except BaseException:
-            self._left.close()
+            self._leave()
             raise
 
-    def _put(self, index: int, unit: Unit) -> None:
-        values: dict[str, torch.Tensor] = {}
-        if not self._offload.is_empty(index):
-            memory = self._offload.window.acquire(index)
-            self._left.callback(self._offload.window.release, index)
-            values.update(self._offload.weights(index, memory))
-            self._storages[memory.untyped_storage().data_ptr()] = index
-            self._versions.append((index, unit, memory, memory._version))
-        for name, slots in unit.slots.items():
-            value = values.get(name)
-            if value is None:
-                value = self._offload.tensor(name)
-            value = _in_place_of(slots[0].get(), name, value)
-            for slot in slots:
-                stands = slot.get()
-                assert stands is not None
-                self._left.callback(slot.put, stands)
-                slot.put(value)
+    def _leave(self) -> list[Unit]:
+        """Put back the placeholders; return the units that were changed."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+        units, self._units = self._units, []
+        return [unit for index, unit in reversed(units) if self._offload.leave(index, unit)]
 
-    def end(self) -> None:
-        """Put back the placeholders."""
-        changed = [
-            (index, unit)
-            for index, unit, memory, version in self._versions
-            if memory._version != version
-        ]
-        self._left.close()
-        if changed:
-            for index, _ in changed:
-                self._offload.window.discard(index)
-            unit = changed[0][1]
+    def end(self, failed: bool = False) -> None:
+        """Put back the placeholders.
+
+        Args:
+            failed: the call has raised, and nothing else is raised.
+
+        Raises:
+            AbsentWeightError: a weight was changed in place.
+        """
+        changed = self._leave()
+        if changed and not failed:
+            names = list(changed[0].slots)
             raise AbsentWeightError(
-                f"a weight of {unit.name} was changed in place while it was in memory, and "
-                "the change would be lost: keep it resident, by a device in the device_map "
-                f"(it has {', '.join(list(unit.slots)[:3])})."
+                f"a weight of {changed[0].name or 'the model'} was changed in place while it was "
+                "in memory, and the change would be lost: keep it resident, by a device in the "
+                f"device_map (it has {', '.join(names[:3])})."
             )
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Save where a view of a unit is, in place of the view."""
-        unit = self._storages.get(tensor.untyped_storage().data_ptr())
-        if unit is None or tensor.is_conj() or tensor.is_neg():
+        unit = self._unit_of(tensor)
+        if unit is None:
             return tensor if self._outer is None else (self._outer[1], self._outer[0](tensor))
         return _Saved(
             self._offload,
@@ -407,11 +502,34 @@ class _Use:
             int(tensor.storage_offset()),
         )
 
+    def _unit_of(self, tensor: torch.Tensor) -> int | None:
+        if type(tensor) not in _PLAIN or tensor.is_conj() or tensor.is_neg():
+            return None
+        try:
+            return self._storages.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # it has none, as sparse tensors
+            return None
+
     @staticmethod
     def _unpack(saved: Any) -> Any:
         if isinstance(saved, _Saved):
             return saved.fetch()
         return saved[0](saved[1]) if isinstance(saved, tuple) else saved
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _may_pack() -> bool:
+    """Return False inside of torch.func's transforms, which allow no hooks of saved tensors."""
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return enabled
+
+
+def _outer_hooks() -> Any:
+    """Return the hooks of saved tensors that are in force, None before torch 2.8."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
 
 
 class _Saved(NamedTuple):
@@ -430,35 +548,16 @@ class _Saved(NamedTuple):
 
     def _look(self, memory: torch.Tensor) -> torch.Tensor:
         whole = torch.empty(0, dtype=self.dtype, device=memory.device)
-        whole.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
+        with torch.no_grad():
+            whole.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
         return whole
 
 
-@dataclass(frozen=True)
-class _Fetch:
-    """Fetches one weight outside of its module."""
-
-    offload: Offload
-    unit: int
-    name: str
-
-    def __call__(self) -> torch.Tensor:
-        return self.offload.weight(self.unit, self.name)
-
-
-def _in_place_of(stands: torch.Tensor | None, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as the parameter or buffer that a placeholder stands for."""
-    if not isinstance(stands, torch.nn.Parameter):
-        return weight
-    trained = stands.is_trained if isinstance(stands, AbsentWeight) else stands.requires_grad
-    parameter = torch.nn.Parameter(weight, trained)
-    if trained and torch.is_grad_enabled():
-        parameter.register_hook(_Refusal(name))  # type: ignore[no-untyped-call]
-    return parameter
-
-
 class UnitHook:
-    """Brings the units of a module while it runs: a forward pre-hook and a forward hook.
+    """Brings the units of a module while it runs, around all of its other hooks.
+
+    It takes the place of the module's ``_call_impl``, so that ``Module.compile`` compiles what is
+    inside, and an exception in any hook finds it in force.
 
     Args:
         offload: where weights come from.
@@ -468,46 +567,207 @@ class UnitHook:
     def __init__(self, offload: Offload, units: Sequence[tuple[int, Unit]]) -> None:
         self.offload = offload
         self.units = list(units)
-        self._uses: list[_Use | None] = []
+        self._handles: list[Any] = []
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Register the hooks, and put placeholders into the slots."""
+        """Put placeholders into the slots, and bring the weights whenever the module is called."""
+        _skip_frames(UnitHook.call, UnitHook.run, UnitHook._end, _Compiled.__call__)
+        self.module = module
         self.put_placeholders()
-        before = module.register_forward_pre_hook(self.before, prepend=True)
-        after = module.register_forward_hook(self.after, always_call=True)
-        self._handles = [before, after]
-        owners = {id(slot.module): slot.module for slot in self._slots()}
-        for owner in owners.values():
+        self._handles.append(_Handle(self))
+        own = vars(module)
+        own["_offload_hook"], own["_call_impl"], own["compile"] = self, self.call, self.compile
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl = self.around(module._compiled_call_impl)
+        _Guard.on(module)
+        for owner in {id(slot.module): slot.module for slot in self.slots()}.values():
+            _Guard.on(owner)
             register: Any = owner.register_state_dict_post_hook
             self._handles.append(register(_StateHook(self)))
-        vars(module)["_offload_hook"] = self
+            register = owner.register_load_state_dict_pre_hook
+            self._handles.append(register(_HeldToLoad(self)))
+            register = owner.register_load_state_dict_post_hook
+            self._handles.append(register(_HeldLoaded(self)))
 
-    def _slots(self) -> Iterator[Slot]:
+    def detach(self) -> None:
+        """Leave the module as it was; what is in its slots stays there."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def leave(self) -> None:
+        """Let calls of the module find its slots as they are."""
+        for name in ("_offload_hook", "_call_impl", "compile"):
+            vars(self.module).pop(name, None)
+        compiled: Any = self.module._compiled_call_impl
+        if isinstance(compiled, _Compiled):
+            self.module._compiled_call_impl = compiled.call
+
+    def slots(self) -> Iterator[Slot]:
+        """Yield the places of all weights."""
         return (slot for _, unit in self.units for slots in unit.slots.values() for slot in slots)
 
     def put_placeholders(self) -> None:
         """Put placeholders where the weights were."""
         for index, unit in self.units:
             for name, slots in unit.slots.items():
-                was = slots[0].get()
-                assert was is not None
-                where = "in host memory" if name in self.offload.held else ON_DISK
-                stands = placeholder(
-                    was, name, where, self.offload.device, _Fetch(self.offload, index, name)
-                )
+                if name not in unit.placeholders:
+                    was = slots[0].get()
+                    assert was is not None
+                    where = _IN_HOST_MEMORY if name in self.offload.held else ON_DISK
+                    fetch = _Fetch(self.offload, index, name)
+                    unit.placeholders[name] = placeholder(
+                        was, name, where, self.offload.device, fetch
+                    )
                 for slot in slots:
-                    slot.put(stands)
+                    slot.put(unit.placeholders[name])
 
-    def before(self, module: torch.nn.Module, args: Any) -> None:
-        """Fetch the units."""
-        self._uses.append(None)
-        self._uses[-1] = _Use(self.offload, self.units)
+    def placeholder_of(self, name: str) -> AbsentWeight:
+        """Return what stands for a weight."""
+        return next(u.placeholders[name] for _, u in self.units if name in u.placeholders)
 
-    def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Let go of the units."""
-        use = self._uses.pop() if self._uses else None
-        if use is not None:
-            use.end()
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with its weights in memory."""
+        return self.run(self.inside(), args, kwargs)
+
+    def inside(self) -> Callable[..., Any]:
+        """Return the call of the module without this."""
+        return MethodType(type(self.module)._call_impl, self.module)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's call, and bring the weights outside of the compiled region."""
+        call = torch.compile(self.inside(), *args, **kwargs)
+        self.module._compiled_call_impl = self.around(call)
+
+    def around(self, call: Callable[..., Any] | None) -> Any:
+        """Return what brings the weights around a compiled call."""
+        return None if call is None or isinstance(call, _Compiled) else _Compiled(self, call)
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call something with the module's weights in memory."""
+        before = _set_eval_frame(None)  # nothing of the fetch is to be compiled
+        try:
+            use = _Use(self.offload, self.units)
+        finally:
+            _set_eval_frame(before)
+        try:
+            result = call(*args, **kwargs)
+        except BaseException:
+            self._end(use, failed=True)
+            raise
+        self._end(use)
+        return result
+
+    def _end(self, use: _Use, failed: bool = False) -> None:
+        before = _set_eval_frame(None)
+        try:
+            use.end(failed)
+        finally:
+            _set_eval_frame(before)
+
+    _function: Any
+    for _function in (call, run, _end):
+        _function._torchdynamo_disable = True
+        _function._torchdynamo_disable_msg = "offloaded weights are fetched"
+    del _function
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """Ends a hook's hold of calls, as the handles of torch's hooks do."""
+
+    hook: UnitHook
+
+    def remove(self) -> None:
+        self.hook.leave()
+
+
+class _Compiled:
+    """Brings the weights around the compiled call of a module."""
+
+    def __init__(self, hook: UnitHook, call: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook.run(self.call, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["call"], name)
+
+
+_set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def _skip_frames(*functions: Any) -> None:
+    """Let dynamo leave the frames of functions alone, and compile what they call."""
+    # Not through torch._dynamo, whose import takes seconds.
+    frames: Any = torch._C._dynamo.eval_frame
+    for function in functions:
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+            frames.set_code_exec_strategy(function.__code__, skip)
+        elif hasattr(frames, "skip_code"):
+            frames.skip_code(function.__code__)
+
+
+class _Guard:
+    """Refuses, before anything is changed, what would change weights that are in files.
+
+    Args:
+        module: a dispatched model, or a part of it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._guarded = module
+        self.leaves_names = True
+
+    @classmethod
+    def on(cls, module: torch.nn.Module) -> None:
+        """Guard a module."""
+        if "_offload_guard" not in vars(module):
+            guard = vars(module)["_offload_guard"] = cls(module)
+            vars(module)["_apply"] = guard.apply
+            register: Any = module.register_load_state_dict_pre_hook
+            guard._handle = register(guard)
+
+    def off(self) -> None:
+        """Guard it no longer."""
+        self._handle.remove()
+        for name in ("_offload_guard", "_apply"):
+            vars(self._guarded).pop(name, None)
+
+    _handle: Any = None
+
+    def __call__(
+        self, module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        """Raise if a state dict has weights that are in files."""
+        for name, weight in _absent_in(module):
+            if weight.weight_place == ON_DISK and prefix + name in state:
+                raise AbsentWeightError(
+                    f"{weight.weight_name} is on disk and cannot be loaded into, nor can others of "
+                    "this model: dispatch the new checkpoint, or leave the names of offloaded "
+                    "weights out of the state dict and load it with strict=False."
+                )
+
+    def apply(self, function: Callable[..., Any], recurse: bool = True) -> Any:
+        """Raise in ``to``, ``half`` and the like, before the rest of the model is changed."""
+        for _, weight in _absent_in(self._guarded):
+            raise AbsentWeightError(
+                f"{weight.weight_name} is {weight.weight_place}, so the model can neither be moved "
+                "nor converted: give the device_map and dtype= to load_checkpoint_and_dispatch, or "
+                "take the weights back with "
+                "accel_callbacks.utils.remove_hook_from_submodules(model)."
+            )
+        return type(self._guarded)._apply(self._guarded, function, recurse)  # type: ignore[no-untyped-call]
+
+
+def _absent_in(module: torch.nn.Module) -> Iterator[tuple[str, AbsentWeight]]:
+    for named in (module.named_parameters, module.named_buffers):
+        for name, one in named(remove_duplicate=False):
+            if isinstance(one, AbsentWeight):
+                yield name, one
 
 
 class _StateHook:
@@ -521,16 +781,144 @@ class _StateHook:
     leaves_names = True
 
     def __init__(self, hook: UnitHook) -> None:
-        self._hook = hook
+        self._of = hook
 
     def __call__(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        for _, unit in self._hook.units:
-            for name, slots in unit.slots.items():
-                for slot in slots:
-                    if slot.module is module and prefix + slot.key in state:
-                        state[prefix + slot.key] = self._hook.offload.tensor(name)
+        for name, slot in _slots_of(self._of, module):
+            value = state.get(prefix + slot.key)
+            if isinstance(value, AbsentWeight):
+                weight = self._of.offload.tensor(name)
+                if isinstance(value, torch.nn.Parameter):  # keep_vars
+                    weight = torch.nn.Parameter(weight, value.is_trained)
+                state[prefix + slot.key] = weight
+
+
+class _HeldToLoad:
+    """Lets ``load_state_dict`` write to the weights that are held in host memory.
+
+    Args:
+        hook: of the module that needs them.
+    """
+
+    def __init__(self, hook: UnitHook) -> None:
+        self._of = hook
+        self.leaves_names = True
+
+    def __call__(
+        self, module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        for name, slot in _slots_of(self._of, module):
+            stands = slot.get()
+            if isinstance(stands, AbsentWeight) and prefix + slot.key in state:
+                held = self._of.offload.writable(name)
+                is_parameter = isinstance(stands, torch.nn.Parameter)
+                slot.put(torch.nn.Parameter(held, stands.is_trained) if is_parameter else held)
+
+
+class _HeldLoaded:
+    """Holds what ``load_state_dict`` has written, and puts back the placeholders.
+
+    Args:
+        hook: of the module that needs them.
+    """
+
+    leaves_names = True
+
+    def __init__(self, hook: UnitHook) -> None:
+        self._of = hook
+
+    def __call__(self, module: torch.nn.Module, incompatible: Any) -> None:
+        for name, slot in _slots_of(self._of, module):
+            loaded, stands = slot.get(), self._of.placeholder_of(name)
+            if loaded is not stands and loaded is not None and name in self._of.offload.held:
+                self._of.offload.hold(name, loaded)
+                slot.put(stands)
+
+
+def _slots_of(hook: UnitHook, module: torch.nn.Module) -> list[tuple[str, Slot]]:
+    return [
+        (name, slot)
+        for _, unit in hook.units
+        for name, slots in unit.slots.items()
+        for slot in slots
+        if slot.module is module
+    ]
+
+
+def attach(model: torch.nn.Module, offload: Offload, units: Sequence[Unit]) -> None:
+    """Put placeholders into a model, and hooks that bring the weights.
+
+    Args:
+        model: the model.
+        offload: where weights come from.
+        units: those that it was made of.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.residence import Offload, attach
+        >>> from accel_callbacks.offload.source import StoredWeights
+        >>> model = torch.nn.Linear(1, 1)
+        >>> attach(model, Offload([], torch.device("cpu"), StoredWeights({}), {}), [])
+    """
+    needed: dict[int, tuple[torch.nn.Module, list[tuple[int, Unit]]]] = {}
+    for index, unit in enumerate(units):
+        for module in unit.triggers:
+            needed.setdefault(id(module), (module, []))[1].append((index, unit))
+    for module, own in needed.values():
+        UnitHook(offload, own).attach(module)
+    for module in model.modules():
+        if next(_absent_in(module), None) is not None:
+            _Guard.on(module)
+
+
+def remove(model: torch.nn.Module, *, mapped: bool = False) -> torch.nn.Module:
+    """Give a dispatched model, or a part of one, its weights back and remove all hooks.
+
+    Args:
+        model: the model; it is changed in place and returned.
+        mapped: weights on disk are views of their mapped files, which take no memory until they
+            are read; by default they are read. What was in host memory stays there.
+
+    Raises:
+        WeightReadError: the weights cannot be read; the model is dispatched as before.
+        OutOfMemoryError, MemoryError: they do not fit.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.residence import remove
+        >>> remove(torch.nn.Linear(1, 1)).weight.shape
+        torch.Size([1, 1])
+    """
+    hooks = list(offload_hooks(model))
+    values: dict[int, torch.Tensor] = {}
+    for hook in hooks:
+        for _, unit in hook.units:
+            for name, stands in unit.placeholders.items():
+                if id(stands) not in values:
+                    values[id(stands)] = _taken(hook.offload, name, stands, mapped)
+    for hook in hooks:
+        for _, unit in hook.units:
+            for name, stands in unit.placeholders.items():
+                for slot in unit.slots[name]:
+                    if slot.get() is stands:
+                        slot.put(values[id(stands)])
+        hook.detach()
+    for module in model.modules():
+        guard = vars(module).get("_offload_guard")
+        if guard is not None and next(_absent_in(module), None) is None:
+            guard.off()
+    return model
+
+
+def _taken(offload: Offload, name: str, stands: AbsentWeight, mapped: bool) -> torch.Tensor:
+    weight = offload.writable(name) if name in offload.held else offload.tensor(name)
+    if name not in offload.held and not mapped:
+        weight = weight.clone()
+    if isinstance(stands, torch.nn.Parameter):
+        return torch.nn.Parameter(weight, stands.is_trained)
+    return weight
 
 
 def offload_hooks(model: torch.nn.Module) -> Iterator[UnitHook]:
@@ -581,5 +969,5 @@ def onloaded(module: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for hook in offload_hooks(module):
             use = _Use(hook.offload, hook.units)
-            stack.callback(use.end)
+            stack.push(lambda kind, *details, use=use: use.end(failed=kind is not None))
         yield

@@ -7,12 +7,14 @@ import errno
 import hashlib
 import mmap
 import os
+import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,8 +35,12 @@ _PAGE = 4096  # what O_DIRECT asks of addresses, lengths and offsets
 _ALIGNMENT = 64  # as torch allocates, so that kernels give the same bits
 _GAP = 1 << 20  # bytes of other tensors that are read along past the page cache
 _VIEWS = 512  # of one readv; the limit is 1024
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+_Opened = TypeVar("_Opened")
 
 
 class WeightReadError(RuntimeError):
@@ -74,7 +80,7 @@ class FileIdentity(NamedTuple):
     Args:
         size: in bytes.
         modified: nanoseconds.
-        head: a digest of its first bytes, the header of a safetensors file.
+        head: a digest of its first bytes, the header of a safetensors file; empty of other files.
     """
 
     size: int
@@ -95,8 +101,10 @@ class FileIdentity(NamedTuple):
                 file.seek(0)
                 head = hashlib.sha256(file.read(8 + min(length, _PIECE))).hexdigest()
         except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                raise
             raise WeightReadError(
-                f"{path}: {error.strerror}: its weights are streamed from there"
+                f"{path}: {error.strerror}: its weights are streamed from there; put the file back."
             ) from None
         return cls(status.st_size, status.st_mtime_ns, head)
 
@@ -112,6 +120,9 @@ class StoredWeights:
 
     tensors: Mapping[str, StoredTensor]
     identities: Mapping[str, FileIdentity] = field(default_factory=dict)
+    _maps: weakref.WeakValueDictionary[str, mmap.mmap] = field(
+        default_factory=weakref.WeakValueDictionary, repr=False, compare=False
+    )
 
     @classmethod
     def of_checkpoint(cls, checkpoint: str | os.PathLike[str]) -> StoredWeights:
@@ -156,11 +167,21 @@ class StoredWeights:
         stored = self.tensors[name]
         if not stored.nbytes:
             return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        with self.open(stored.path) as file:
-            low = stored.begin - stored.begin % mmap.ALLOCATIONGRANULARITY
-            length = stored.begin + stored.nbytes - low
-            memory = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=low)
-        part = torch.frombuffer(memory, dtype=torch.uint8)[stored.begin - low :]
+        memory = self._maps.get(stored.path)
+        if memory is None:  # one mapping for all tensors of a file, as long as one of them lives
+            with self.open(stored.path) as file:
+                memory = _map(file.fileno())
+            self._maps[stored.path] = memory
+        whole = memoryview(memory)
+        if stored.begin + stored.nbytes > len(whole):
+            raise WeightReadError(
+                f"{stored.path}: truncated, {name} ends at byte {stored.begin + stored.nbytes} of "
+                f"{len(whole)}. Copy the file again."
+            )
+        # A storage of its own, so that torch.save writes this tensor and not the file.
+        part = torch.frombuffer(
+            whole[stored.begin : stored.begin + stored.nbytes], dtype=torch.uint8
+        )
         if part.data_ptr() % stored.dtype.itemsize:
             part = part.clone()
         return part.view(stored.dtype).view(stored.shape)
@@ -168,6 +189,34 @@ class StoredWeights:
     def open(self, path: str, flags: int = 0) -> OpenFile:
         """Open one of the files; raise WeightReadError if it is another than at first."""
         return OpenFile(path, self.identities.get(path), flags)
+
+    def at(self, path: str, position: int) -> str:
+        """Return which tensor has this byte, with its file, for errors."""
+        for name, stored in self.tensors.items():
+            if stored.path == path and 0 <= position - stored.begin < max(stored.nbytes, 1):
+                return f"{name} in {path}"
+        return path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the mapped files."""
+        return {**self.__dict__, "_maps": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _maps=weakref.WeakValueDictionary())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeights:
+        """Return the same: it does not change."""
+        return self
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    """Map a whole file; what is written to the memory does not reach it."""
+    if sys.platform != "linux":
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    # Without a reserve, which Linux refuses for files that are larger than memory and swap.
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE | no_reserve, prot=protection)
 
 
 class OpenFile:
@@ -188,7 +237,7 @@ class OpenFile:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | _FLAGS | flags)
         except OSError as error:
-            if error.errno == errno.EINVAL:
+            if error.errno in (errno.EINVAL, *_NO_DESCRIPTORS):
                 raise
             raise WeightReadError(
                 f"{path}: {error.strerror}: the weights of a dispatched model are streamed from "
@@ -421,8 +470,9 @@ class Reader:
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:  # this file system has no direct reads
                     return self._read(piece, targets, False)
+                where = self._weights.at(piece.path, piece.begin + done)
                 raise WeightReadError(
-                    f"{piece.path}: {error.strerror} at byte {piece.begin + done}"
+                    f"{where}: {error.strerror} at byte {piece.begin + done}: check the disk"
                 ) from None
             done += count
             with self._lock:
@@ -431,9 +481,11 @@ class Reader:
             if not count or (direct and count % _PAGE):  # the end of the file
                 break
         if done < piece.needed:
+            file.check()
             raise WeightReadError(
-                f"{piece.path}: truncated, it ends at byte {piece.begin + done}; it was complete "
-                "when the model was dispatched. Copy the file again."
+                f"{self._weights.at(piece.path, piece.begin + done)}: truncated, it ends at byte "
+                f"{piece.begin + done}; it was complete when the model was dispatched. Copy the "
+                "file again."
             )
         file.check()
         return done
@@ -446,14 +498,49 @@ class Reader:
         file = self._files.pop((path, direct), None)
         if file is None:
             while len(self._files) >= self._MOST_FILES:
-                self._files.pop(next(iter(self._files))).close()
+                self._close_one()
+            self._check_head(path)
             try:
-                file = self._weights.open(path, _DIRECT if direct else 0)
-            except OSError:
-                file = self._weights.open(path)
+                file = self._opened(path, _DIRECT if direct else 0)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                file = self._opened(path, 0)
         self._files[path, direct] = file
         file.check()
         return file
+
+    def _check_head(self, path: str) -> None:
+        """Raise WeightReadError if a file has another header, whatever its size and time are."""
+        was = self._weights.identities.get(path)
+        if was is None or not was.head:
+            return
+        if self._retried(lambda: FileIdentity.of(path)).head != was.head:
+            raise WeightReadError(
+                f"{path} has changed since the model was dispatched: its header is another one. "
+                "Dispatch the model again."
+            )
+
+    def _opened(self, path: str, flags: int) -> OpenFile:
+        return self._retried(lambda: self._weights.open(path, flags))
+
+    def _retried(self, open_it: Callable[[], _Opened]) -> _Opened:
+        """Open a file; where there are no descriptors left, close one that is kept open."""
+        while True:
+            try:
+                return open_it()
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTORS:
+                    raise
+                if not self._files:
+                    raise WeightReadError(
+                        f"{error.filename}: {error.strerror}: raise the limit with `ulimit -n`, or "
+                        "close files that are not needed."
+                    ) from None
+                self._close_one()
+
+    def _close_one(self) -> None:
+        self._files.pop(next(iter(self._files))).close()
 
     def close(self) -> None:
         """Close the files."""

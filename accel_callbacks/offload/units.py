@@ -9,8 +9,16 @@ from typing import NamedTuple
 import torch
 
 from accel_callbacks.modeling.compile import regions
+from accel_callbacks.offload.placeholder import AbsentWeight
 
 __all__ = ["Slot", "Unit", "blocks_of", "cut_units"]
+
+# Their forward uses the weights of modules in them without calling these.
+_WHOLE = (
+    torch.nn.MultiheadAttention,
+    torch.nn.TransformerEncoderLayer,
+    torch.nn.TransformerDecoderLayer,
+)
 
 
 class Slot(NamedTuple):
@@ -47,12 +55,14 @@ class Unit:
         slots: the places of each weight, by its name; tied ones have several.
         triggers: the modules that need it while they run.
         scoped: other units run while it is in use: the own tensors of a module with blocks in it.
+        placeholders: what is in the slots while the weights are not, by name.
     """
 
     name: str
     slots: dict[str, list[Slot]] = field(default_factory=dict)
     triggers: list[torch.nn.Module] = field(default_factory=list)
     scoped: bool = False
+    placeholders: dict[str, AbsentWeight] = field(default_factory=dict)
 
 
 def blocks_of(model: torch.nn.Module, names: Collection[str] | None = None) -> set[int]:
@@ -117,7 +127,7 @@ def _visit(
     blocks: Collection[int],
 ) -> Iterator[_Found]:
     """Yield each offloaded tensor with the module that needs it."""
-    whole = id(module) in blocks or not module._modules
+    whole = id(module) in blocks or not module._modules or isinstance(module, _WHOLE)
     for prefix, owner in module.named_modules(prefix=name) if whole else [(name, module)]:
         for key, slot, tensor in _own(owner):
             full = f"{prefix}.{key}" if prefix else key
