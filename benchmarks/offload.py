@@ -12,8 +12,9 @@ The same weights are read from files of checkpoint_io and from files of the safe
 whose tensors are aligned to nothing.
 
 `raw read` is O_DIRECT in pieces of 16 MB into one buffer, of huge pages too; `resident` has all
-weights in memory, so that its forward is compute alone. Accelerate's `disk_offload` runs where this interpreter has it,
-or in the one of --peer; its first pass over the weights, which writes them again, is not counted.
+weights in memory, so that its forward is compute alone. Accelerate's `disk_offload` runs where this
+interpreter has it, or in the one of --peer; its pass over the weights that writes them again is not
+counted.
 """
 
 from __future__ import annotations

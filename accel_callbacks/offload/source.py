@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -432,6 +433,7 @@ class Reader:
         self._weights = weights
         self._on_progress = on_progress
         self._files: dict[tuple[str, bool], OpenFile] = {}
+        self._in_use: list[OpenFile] = []
         self._lock = threading.Lock()
         self.reading: str | None = None  # the file, for the message of one who waits
 
@@ -461,8 +463,13 @@ class Reader:
         return total
 
     def _read(self, piece: _Piece, targets: list[memoryview[int]], direct: bool) -> int:
-        file = self._open(piece.path, direct)
-        self.reading = piece.path
+        with self._use(piece.path, direct) as file:
+            self.reading = piece.path
+            return self._read_from(file, piece, targets, direct)
+
+    def _read_from(
+        self, file: OpenFile, piece: _Piece, targets: list[memoryview[int]], direct: bool
+    ) -> int:
         wanted, done = sum(map(len, targets)), 0
         while done < wanted:
             try:
@@ -490,11 +497,19 @@ class Reader:
         file.check()
         return done
 
-    def _open(self, path: str, direct: bool) -> OpenFile:
+    @contextmanager
+    def _use(self, path: str, direct: bool) -> Iterator[OpenFile]:
+        """Keep a file open, which the other thread closes for want of descriptors otherwise."""
         with self._lock:
-            return self._opened(path, direct)
+            file = self._open(path, direct)
+            self._in_use.append(file)
+        try:
+            yield file
+        finally:
+            with self._lock:
+                self._in_use.remove(file)
 
-    def _opened(self, path: str, direct: bool) -> OpenFile:
+    def _open(self, path: str, direct: bool) -> OpenFile:
         file = self._files.pop((path, direct), None)
         if file is None:
             while len(self._files) >= self._MOST_FILES:
@@ -532,7 +547,7 @@ class Reader:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTORS:
                     raise
-                if not self._files:
+                if all(file in self._in_use for file in self._files.values()):
                     raise WeightReadError(
                         f"{error.filename}: {error.strerror}: raise the limit with `ulimit -n`, or "
                         "close files that are not needed."
@@ -540,7 +555,8 @@ class Reader:
                 self._close_one()
 
     def _close_one(self) -> None:
-        self._files.pop(next(iter(self._files))).close()
+        unused = (key for key, file in self._files.items() if file not in self._in_use)
+        self._files.pop(next(unused)).close()
 
     def close(self) -> None:
         """Close the files."""
