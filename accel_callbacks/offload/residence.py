@@ -122,7 +122,8 @@ class Offload:
             for name, slots in unit.slots.items()
             if (one := slots[0].get()) is not None
         }
-        self._limit = _window_bytes(units, [one.nbytes for one in self._contents])
+        self._sizes = _alike([one.nbytes for one in self._contents])
+        self._limit = _window_bytes(units, self._sizes)
         self._warned_of_casts = False
         self._begin()
 
@@ -166,7 +167,7 @@ class Offload:
         filler = Filler(self._contents, self.stored, self.held, progress, copies)
         allocate = host_memory if self.device.type == "cpu" else _on(self.device)
         window = progress.window = Window(
-            [one.nbytes for one in self._contents],
+            self._sizes,
             filler,
             allocate if copies is None else copies.allocate,
             self._limit,
@@ -428,6 +429,19 @@ def _in_place_of(stands: AbsentWeight, weight: torch.Tensor) -> torch.Tensor:
 
 def _on(device: torch.device) -> Callable[[int], torch.Tensor]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _alike(sizes: Sequence[int]) -> list[int]:
+    """Return sizes rounded up to the largest within a hundredth, so that units share buffers.
+
+    Equal blocks differ by a page where a file ends within one; the buffer of the smaller one would
+    not do for the next, and there would be no room to read ahead.
+    """
+    largest: list[int] = []
+    for size in sorted(set(sizes), reverse=True):
+        if not largest or size < largest[-1] * 0.99:
+            largest.append(size)
+    return [min(one for one in largest if one >= size) for size in sizes]
 
 
 def _window_bytes(units: Sequence[Unit], sizes: Sequence[int]) -> int:

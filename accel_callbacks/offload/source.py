@@ -8,9 +8,13 @@ import hashlib
 import mmap
 import os
 import sys
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +30,8 @@ __all__ = [
     "plan_reads",
 ]
 
-_PIECE = 16 << 20  # bytes of one read
+_PIECE = 8 << 20  # bytes of one read
+_AT_ONCE = 2  # reads of a unit: the disk has the next one before the last one has ended
 _PAGE = 4096  # what O_DIRECT asks of addresses, lengths and offsets
 _ALIGNMENT = 64  # as torch allocates, so that kernels give the same bits
 _GAP = 1 << 20  # bytes of other tensors that are read along past the page cache
@@ -428,6 +433,8 @@ class Reader:
         self._weights = weights
         self._on_progress = on_progress
         self._files: dict[tuple[str, bool], OpenFile] = {}
+        self._in_use: list[OpenFile] = []
+        self._lock = threading.Lock()
         self.reading: str | None = None  # the file, for the message of one who waits
 
     def fill(self, reads: Reads, memory: torch.Tensor) -> int:
@@ -440,20 +447,29 @@ class Reader:
         Raises:
             WeightReadError: a file is damaged, gone, or another than it was.
         """
-        view = memory.numpy().data
-        total = 0
-        for piece in reads.pieces:
-            self.reading = piece.path
+        view, base = memory.numpy().data, memory.data_ptr()
+
+        def read(piece: _Piece) -> int:
             targets = [view[at : at + length] for at, length in piece.ends]
-            total += self._read(piece, targets, reads.direct)
+            return self._read(piece, targets, reads.direct)
+
+        total, moves = 0, deque(reads.moves)
+        self.reading = reads.pieces[0].path if reads.pieces else None
+        for piece, count in zip(reads.pieces, _in_order(read, reads.pieces), strict=True):
+            total += count
+            # While the next pieces are read. Targets may overlap with sources, but not with them.
+            _move(moves, base, piece.ends[-1][0] + piece.needed)
         self.reading = None
-        base = memory.data_ptr()
-        for move in reads.moves:  # of memory that may overlap
-            ctypes.memmove(base + move.target, base + move.source, move.nbytes)
         return total
 
     def _read(self, piece: _Piece, targets: list[memoryview[int]], direct: bool) -> int:
-        file = self._open(piece.path, direct)
+        with self._use(piece.path, direct) as file:
+            self.reading = piece.path
+            return self._read_from(file, piece, targets, direct)
+
+    def _read_from(
+        self, file: OpenFile, piece: _Piece, targets: list[memoryview[int]], direct: bool
+    ) -> int:
         wanted, done = sum(map(len, targets)), 0
         while done < wanted:
             try:
@@ -466,7 +482,8 @@ class Reader:
                     f"{where}: {error.strerror} at byte {piece.begin + done}: check the disk"
                 ) from None
             done += count
-            self._on_progress(count)
+            with self._lock:
+                self._on_progress(count)
             targets = list(_after(targets, count))
             if not count or (direct and count % _PAGE):  # the end of the file
                 break
@@ -479,6 +496,18 @@ class Reader:
             )
         file.check()
         return done
+
+    @contextmanager
+    def _use(self, path: str, direct: bool) -> Iterator[OpenFile]:
+        """Keep a file open, which the other thread closes for want of descriptors otherwise."""
+        with self._lock:
+            file = self._open(path, direct)
+            self._in_use.append(file)
+        try:
+            yield file
+        finally:
+            with self._lock:
+                self._in_use.remove(file)
 
     def _open(self, path: str, direct: bool) -> OpenFile:
         file = self._files.pop((path, direct), None)
@@ -521,7 +550,7 @@ class Reader:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTORS:
                     raise
-                if not self._files:
+                if all(file in self._in_use for file in self._files.values()):
                     raise WeightReadError(
                         f"{error.filename}: {error.strerror}: raise the limit with `ulimit -n`, or "
                         "close files that are not needed."
@@ -529,13 +558,64 @@ class Reader:
                 self._close_one()
 
     def _close_one(self) -> None:
-        self._files.pop(next(iter(self._files))).close()
+        unused = (key for key, file in self._files.items() if file not in self._in_use)
+        self._files.pop(next(unused)).close()
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _in_order(read: Callable[[_Piece], int], pieces: Sequence[_Piece]) -> Iterator[int]:
+    """Yield the result of each read, in order, with some at a time on threads."""
+    if len(pieces) < 2:
+        yield from map(read, pieces)
+        return
+    left = deque(range(len(pieces)))
+    results: list[SimpleQueue[int | BaseException]] = [SimpleQueue() for _ in pieces]
+
+    def work() -> None:
+        while left:
+            try:
+                number = left.popleft()
+            except IndexError:
+                return
+            try:
+                results[number].put(read(pieces[number]))
+            except BaseException as error:
+                left.clear()
+                results[number].put(error)
+
+    # Not of a pool, whose threads the end of the process waits for, even if the disk hangs.
+    threads = [
+        threading.Thread(target=work, name=f"offload-reader-{number}", daemon=True)
+        for number in range(min(_AT_ONCE, len(pieces)))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for result in results:
+            found = result.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        left.clear()
+        for thread in threads:
+            thread.join()
+
+
+def _move(moves: deque[_Move], base: int, end: int) -> None:
+    """Move towards the front what has been read up to that place in memory."""
+    while moves and moves[0].source < end:
+        move = moves.popleft()
+        nbytes = min(move.nbytes, end - move.source)
+        ctypes.memmove(base + move.target, base + move.source, nbytes)
+        if nbytes < move.nbytes:
+            rest = _Move(move.source + nbytes, move.target + nbytes, move.nbytes - nbytes)
+            moves.appendleft(rest)
 
 
 def _after(targets: Sequence[memoryview[int]], count: int) -> Iterator[memoryview[int]]:
