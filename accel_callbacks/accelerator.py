@@ -40,6 +40,7 @@ from accel_callbacks.config import (
     launched_parallelism,
     launched_plugin,
     resolve_config,
+    unread_variables,
 )
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
 from accel_callbacks.data.loader import DataLoaderShard
@@ -85,6 +86,7 @@ from accel_callbacks.state import AcceleratorState, GradientState
 from accel_callbacks.strategies import create_strategy
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
+from accel_callbacks.warning import warn
 
 __all__ = ["Accelerator"]
 
@@ -225,6 +227,10 @@ class Accelerator(ProcessControl, MediaLogging):
             launched_parallelism(parallelism_config, self.config),
             launched_fsdp(fsdp_plugin, self.config),
         )
+        own = _given(parallelism_config, self.strategy.fsdp_plugin, dynamo_backend or dynamo_plugin)
+        unread = unread_variables(self.config, os.environ, own)
+        if unread and self.is_main_process:
+            warn(unread)
         note_copies(self.strategy.copies)
         _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only
         self.precision = create_precision(
@@ -1813,6 +1819,17 @@ def _several(callbacks: Any) -> Iterable[Any]:
         return ()
     one = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
     return (callbacks,) if one else callbacks
+
+
+def _given(parallelism: Any, fsdp: Any, dynamo: Any) -> set[str]:
+    """Return the options of a launch that these arguments of the script set."""
+    found = {"dynamo_backend"} if dynamo is not None else set()
+    if parallelism is not None:
+        found |= {f"parallelism.{one.name}" for one in fields(parallelism)}
+    if fsdp is not None:
+        set_here = (one.name for one in fields(fsdp) if getattr(fsdp, one.name) is not None)
+        found |= {"fsdp", *(f"fsdp.{name}" for name in set_here)}
+    return found
 
 
 def _check_plugin(name: str, value: Any, kind: type[Any]) -> None:

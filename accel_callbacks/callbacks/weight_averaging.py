@@ -233,9 +233,7 @@ class Averaging(ResumableState, ABC):
         """
         if not self.evaluate_with_average or not state.get("average"):
             return {}
-        averages = self._averages or Averages(
-            [one for one in models if _is_trained(one)], use_buffers=self.use_buffers is True
-        )
+        averages = self._averages_of(models)
         places = [
             next((i for i, m in enumerate(models) if m is one), None) for one in averages.models
         ]
@@ -244,6 +242,31 @@ class Averaging(ResumableState, ABC):
             for number, place in enumerate(places)
             if place is not None
         }
+
+    def parts_to_read(
+        self, state: Mapping[str, Any], models: Sequence[torch.nn.Module]
+    ) -> dict[str, torch.Tensor]:
+        """Return sharded tensors, by name, into which the averages of a checkpoint can be read.
+
+        Each rank then reads its part of them, in place of whole averages. :meth:`load_state_dict`
+        takes them, and whole ones.
+
+        Args:
+            state: of this callback, in the checkpoint; its tensors are views.
+            models: as the user built them, with their shards.
+
+        Returns:
+            An empty dict if no weights are sharded.
+        """
+        return self._averages_of(models).parts(state.get("average") or {})
+
+    def _averages_of(self, models: Sequence[torch.nn.Module]) -> Averages:
+        """Return the averages of this callback, or those that ``setup`` will make."""
+        return self._averages or Averages(
+            [one for one in models if _is_trained(one)],
+            use_buffers=self.use_buffers is True,
+            device=self.device,
+        )
 
     def copy_to(self, model: torch.nn.Module, *, number: int = 0) -> None:
         """Copy the average into a model: the trained one, or one of the same architecture.

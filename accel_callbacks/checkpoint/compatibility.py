@@ -157,6 +157,8 @@ def compare_frozen(
 ) -> None:
     """Compare frozen weights that the save left out with those of the models.
 
+    Collective if some are sharded.
+
     Raises:
         ResumeError: it is another model; or the values differ, and ``strict``.
     """

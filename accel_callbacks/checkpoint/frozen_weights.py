@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from accel_callbacks import collectives
 from accel_callbacks.errors import ResumeError, nearest
 
 __all__ = ["check_same_model", "differing_weights", "fingerprints"]
 
 _ELEMENTS = 1024  # of each tensor, evenly spaced: a fine-tuned or another model differs in most
 _SHOWN = 3
+_UNSEEN = (RuntimeError, NotImplementedError, TypeError)  # of quantized kinds of tensors
 
 
 def fingerprints(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return shape, dtype and a hash over a sample of the elements of each tensor.
 
-    Tensors that are sharded over ranks, or have no values, are left out. One copy from each device.
+    Tensors without values are left out. One copy from each device. Collective if some are sharded
+    (then they must be so on all ranks): the samples are gathered, in one all-reduce, and never a
+    tensor, so that the fingerprint is that of the whole tensor.
 
     Example:
         >>> import torch
@@ -28,27 +34,105 @@ def fingerprints(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
         >>> shape, dtype, len(digest)
         ([2, 3], 'torch.float32', 16)
     """
-    whole = {
+    here = {
         name: tensor.detach()
         for name, tensor in tensors.items()
-        if isinstance(tensor, torch.Tensor)
-        and not (tensor.is_meta or hasattr(tensor, "device_mesh"))
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta
     }
-    samples = {name: sample for name, one in whole.items() if (sample := _sample(one)) is not None}
-    found = {}
-    for name, data in _to_host(samples).items():
-        digest = hashlib.blake2b(data, digest_size=8).hexdigest()
-        found[name] = [list(whole[name].shape), str(whole[name].dtype), digest]
-    return found
+    sharded = {name: one for name, one in here.items() if collectives.is_sharded(one)}
+    samples = {name: _sample(one) for name, one in here.items() if name not in sharded}
+    found = _to_host({name: one for name, one in samples.items() if one is not None})
+    if sharded:
+        found |= _gathered_samples(sharded)
+    return {
+        name: [
+            list(tensor.shape),
+            str(tensor.dtype),
+            hashlib.blake2b(found[name], digest_size=8).hexdigest(),
+        ]
+        for name, tensor in here.items()
+        if name in found
+    }
+
+
+def _step(tensor: torch.Tensor) -> int:
+    """Return the distance between two elements of a sample, in elements of the whole tensor."""
+    return max(1, -(-tensor.numel() // _ELEMENTS))
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the bytes of some elements, on the device; None where they cannot be seen."""
     try:
-        flat = tensor.reshape(-1)
-        return flat[:: max(1, -(-flat.numel() // _ELEMENTS))].contiguous().view(torch.uint8)
-    except (RuntimeError, NotImplementedError, TypeError):  # of quantized kinds of tensors
+        return tensor.reshape(-1)[:: _step(tensor)].contiguous().view(torch.uint8)
+    except _UNSEEN:
         return None
+
+
+class _Part(NamedTuple):
+    """The bytes of the elements of a sample that this rank holds, and their places in it."""
+
+    places: np.ndarray[Any, np.dtype[np.int64]]
+    data: torch.Tensor
+
+
+def _part_of_sample(name: str, tensor: torch.Tensor) -> _Part | None:
+    """Return the part of the sample of a sharded tensor; None where it cannot be seen."""
+    # Imported here, because a training without sharded weights does not need it.
+    from checkpoint_io.sharding import local_boxes, local_of
+
+    shape = tuple(tensor.shape)
+    flat = np.arange(0, tensor.numel(), _step(tensor))
+    at = np.stack(np.unravel_index(flat, shape)) if shape else np.zeros((0, 1), np.int64)
+    try:
+        places, indices = [], []
+        for box in local_boxes(tensor, repr(name)):
+            low = np.array(box.offsets, np.int64).reshape(-1, 1)
+            length = np.array(box.shape, np.int64).reshape(-1, 1)
+            held = np.flatnonzero(((at >= low) & (at < low + length)).all(axis=0))
+            places.append(held)
+            indices.append(at[:, held] - low + np.array(box.local_offsets).reshape(-1, 1))
+        local = local_of(tensor)
+        if not places or not shape:
+            return _Part(np.arange(len(places)), local.reshape(-1)[: len(places)].view(torch.uint8))
+        chosen = torch.from_numpy(np.concatenate(indices, axis=1)).to(local.device)
+        return _Part(np.concatenate(places), local[tuple(chosen)].view(torch.uint8))
+    except _UNSEEN:  # UnsupportedStateError is a TypeError
+        return None
+
+
+def _gathered_samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Collective: return the samples of sharded tensors, whole on each rank.
+
+    One that a rank cannot see is left out on all.
+    """
+    parts = {name: _part_of_sample(name, tensor) for name, tensor in tensors.items()}
+    own = _to_host({name: part.data for name, part in parts.items() if part is not None})
+    counts = {name: -(-one.numel() // _step(one)) for name, one in tensors.items()}
+    sizes = {name: counts[name] * one.dtype.itemsize for name, one in tensors.items()}
+    # Each sample after a byte that says that a rank cannot see it. Elsewhere zeros, so that the
+    # maximum over the ranks is what those have that hold it: one, or several replicas.
+    buffer = np.zeros(sum(sizes.values()) + len(sizes), np.uint8)
+    slots, begin = {}, 0
+    for name, part in parts.items():
+        slots[name] = slice(begin + 1, end := begin + 1 + sizes[name])
+        if part is None:
+            buffer[begin] = 1
+        elif len(part.places):
+            rows = buffer[slots[name]].reshape(counts[name], -1)
+            rows[part.places] = np.frombuffer(own[name], np.uint8).reshape(len(part.places), -1)
+        begin = end
+    whole = _maximum(torch.from_numpy(buffer)).numpy()
+    return {name: whole[at].tobytes() for name, at in slots.items() if not whole[at.start - 1]}
+
+
+@collectives.explained("the comparison of frozen weights")
+def _maximum(data: torch.Tensor) -> torch.Tensor:
+    """Collective: return the element-wise maximum over the ranks, on the CPU."""
+    collectives.begin("the comparison of frozen weights", size=len(data))
+    if collectives.world_size() > 1:
+        data = collectives.on_backend(data)
+        dist.all_reduce(data, dist.ReduceOp.MAX, group=collectives.group_for(data))
+    return data.cpu()
 
 
 def _to_host(samples: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -98,6 +182,8 @@ started with.
 
 def differing_weights(saved: Mapping[str, list[Any]], here: Mapping[str, Any]) -> str:
     """Describe frozen weights whose values are not those of the save; empty if there are none.
+
+    Collective if some are sharded.
 
     Args:
         saved: the fingerprints in the checkpoint, by name.

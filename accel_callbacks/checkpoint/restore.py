@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from accel_callbacks.callbacks.dispatch.instances import family
 from accel_callbacks.checkpoint.compatibility import (
     chosen_indices,
     compare_frozen,
@@ -109,6 +110,10 @@ class InPlaceReads:
         self._storages.add(place[0])
         self.changes = True
         self._pairs.append((view, target.detach()))
+
+    def into_new(self, pairs: Iterable[tuple[TensorView, torch.Tensor]]) -> None:
+        """Add views to be read into tensors that nothing else uses yet."""
+        self._pairs.extend(pairs)
 
     @staticmethod
     def is_view(saved: Any) -> bool:
@@ -225,12 +230,14 @@ class LoadOptions:
 class Content(NamedTuple):
     """The content of a checkpoint; if ``lazy``, models and optimizers are still to be read.
 
-    The gradients of the open window are read into new memory.
+    So are the ``parts``, sharded tensors that are in the states of callbacks already. The gradients
+    of the open window are read into new memory.
     """
 
     state: dict[str, Any]
     local: dict[str, Any] | None
     lazy: bool
+    parts: list[tuple[TensorView, torch.Tensor]]
     window: OpenWindow | None
 
 
@@ -266,6 +273,7 @@ class _Division(NamedTuple):
         first: the parts of both states that are read first.
         lazy: models and optimizers are not among them.
         keys: the tensors of all parts.
+        parts: views of the states of callbacks with the sharded tensors in their place.
         sharded: for a full check, views with tensors that are sharded as their targets are.
     """
 
@@ -273,6 +281,7 @@ class _Division(NamedTuple):
     first: dict[str, Any]
     lazy: bool
     keys: set[str]
+    parts: list[tuple[TensorView, torch.Tensor]]
     sharded: list[tuple[TensorView, torch.Tensor]]
 
 
@@ -297,8 +306,32 @@ def _divide(training: TrainingState, reader: CheckpointReader, options: LoadOpti
         rest["registered"] = part["registered"]
     first = {"state": rest, "local": reader.local_state}
     keys = {view.key for view in views_in([in_place, first, state.get("window")])}
-    sharded = list(_sharded(training, in_place)) if options.verify == "full" else []
-    return _Division(state, first, lazy, keys, sharded)
+    parts: list[tuple[TensorView, torch.Tensor]] = []
+    if lazy and options.selection.takes("callbacks"):
+        rest["callbacks"], parts = _with_parts(training, rest["callbacks"])
+    sharded = [*parts, *_sharded(training, in_place)] if options.verify == "full" else []
+    return _Division(state, first, lazy, keys, parts, sharded)
+
+
+def _with_parts(
+    training: TrainingState, states: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[tuple[TensorView, torch.Tensor]]]:
+    """Return saved states of callbacks with new sharded tensors in place of some views, and both.
+
+    Of averages of sharded weights a rank reads its part: whole ones are as large as the model.
+    """
+    states, pairs = dict(states), []
+    for entry in training.loop.dispatch.entries:
+        if not hasattr(entry.callback, "parts_to_read"):
+            continue
+        # Which of several of one class has which state is known once all has been read.
+        for key in family(states, entry.base):
+            state = states[key]
+            parts = entry.callback.parts_to_read(state, training.bare_models)
+            if parts:
+                pairs += [(state["average"][name], part) for name, part in parts.items()]
+                states[key] = {**state, "average": {**state["average"], **parts}}
+    return states, pairs
 
 
 def _sharded(
@@ -346,7 +379,8 @@ def read_content(
     )
     loaded = reader.load_tree(divided.first)
     window = read_window(training, reader, loaded["local"], options.selection)
-    return Content({**divided.state, **loaded["state"]}, loaded["local"], divided.lazy, window)
+    state = {**divided.state, **loaded["state"]}
+    return Content(state, loaded["local"], divided.lazy, divided.parts, window)
 
 
 def _hooks_want_tensors(training: TrainingState) -> bool:
@@ -388,6 +422,7 @@ def make_ready(
     warn_of_names(report, options.strict)
     optimizers = _optimizer_states(training, part, indices["optimizers"])
     reads = InPlaceReads(reader)
+    reads.into_new(content.parts)
     weights = _place_weights(training, weights, reads)
     optimizers = _place_states(training, optimizers, reads)
     registered = part["registered"]

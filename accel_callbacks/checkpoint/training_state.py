@@ -191,7 +191,7 @@ class TrainingState:
 
         Dropped are frozen parameters, if ``trainable_only``, but for those that an optimizer has
         trained; the models that a save hook saves itself, and the tensors that it drops from
-        others. Of frozen parameters the fingerprints are recorded.
+        others. Of frozen parameters the fingerprints are recorded; collective if some are sharded.
 
         Args:
             shared: from :meth:`capture`; changed in place.

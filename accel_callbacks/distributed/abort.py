@@ -42,6 +42,7 @@ __all__ = [
     "abort_run",
     "exempt_group",
     "explain",
+    "explain_in_place",
     "group_is_aborted",
     "has_device_backend",
     "refuse_aborted_group",
@@ -148,6 +149,25 @@ def explain(error: BaseException, where: str) -> BaseException:
         )
     setattr(cause, _EXPLAINED, True)  # not to be looked for again
     return cause
+
+
+def explain_in_place(error: BaseException, where: str) -> None:
+    """Put the error that :func:`explain` returns into the message of this one.
+
+    For an error that somebody else raises.
+
+    Example:
+        >>> from accel_callbacks.distributed.abort import explain_in_place
+        >>> error = ValueError("no data")
+        >>> explain_in_place(error, "the forward")
+        >>> error
+        ValueError('no data')
+    """
+    cause = explain(error, where)
+    if cause is not error:
+        error.args = (f"{cause}\n\nThe collective ended with: {error}",)
+        if hasattr(cause, _EXPLAINED):
+            setattr(error, _EXPLAINED, True)
 
 
 def _wait_for_report() -> RemoteError | None:

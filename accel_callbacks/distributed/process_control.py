@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.collectives import map_leaves
 from accel_callbacks.distributed.failures import share_failure, shared_failure
+from accel_callbacks.distributed.rank_subset import on_subset
 from accel_callbacks.distributed.topology import process_rank
 
 __all__ = [
@@ -52,7 +53,8 @@ def is_main_process() -> bool:
 def main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
     """Decorator: run the function on rank 0 only; the other ranks return ``None`` at once.
 
-    The rank is read at each call, so functions can be decorated before any Accelerator exists.
+    The rank is read at each call, so functions can be decorated before any Accelerator exists. A
+    forward of a sharded model in it would wait for the other ranks, and raises.
 
     Example:
         >>> from accel_callbacks import main_process_only
@@ -62,7 +64,7 @@ def main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
         >>> report(0.97)
         'accuracy 97.0%'
     """
-    return _only(function, lambda ranks: ranks[0] == 0)
+    return _only(function, "main_process_only", lambda ranks: ranks[0] == 0)
 
 
 def local_main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -73,7 +75,7 @@ def local_main_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
         >>> local_main_process_only(lambda: "downloaded")()
         'downloaded'
     """
-    return _only(function, lambda ranks: ranks[2] == 0)
+    return _only(function, "local_main_process_only", lambda ranks: ranks[2] == 0)
 
 
 def last_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -84,7 +86,7 @@ def last_process_only(function: Callable[P, R]) -> Callable[P, R | None]:
         >>> last_process_only(lambda: "me")()
         'me'
     """
-    return _only(function, lambda ranks: ranks[0] == ranks[1] - 1)
+    return _only(function, "last_process_only", lambda ranks: ranks[0] == ranks[1] - 1)
 
 
 def on_process(
@@ -106,7 +108,7 @@ def on_process(
     """
     if function is None:
         return functools.partial(on_process, process_index=process_index)
-    return _only(function, lambda ranks: ranks[0] == process_index)
+    return _only(function, "on_process", lambda ranks: ranks[0] == process_index)
 
 
 def on_local_process(
@@ -121,17 +123,23 @@ def on_local_process(
     """
     if function is None:
         return functools.partial(on_local_process, local_process_index=local_process_index)
-    return _only(function, lambda ranks: ranks[2] == local_process_index)
+    return _only(function, "on_local_process", lambda ranks: ranks[2] == local_process_index)
 
 
 def _only(
-    function: Callable[P, R], chosen: Callable[[tuple[int, int, int, int]], bool]
+    function: Callable[P, R], decorator: str, chosen: Callable[[tuple[int, int, int, int]], bool]
 ) -> Callable[P, R | None]:
     """Call ``function`` on the ranks for which ``chosen`` is true; return None on the others."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if chosen(process_rank()) else None
+        ranks = process_rank()
+        if not chosen(ranks):
+            return None
+        if ranks[3 if "local" in decorator else 1] == 1:  # on all ranks
+            return function(*args, **kwargs)
+        with on_subset(f"{getattr(function, '__name__', 'a function')} ({decorator})"):
+            return function(*args, **kwargs)
 
     return guarded
 
@@ -141,7 +149,8 @@ def main_process_first() -> AbstractContextManager[None]:
 
     All ranks leave the block together, after the last one has finished. An error on one rank is
     raised on all of them, so that no rank waits for one that is gone. A nested block follows the
-    order of the outer one. A collective in the block would deadlock, and is refused.
+    order of the outer one. A collective in the block would deadlock, and is refused, as is the
+    forward of a sharded model.
 
     Raises:
         RemoteError: another rank failed in the block.
@@ -183,10 +192,16 @@ def _goes_first(leads: bool, where: str) -> Iterator[None]:
     # So the calls pair up, and a failure in either half is raised on all ranks.
     if not leads:
         share_failure(None, where)
-    with shared_failure(where), collectives.turn(where):
+    with shared_failure(where), collectives.turn(where), _before_others(where):
         yield
     if leads:
         share_failure(None, where)
+
+
+def _before_others(where: str) -> AbstractContextManager[None]:
+    _, world, _, local_world = process_rank()
+    has_others = (local_world if where == "local_main_process_first" else world) > 1
+    return on_subset(where) if has_others else nullcontext()
 
 
 def _is_nested(where: str) -> bool:

@@ -86,7 +86,13 @@ class Fp8Config:
         variable="ACCEL_FP8_PAD_INNER_DIM",
         child=True,
     )
-    enable_fsdp_float8_all_gather: bool = option(False, "gather in fp8 (AO, FSDP2)", valued=True)
+    enable_fsdp_float8_all_gather: bool | None = option(
+        None,
+        "gather weights in fp8 (AO, FSDP)",
+        valued=True,
+        variable="ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
+        child=True,
+    )
     use_autocast_during_eval: bool = option(False, "compute in fp8 in evaluation too (TE)")
     margin: int = option(0, "margin of the scale (TE)")
     interval: int = option(1, "steps between two scales (TE)", least=1)

@@ -137,6 +137,10 @@ def _unsharded(settings: Any) -> bool:
     return not _sharded(settings)
 
 
+def _not_fp8(settings: Any) -> bool:
+    return bool(settings.mixed_precision != "fp8")
+
+
 def _every_axis_is_one(settings: Any) -> bool:
     return all(value == 1 for key, value in _mesh(settings).items() if key.endswith("_size"))
 
@@ -184,10 +188,10 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     **_of_axis("cp", "backend", "comm_strategy"),
     **_of_axis("sp", "backend", "seq_length", "seq_length_is_variable", "attn_implementation"),
     "mpirun_config": (lambda s: not s.mpirun_config.mpirun_hostfile, "there is no hostfile"),
-    "fp8_config": (lambda s: s.mixed_precision != "fp8", "mixed_precision is not fp8"),
+    "fp8_config": (_not_fp8, "mixed_precision is not fp8"),
     "fp8_config.enable_fsdp_float8_all_gather": (
-        _always,
-        "the script gives it: AORecipeKwargs(config=Float8LinearConfig(...))",
+        lambda settings: _not_fp8(settings) or _unsharded(settings),
+        "only with mixed_precision fp8, where FSDP shards the weights",
     ),
     **{
         f"fp8_config.{name}": (_always, "only for backends that are not in this version")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -95,7 +96,7 @@ class AbsentWeights:
     """The parameters and buffers of a model that have memory and no values yet.
 
     A forward pre-hook of the model, a collective, raises on all ranks before anything is computed
-    with them. A write in place by anybody counts as values.
+    with them, and so do the methods of :meth:`guard`. A write in place by anybody counts as values.
 
     Args:
         model: a model with tensors on the meta device. They get memory, filled with NaN, and stay
@@ -125,9 +126,28 @@ class AbsentWeights:
             hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         # Before those of FSDP, which would gather what is not there.
         self._handle = model.register_forward_pre_hook(hook, prepend=True)
+        self._guarded: dict[str, tuple[Any, Any]] = {}  # what the model had itself, and has now
         vars(model)[_ATTRIBUTE] = self
 
-    def _check(self, module: torch.nn.Module, args: Any) -> None:
+    def guard(self, names: Iterable[str]) -> None:
+        """Check before these methods of the model too: they skip the hooks of its forward."""
+        for name in names:
+            if name not in self._guarded:
+                before, checked = vars(self._model).get(name), self._checked(name)
+                vars(self._model)[name] = checked
+                self._guarded[name] = before, checked
+
+    def _checked(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._model, name)
+
+        @functools.wraps(method)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self._check()
+            return method(*args, **kwargs)
+
+        return checked
+
+    def _check(self, *hooked: Any) -> None:
         """Raise if weights have no values; else there is nothing left to look after."""
         if self._absent:
             with shared_failure(_FIRST_FORWARD):
@@ -138,7 +158,13 @@ class AbsentWeights:
         """Look after the model no more, which has all of its values."""
         self._absent.clear()
         self._handle.remove()
-        vars(self._model).pop(_ATTRIBUTE, None)
+        own = vars(self._model)
+        own.pop(_ATTRIBUTE, None)
+        for name, (before, checked) in self._guarded.items():
+            if own.get(name) is checked:
+                del own[name]
+                own.update({} if before is None else {name: before})
+        self._guarded.clear()
 
     def require(self) -> None:
         """Raise ValueError if weights have no values."""

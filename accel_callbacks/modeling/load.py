@@ -35,6 +35,8 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    mapped: bool = False,
 ) -> None:
     """Load a checkpoint's weights into a model's own parameters and buffers.
 
@@ -63,6 +65,9 @@ def load_checkpoint_in_model(
         full_state_dict: accepted for Accelerate; sharded parameters always read their own part of
             a full stored tensor.
         broadcast_from_rank0: only rank 0 reads, and sends to the others; all processes must call.
+        mapped: make the weights views of the mapped safetensors files, on the CPU, as Accelerate
+            does for ``{"": "cpu"}``: see ``checkpoint_io.load_model``. By default they are read
+            into memory of their own, and the files may change afterwards.
 
     Raises:
         ValueError: an argument is invalid, or the map does not cover the model.
@@ -103,13 +108,19 @@ def load_checkpoint_in_model(
             offload_folder,
             offload_buffers,
             strict,
+            mapped,
         )
         return
     device = _one_device(device_map)
+    if mapped and broadcast_from_rank0:
+        raise ValueError(
+            "mapped=True does not go with broadcast_from_rank0=True, whose other processes have "
+            "no file to map: leave one of them out."
+        )
     if broadcast_from_rank0 and collectives.world_size() > 1:
         _load_and_send(model, checkpoint, dtype_of, device, strict)
     else:
-        _load(model, checkpoint, dtype_of, device, strict)
+        _load(model, checkpoint, dtype_of, device, strict, mapped)
 
 
 def _is_spread(device_map: Mapping[str, Device]) -> bool:
@@ -170,13 +181,14 @@ def _load(
     dtype_of: DtypeOf,
     device: torch.device | None,
     strict: bool,
+    mapped: bool = False,
 ) -> list[str]:
     """Load on this rank; return the names of the model that the checkpoint does not have."""
     require_neighbour("checkpoint_io")
     import checkpoint_io
 
     missing, unexpected = checkpoint_io.load_model(
-        model, checkpoint, strict=strict, dtype=dtype_of, device=device
+        model, checkpoint, strict=strict, dtype=dtype_of, device=device, mapped=mapped
     )
     for what, names in (("did not have", missing), ("has unused", unexpected)):
         if names:

@@ -127,6 +127,9 @@ class Preparer:
             [_inside(one, AcceleratedOptimizer, "optimizer") for one in optimizers],
             [_inside(one, AcceleratedScheduler, "scheduler") for one in schedulers],
         )
+        if not self._casts:
+            for inner in new:
+                self._precision.after_setup(inner, self._strategy)
         prepared.update(zip(map(id, new), set_up.models, strict=True))
         for request, inner in zip(requests, bare, strict=True):
             ready[id(request.model)] = self._add_model(prepared[id(inner)])

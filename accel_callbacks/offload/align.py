@@ -40,10 +40,10 @@ class AlignHook:
 
     def attach(self, module: torch.nn.Module) -> None:
         """Register the hooks."""
-        before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
-        self._handles = [before]
-        if self.returns:
-            self._handles.append(module.register_forward_hook(self.after, always_call=True))
+        self._handles = [
+            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self.after, always_call=True),
+        ]
         vars(module)[_ATTRIBUTE] = self
 
     def detach(self, module: torch.nn.Module) -> None:
@@ -54,8 +54,7 @@ class AlignHook:
 
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Move the inputs that are elsewhere."""
-        if self.returns:
-            self._from.append(find_device((args, kwargs)))
+        self._from.append(find_device((args, kwargs)) if self.returns else None)
         return (
             tuple(_moved(one, self.device, self.skip_keys) for one in args),
             {

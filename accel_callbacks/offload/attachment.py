@@ -9,12 +9,18 @@ import torch
 
 from accel_callbacks.offload import residence
 from accel_callbacks.offload.residence import DEFAULTS, Offload, OffloadOptions, offload_hooks
-from accel_callbacks.offload.source import FileIdentity, StoredTensor, StoredWeights
+from accel_callbacks.offload.source import (
+    FileIdentity,
+    StoredTensor,
+    StoredWeights,
+    WeightReadError,
+)
 from accel_callbacks.offload.units import blocks_of, cut_units
 
 __all__ = ["Origin", "Stored", "attach", "blocks", "detach", "origins", "stored_by_name"]
 
 _NOTED = "_stored_weights"
+_ORIGIN = "_stored_at"
 
 
 class Stored(NamedTuple):
@@ -104,6 +110,39 @@ def origins(model: torch.nn.Module) -> dict[int, Origin]:
                 stands_at = Stored(tensor_at, noted.identities[tensor_at.path])
                 found.setdefault(id(parameter), stands_at)
     return found
+
+
+def note_origin(tensor: torch.Tensor, stored: StoredWeights, name: str) -> None:
+    """Keep with a tensor where its values were read, so that they need not be written."""
+    at = stored.tensors[name]
+    vars(tensor)[_ORIGIN] = Stored(at, stored.identities[at.path])
+
+
+def noted_origin(tensor: torch.Tensor) -> Stored | None:
+    """Return where a tensor's values are in a file; None if they are others by now."""
+    found: Stored | None = vars(tensor).get(_ORIGIN)
+    if found is None:
+        return None
+    try:
+        value = stored_by_name({"": found}).mapped("").to(tensor.dtype)
+    except WeightReadError:
+        return None
+    return found if same_bits(tensor, value) else None
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype have the same bits.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.attachment import same_bits
+        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
+    from checkpoint_io.format.safetensors import as_bytes
+
+    parts = [as_bytes(one.detach().to("cpu").contiguous()) for one in (one, other)]
+    return torch.equal(*parts)
 
 
 def note(model: torch.nn.Module, stored: StoredWeights) -> None:

@@ -31,6 +31,7 @@ def load_spread(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
     strict: bool = False,
+    mapped: bool = False,
 ) -> None:
     """Load a checkpoint into a model by a device map; weights on disk stay in its files.
 
@@ -46,6 +47,7 @@ def load_spread(
             safetensors.
         offload_buffers: buffers of modules on disk are there, too.
         strict: raise for missing and unexpected names.
+        mapped: weights on the CPU are views of the mapped files.
 
     Raises:
         ValueError: the map does not cover the model, or a folder is needed.
@@ -84,6 +86,7 @@ def load_spread(
             strict=False,
             dtype=dtype_of,
             device=device,
+            mapped=mapped and device.type == "cpu",
         )
     for one in assignment.on_disk:
         if one.weight.name in stored:

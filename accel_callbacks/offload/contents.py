@@ -38,8 +38,9 @@ class Weight(NamedTuple):
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the weight as a view of the memory."""
-        if self.nbytes:
-            part = memory[self.offset : self.offset + self.nbytes]
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        if nbytes:
+            part = memory[self.offset : self.offset + nbytes]
             return part.view(self.dtype).view(self.shape)
         return torch.empty(self.shape, dtype=self.dtype, device=memory.device)
 

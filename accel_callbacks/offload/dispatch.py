@@ -25,6 +25,7 @@ from accel_callbacks.offload.attachment import (
     Stored,
     attach,
     detach,
+    noted_origin,
     origins,
     stored_by_name,
 )
@@ -34,6 +35,7 @@ from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import DEFAULTS, OffloadOptions
 from accel_callbacks.offload.source import StoredWeights
 from accel_callbacks.offload.spill import spill
+from accel_callbacks.offload.views import put_views, remove_views
 
 __all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"]
 
@@ -61,6 +63,7 @@ def load_checkpoint_and_dispatch(
     broadcast_from_rank0: bool = False,
     *,
     keep_in_fp32_modules: Sequence[str] | None = None,
+    mapped: bool = False,
     keep_trainable: bool | None = None,
     options: OffloadOptions = DEFAULTS,
 ) -> Model:
@@ -92,6 +95,8 @@ def load_checkpoint_and_dispatch(
         full_state_dict: accepted for Accelerate.
         broadcast_from_rank0: only rank 0 reads; with one device for all of the model.
         keep_in_fp32_modules: names of modules that stay in float32 whatever ``dtype`` is.
+        mapped: weights on the CPU are views of the mapped files, as with Accelerate: see
+            :func:`load_checkpoint_in_model`.
         keep_trainable: parameters that require a gradient stay on their device whatever the map
             says. By default they do if more bytes of the model are frozen than not, as those of an
             adapter.
@@ -132,6 +137,7 @@ def load_checkpoint_and_dispatch(
             strict=strict,
             full_state_dict=full_state_dict,
             broadcast_from_rank0=broadcast_from_rank0,
+            mapped=mapped,
         )
     else:
         load_spread(
@@ -142,6 +148,7 @@ def load_checkpoint_and_dispatch(
             offload_folder,
             offload_buffers,
             strict,
+            mapped,
         )
     if device_map is None:
         return model
@@ -280,6 +287,7 @@ def dispatch_model(
         if hooked:
             align(inner, assignment, skip_keys)
             guard_moves(inner)
+            put_views(inner, assignment.main, offload_buffers)
     vars(inner)["hf_device_map"] = dict(device_map)
     return model
 
@@ -413,6 +421,7 @@ def _offload_all(
     )
     align(inner, assignment)
     guard_moves(inner)
+    put_views(inner, device, offload_buffers)
     return model
 
 
@@ -465,7 +474,7 @@ class _Known:
         if (found := self._origins.get(id(weight.tensor))) is not None:
             return found
         if self._indexed is None:
-            return None
+            return noted_origin(weight.tensor) if one.place == "disk" else None
         asked = self._given is not None and one.place == "disk"
         buffer = self._serves and not weight.is_parameter and weight.persistent
         if asked or buffer or self.is_absent(one):
@@ -553,6 +562,7 @@ def _spread(
 
 def _release(model: torch.nn.Module) -> None:
     """Remove the hooks of an earlier dispatch, and leave placeholders."""
+    remove_views(model)
     detach(model)
     unalign(model)
     vars(model).pop("hf_device_map", None)

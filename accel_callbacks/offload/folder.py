@@ -274,7 +274,7 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
         >>> OffloadedWeightsLoader(save_folder=folder)["scale"]
         tensor([1., 1.])
     """
-    make_folders(os.fspath(save_dir))
+    make_folders(os.path.abspath(save_dir))
     present = _read_index(save_dir) or {}
     for name, tensor in state_dict.items():
         _file_of(save_dir, name)

@@ -212,6 +212,9 @@ def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Mod
     if before is not None and append:
         hook.init_hook(module)
         own["_hf_hook"] = SequentialHook(before, hook)
+        if "_old_forward" not in own:  # of a dispatched module, which is served without one
+            own["_old_forward"] = module.forward
+            _set_forward(module, _around(module, own["_old_forward"]))
         return module
     if before is not None:
         before.detach_hook(module)
@@ -691,7 +694,10 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
             f"a tensor of shape {tuple(tensor.shape)} on the meta device has no values to offload: "
             "give weights_map, or load the weights first."
         )
-    return tensor if tensor.device.type == "cpu" else tensor.to("cpu")
+    if tensor.device.type == "cpu":
+        return tensor
+    with torch.no_grad():  # a graph would keep the memory on the device
+        return tensor.to("cpu")
 
 
 def _read(weights: Any, names: Sequence[str]) -> list[torch.Tensor]:

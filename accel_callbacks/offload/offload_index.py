@@ -17,7 +17,7 @@ from accel_callbacks.offload.source import (
     WeightReadError,
 )
 
-__all__ = ["INDEX", "stored_in_index"]
+__all__ = ["INDEX", "names_in", "stored_in_index"]
 
 INDEX = "index.json"
 Index = Mapping[str, Mapping[str, Any]]
@@ -105,6 +105,11 @@ def _raw(
             f"{path} has {status.st_size} bytes, and by the index {stored.nbytes}: write it again."
         )
     return stored, FileIdentity(status.st_size, status.st_mtime_ns, "")
+
+
+def names_in(path: str) -> dict[int, str]:
+    """Return the names of the tensors in a safetensors file, by the first byte of each."""
+    return {one.begin: name for name, one in _header(path).items()}
 
 
 def _header(path: str) -> Mapping[str, StoredTensor]:

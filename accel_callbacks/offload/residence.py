@@ -65,6 +65,7 @@ class _Present:
         self.memory = memory
         self.values: dict[str, torch.Tensor] = {}
         self.versions: list[tuple[torch.Tensor, int]] = []
+        self.pointers: list[int] = []  # of the values; `weight.data = ...` changes them
         self.uses = 0
 
     def watch(self, tensor: torch.Tensor) -> None:
@@ -73,7 +74,10 @@ class _Present:
 
     def is_changed(self) -> bool:
         """Return whether a tensor has been changed in place since."""
-        return any(one._version != version for one, version in self.versions)
+        return any(one._version != version for one, version in self.versions) or any(
+            value.data_ptr() != at
+            for value, at in zip(self.values.values(), self.pointers, strict=True)
+        )
 
 
 class Offload:
@@ -238,7 +242,12 @@ class Offload:
             with self._lock:
                 present = self._present.get(index)
                 if present is None:
-                    present = self._put(index, unit, memory)
+                    present = _Present(memory)
+                    try:
+                        self._put(index, unit, present)
+                    except BaseException:
+                        _take(unit, present)
+                        raise
                     self._present[index] = present
                 present.uses += 1
         except BaseException:
@@ -256,15 +265,15 @@ class Offload:
             if not present.uses:
                 del self._present[index]
                 changed = present.is_changed()
-                for name, value in present.values.items():
-                    for slot in unit.slots[name]:
-                        if slot.get() is value:
-                            slot.put(unit.placeholders[name])
+                _take(unit, present)
         if present.memory is not None:
             self.window.release(index)
-            if changed:
-                self.window.discard(index)
         return changed
+
+    def forget(self, index: int) -> None:
+        """Read a unit again for its next use."""
+        if self._contents[index].weights:
+            self.window.discard(index)
 
     def present(self, index: int) -> list[torch.Tensor]:
         """Return the weights of a unit that are in their slots now."""
@@ -272,10 +281,12 @@ class Offload:
             found = self._present.get(index)
             return [] if found is None else list(found.values.values())
 
-    def _put(self, index: int, unit: Unit, memory: torch.Tensor | None) -> _Present:
-        present = _Present(memory)
+    def _put(self, index: int, unit: Unit, present: _Present) -> None:
+        memory = present.memory
         weights = self._contents[index].weights
-        # Weights are plain tensors for torch.func too.
+        if memory is not None:
+            present.watch(memory)  # its views have its version
+        # Weights are plain tensors for torch.func and outside of inference mode too.
         with torch._C._DisableFuncTorch(), torch.inference_mode(False):
             for name, slots in unit.slots.items():
                 stands = unit.placeholders[name]
@@ -284,13 +295,13 @@ class Offload:
                     value = weight.of(memory)
                 else:
                     value = self.held[name].detach()
-                present.watch(value)
+                    present.watch(value)
                 value = present.values[name] = _in_place_of(stands, value)
+                present.pointers.append(value.data_ptr())
                 for slot in slots:
                     # Not where somebody has put another tensor, as torch.func.functional_call does.
                     if slot.get() is stands:
                         slot.put(value)
-        return present
 
     def fetched(self, index: int, name: str) -> torch.Tensor:
         """Return a weight as a view of the window, which lasts as long as the view."""
@@ -363,6 +374,14 @@ class Offload:
         return made
 
 
+def _take(unit: Unit, present: _Present) -> None:
+    """Put the placeholders back into the slots."""
+    for name, value in present.values.items():
+        for slot in unit.slots[name]:
+            if slot.get() is value:
+                slot.put(unit.placeholders[name])
+
+
 class _Progress:
     """Tells the window about bytes; made before it."""
 
@@ -400,7 +419,7 @@ class _Refusal(NamedTuple):
 
 def _in_place_of(stands: AbsentWeight, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as the parameter or buffer that a placeholder stands for."""
-    if not isinstance(stands, torch.nn.Parameter):
+    if not vars(stands).get("_is_param", False):  # isinstance takes longer
         return weight
     parameter = torch.nn.Parameter(weight, stands.is_trained)
     if stands.is_trained:
@@ -439,10 +458,19 @@ def _window_bytes(units: Sequence[Unit], sizes: Sequence[int]) -> int:
 
 
 class _Use:
-    """Units that are in their modules' slots, for one call."""
+    """Units that are in their modules' slots, for one call.
 
-    def __init__(self, offload: Offload, units: Sequence[tuple[int, Unit]]) -> None:
+    Args:
+        offload: where they come from.
+        units: what is needed.
+        summed: compare sums of the bytes too, since changes of ``weight.data`` count no version.
+    """
+
+    def __init__(
+        self, offload: Offload, units: Sequence[tuple[int, Unit]], summed: bool = False
+    ) -> None:
         self._offload = offload
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._units: list[tuple[int, Unit]] = []
         self._storages: dict[int, int] = {}
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -453,6 +481,8 @@ class _Use:
                 self._units.append((index, unit))
                 if memory is not None:
                     self._storages[memory.untyped_storage()._cdata] = index
+                    if summed:
+                        self._sums[index] = memory, _sum_of(memory)
             if self._storages and torch.is_grad_enabled() and _may_pack():
                 offload.warn_of_casts()
                 self._outer = _outer_hooks()
@@ -468,7 +498,14 @@ class _Use:
         if hooks is not None:
             hooks.__exit__()
         units, self._units = self._units, []
-        return [unit for index, unit in reversed(units) if self._offload.leave(index, unit)]
+        changed = []
+        for index, unit in reversed(units):
+            before = self._sums.get(index)
+            differs = before is not None and not torch.equal(before[1], _sum_of(before[0]))
+            if self._offload.leave(index, unit) or differs:
+                changed.append(unit)
+                self._offload.forget(index)
+        return changed
 
     def end(self, failed: bool = False) -> None:
         """Put back the placeholders.
@@ -515,6 +552,11 @@ class _Use:
         if isinstance(saved, _Saved):
             return saved.fetch()
         return saved[0](saved[1]) if isinstance(saved, tuple) else saved
+
+
+def _sum_of(memory: torch.Tensor) -> torch.Tensor:
+    whole = memory[: memory.numel() // 8 * 8].view(torch.int64).sum()
+    return whole + memory[memory.numel() // 8 * 8 :].sum()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -968,6 +1010,6 @@ def onloaded(module: torch.nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for hook in offload_hooks(module):
-            use = _Use(hook.offload, hook.units)
+            use = _Use(hook.offload, hook.units, summed=True)
             stack.push(lambda kind, *details, use=use: use.end(failed=kind is not None))
         yield

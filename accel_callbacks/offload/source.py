@@ -524,6 +524,9 @@ class Reader:
                 if not direct or error.errno != errno.EINVAL:
                     raise
                 file = self._opened(path, 0)
+            if not direct and hasattr(os, "posix_fadvise"):
+                # Reads twice as far ahead as for others.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._files[path, direct] = file
         file.check()
         return file

@@ -345,7 +345,9 @@ class Window:
                 del self._entries[unit]
             message = str(entry.error)
             if not isinstance(entry.error, WeightReadError):
-                message = f"{self._describe(unit)}: {type(entry.error).__name__}: {message}"
+                message = f"{type(entry.error).__name__}: {message}"
+            if not message.startswith(self._describe(unit)):
+                message = f"{self._describe(unit)}: {message}"
             raise WeightReadError(message) from entry.error
 
     def _abandon(self, why: str) -> None:

@@ -56,6 +56,9 @@ class AORecipeKwargs(KwargsHandler):
             By default all but the first and the last of a model are converted, if both of their
             sizes are multiples of 16.
         pad_inner_dim: overrides that of ``config``: pad inputs to a multiple of 16.
+        enable_fsdp_float8_all_gather: overrides that of ``config``: gather the weights of converted
+            layers in fp8 where FSDP shards them, with the same results. Without a ``config`` it is
+            on.
 
     Raises:
         TypeError: ``module_filter_func`` cannot be called.
@@ -70,6 +73,7 @@ class AORecipeKwargs(KwargsHandler):
     config: Any = None
     module_filter_func: Callable[[torch.nn.Module, str], bool] | None = None
     pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
         if self.module_filter_func is not None and not callable(self.module_filter_func):

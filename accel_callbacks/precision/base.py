@@ -6,13 +6,16 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_callbacks.host_copy import HostCopy
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AutocastKwargs
+
+if TYPE_CHECKING:
+    from accel_callbacks.strategies import Strategy
 
 __all__ = ["Precision", "PreparedForward", "PreparedMethod", "StepFinding"]
 
@@ -72,6 +75,14 @@ class Precision:
         Args:
             model: a model after :meth:`wrap`.
             names: its methods. Where they or the forward call each other, the outermost counts.
+        """
+
+    def after_setup(self, model: torch.nn.Module, strategy: Strategy) -> None:
+        """Adapt to the parameters that a strategy has put into a wrapped model.
+
+        Args:
+            model: the model inside of what the strategy returned.
+            strategy: has set it up.
         """
 
     def check_compiled(self, compiled: bool) -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from accel_callbacks.collectives import is_sharded
+from accel_callbacks.logging import notice
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.precision.amp import BF16
+from accel_callbacks.precision.float8_gather import Float8Shard, share_scales
+from accel_callbacks.strategies.base import GatherCast, Strategy
 from accel_callbacks.warning import warn
 
 __all__ = ["FP8"]
 
 _Filter = Callable[[torch.nn.Module, str], bool]
+_OVERRIDES = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 _FIRST_CAPABILITY = (8, 9)  # Ada and Hopper are the first with fp8
 
 
@@ -25,7 +31,8 @@ class FP8(BF16):
 
     ``wrap`` replaces layers of the model in place. Parameters stay the same objects under the
     same names, so that optimizers and checkpoints see no difference; ``unwrap`` restores the plain
-    layers.
+    layers, but for those of a sharded model. What a sharded model gathers of them is in fp8 too, if
+    the recipe does not say otherwise.
 
     Args:
         device: the device that the model computes on.
@@ -33,7 +40,8 @@ class FP8(BF16):
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: the device has no fp8, and the recipe has no emulation.
+        ValueError: the device has no fp8, and the recipe has no emulation; or weights are to be
+            gathered in fp8 with a config that has a scale for each row of them.
 
     Example:
         >>> from accel_callbacks.precision import FP8
@@ -47,6 +55,8 @@ class FP8(BF16):
         super().__init__(device, handlers)
         self.recipe = self.handlers.get(AORecipeKwargs, AORecipeKwargs())
         self.float8_config = _read_config(self.recipe)
+        asked = self.recipe.enable_fsdp_float8_all_gather
+        self._asks_for_gather = self.recipe.config is not None if asked is None else asked
         self._warned_uncompiled = False
         if not self.float8_config.emulate:
             _check_capability(device)
@@ -54,24 +64,59 @@ class FP8(BF16):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Convert the linear layers that the recipe selects, and autocast the model's forward."""
         self.unwrap(model)
+        kept = _converted(model)
         chosen = _chosen_layers(model, self.recipe.module_filter_func)
         if "" in chosen:
             raise ValueError(
                 "a model that is one Linear cannot be changed in place to fp8: put it into "
                 "torch.nn.Sequential(...), or leave it out in module_filter_func."
             )
-        if not chosen:
+        if chosen and any(map(is_sharded, model.parameters())):
+            raise ValueError(
+                f"{type(model).__name__} is sharded already, and FSDP would not find its layers if "
+                "they were converted to fp8 now: leave fully_shard to prepare(), or convert the "
+                "model before it."
+            )
+        if not chosen and not kept:
             warn(
                 f"no layer of {type(model).__name__} was converted to fp8, so it trains in bf16: "
                 "layers need sizes that are multiples of 16, and the first and the last are left "
                 "out. AORecipeKwargs(module_filter_func=...) picks others.",
             )
         import_module("torchao.float8").convert_to_float8_training(
-            model, module_filter_fn=lambda _, name: name in chosen, config=self.float8_config
+            model,
+            module_filter_fn=lambda _, name: name in chosen,
+            # torchao would replace the parameters here; `after_setup` casts their shards.
+            config=dataclasses.replace(self.float8_config, enable_fsdp_float8_all_gather=False),
         )
         for name, layer in chosen.items():
             _copy_hooks_and_mode(layer, model.get_submodule(name))
         return super().wrap(model)
+
+    def call(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward`` under autocast; in ``torch.inference_mode()`` without gradients only."""
+        if not torch.is_inference_mode_enabled():
+            return super().call(forward, *args, **kwargs)
+        # torchao's tensors have no views and casts in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return super().call(forward, *args, **kwargs)
+
+    def after_setup(self, model: torch.nn.Module, strategy: Strategy) -> None:
+        """Let the strategy gather the weights of converted layers in fp8."""
+        if not self.float8_config.enable_fsdp_float8_all_gather:
+            return
+        layers = _converted(model)
+        casts = [GatherCast(one.weight, partial(Float8Shard, layer=one)) for one in layers.values()]
+        gathered = strategy.gather_through(model, casts)
+        if gathered is not None:
+            share_scales(model, gathered)
+            _tell_of_others(layers)
+        elif self._asks_for_gather:
+            self._asks_for_gather = False  # once
+            warn(
+                "enable_fsdp_float8_all_gather has no effect: the weights of "
+                f"{type(model).__name__} are not sharded. Accelerator(fsdp_plugin=...) shards them."
+            )
 
     def check_compiled(self, compiled: bool) -> None:
         """Warn once if a model is not compiled: its casts to fp8 are kernels of their own then."""
@@ -84,16 +129,38 @@ class FP8(BF16):
             )
 
     def release(self, model: torch.nn.Module) -> None:
-        """Restore the plain layers, with the current parameters."""
-        converted = import_module("torchao.float8.float8_linear").Float8Linear
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, converted):
-                with torch.device("meta"):
-                    plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
-                plain.weight, plain.bias = layer.weight, layer.bias
-                _copy_hooks_and_mode(layer, plain)
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, plain)
+        """Restore the plain layers, with the current parameters; not those of a sharded model."""
+        # FSDP puts gathered weights into the layers that it has found.
+        if any(map(is_sharded, model.parameters())):
+            return
+        for name, layer in _converted(model).items():
+            with torch.device("meta"):
+                plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+            plain.weight, plain.bias = layer.weight, layer.bias
+            _copy_hooks_and_mode(layer, plain)
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, plain)
+
+
+def _converted(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the fp8 layers of a model, by name."""
+    kind = import_module("torchao.float8.float8_linear").Float8Linear
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, kind)}
+
+
+def _tell_of_others(layers: Mapping[str, Any]) -> None:
+    """Note the layers whose sharded weights are gathered in their own dtype."""
+    others = [
+        name
+        for name, layer in layers.items()
+        if is_sharded(layer.weight) and not isinstance(layer.weight._local_tensor, Float8Shard)
+    ]
+    if others:
+        notice(
+            f"the weights of {len(others)} of {len(layers)} fp8 layers, such as {others[0]!r}, are "
+            "gathered in their own dtype: the ranks cannot share their rows equally, or "
+            "reshard_after_forward is a number"
+        )
 
 
 def _read_config(recipe: AORecipeKwargs) -> Any:
@@ -104,20 +171,21 @@ def _read_config(recipe: AORecipeKwargs) -> Any:
         raise ImportError(
             f"mixed_precision='fp8' needs torchao ({error}): pip install torchao"
         ) from error
-    config = recipe.config if recipe.config is not None else kind(pad_inner_dim=True)
+    config = recipe.config
+    if config is None:
+        config = kind(pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
     if not isinstance(config, kind):
         raise TypeError(
             f"AORecipeKwargs(config={config!r}) must be a torchao.float8.Float8LinearConfig."
         )
-    if recipe.pad_inner_dim is not None:
-        config = dataclasses.replace(config, pad_inner_dim=recipe.pad_inner_dim)
-    if config.enable_fsdp_float8_all_gather:
+    given = {name: getattr(recipe, name) for name in _OVERRIDES}
+    try:
+        return dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
+    except AssertionError as error:  # of torchao
         raise ValueError(
-            "FSDP's all-gather in fp8 (enable_fsdp_float8_all_gather=True) is not in this version: "
-            "it replaces parameters by some that optimizers and checkpoints do not know. Leave it "
-            "out: sharded weights are then gathered in their own dtype."
-        )
-    return config
+            f"AORecipeKwargs(enable_fsdp_float8_all_gather=True) does not go with its config: "
+            f"{error}. Leave it out: weights are then gathered in their own dtype."
+        ) from error
 
 
 def _check_capability(device: torch.device) -> None:

@@ -39,6 +39,19 @@ class SetUp(NamedTuple):
     schedulers: list[Any]
 
 
+class GatherCast(NamedTuple):
+    """A parameter that ranks may gather in another type.
+
+    Args:
+        parameter: of the model, sharded or not.
+        cast: called with a rank's part and a function that counts the writes to the parameter;
+            returns a tensor in the memory of the part, with the methods that FSDP calls.
+    """
+
+    parameter: torch.nn.Parameter
+    cast: Callable[[torch.Tensor, Callable[[], int]], torch.Tensor]
+
+
 class Strategy(ABC):
     """Wrap models and run backward for one way of distributing the work.
 
@@ -184,6 +197,20 @@ class Strategy(ABC):
             The objects to be used in their place, in the same order.
         """
         return SetUp([self.wrap(model) for model in models], list(optimizers), list(schedulers))
+
+    def gather_through(
+        self, model: torch.nn.Module, casts: Sequence[GatherCast]
+    ) -> list[torch.nn.Parameter] | None:
+        """Let ranks gather weights of a model that was set up through casts, in fewer bytes.
+
+        Args:
+            model: the model inside of what :meth:`setup` returned, before its first forward.
+            casts: its parameters that have one.
+
+        Returns:
+            The parameters that are gathered so; None if no weights are gathered.
+        """
+        return None
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model as the user built it."""

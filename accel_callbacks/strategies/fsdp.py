@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -14,10 +16,14 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks import collectives
+from accel_callbacks.distributed.abort import explain_in_place
+from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
 from accel_callbacks.logging import notice
+from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
+from accel_callbacks.modeling.compile import is_compiled
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
@@ -26,7 +32,7 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
-from accel_callbacks.strategies.base import SetUp, Strategy
+from accel_callbacks.strategies.base import GatherCast, SetUp, Strategy
 from accel_callbacks.strategies.checks import (
     is_dispatched,
     is_plain,
@@ -35,6 +41,7 @@ from accel_callbacks.strategies.checks import (
 )
 from accel_callbacks.strategies.fsdp_groups import (
     drop_held,
+    gather_through,
     has_held,
     is_idle,
     parameter_groups,
@@ -196,9 +203,25 @@ class FSDP(Strategy):
             self._plain[model] = True
             self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
         self._groups[model] = list(map(ref, parameter_groups(model)))
+        needs_all_ranks(filter(_is_sharded, model.modules()))
+        if not is_compiled(model):  # whose code would leave the hook out, or break there
+            model.register_forward_hook(_explain_forward, always_call=True)
         if callable(getattr(model, "generate", None)):
             self.mark_forward_methods(model, ["generate"])
         return model
+
+    def gather_through(
+        self, model: torch.nn.Module, casts: Sequence[GatherCast]
+    ) -> list[torch.nn.Parameter]:
+        """Gather weights through casts, where FSDP can."""
+        wanted = {id(one.parameter): one.cast for one in casts}
+        return [
+            one.sharded_param
+            for group in parameter_groups(model)
+            for one in group.fsdp_params
+            if id(one.sharded_param) in wanted
+            and gather_through(one, wanted[id(one.sharded_param)])
+        ]
 
     def _initial_weights(self, model: torch.nn.Module) -> InitialWeights:
         kept = torch.device("cpu") if self.options.offloads else self.topology.device
@@ -366,21 +389,22 @@ class FSDP(Strategy):
                 _average(trained)
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        """Gather the weights for these methods too."""
-        if not _is_sharded(model):
-            return
-        from torch.distributed.fsdp import register_fsdp_forward_method
+        """Gather the weights for these methods too, and check that there are some."""
+        if _is_sharded(model):
+            from torch.distributed.fsdp import register_fsdp_forward_method
 
-        for name in names:
-            method = vars(model).get(name)
-            if not getattr(method, "_gathers", False):
-                register_fsdp_forward_method(model, name)
-                vars(model)[name].__func__._gathers = True
+            for name in names:
+                if not getattr(vars(model).get(name), "_gathers", False):
+                    register_fsdp_forward_method(model, name)
+                    vars(model)[name] = _checked(model, name)
+        if (absent := absent_weights(model)) is not None:
+            absent.guard(names)
 
     def full_parameters(
         self, module: torch.nn.Module, *, writeback: bool = False
     ) -> AbstractContextManager[None]:
         """Return a context in which each rank has whole parameters."""
+        refuse_on_subset("full_parameters")
         return full_parameters(module, writeback=writeback)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -558,6 +582,32 @@ def _tell_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
         f"gradients are reduced in {str(reduced).removeprefix('torch.')}, and the optimizer steps "
         f"with shards as they are{masters}"
     )
+
+
+# --- forwards -----------------------------------------------------------------------------------
+
+
+def _checked(model: torch.nn.Module, name: str) -> Callable[..., Any]:
+    """Return a method that gathers weights, and says so where the other ranks do not come."""
+    method = vars(model)[name]
+    what = f"{class_of(model).__name__}.{name}"
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse_on_subset(what)
+        with collectives.explained(f"{what}, which gathers weights from all ranks"):
+            return method(*args, **kwargs)
+
+    checked._gathers = True  # type: ignore[attr-defined]
+    return checked
+
+
+def _explain_forward(model: torch.nn.Module, args: Any, output: Any) -> None:
+    """Say which rank did not come to a forward that has failed, and where it is."""
+    error = sys.exc_info()[1]
+    if output is None and isinstance(error, RuntimeError):
+        name = class_of(model).__name__
+        explain_in_place(error, f"the forward of {name}, which gathers weights from all ranks")
 
 
 # --- helpers of sharding ----------------------------------------------------------------------

@@ -6,14 +6,16 @@ no optimizer clears them. torch has no public way to them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 
 __all__ = [
     "drop_held",
+    "gather_through",
     "has_held",
     "is_idle",
     "parameter_groups",
@@ -175,3 +177,46 @@ def reduce_held(models: Iterable[torch.nn.Module]) -> None:
 
 def _all(models: Iterable[torch.nn.Module]) -> Iterator[Any]:
     return (group for model in models for group in parameter_groups(model))
+
+
+def gather_through(
+    parameter: Any, cast: Callable[[torch.Tensor, Callable[[], int]], torch.Tensor]
+) -> bool:
+    """Let FSDP gather a parameter through a cast of its parts; return False where it cannot.
+
+    Args:
+        parameter: one of the ``fsdp_params`` of a group.
+        cast: called with the part of this rank and a function that counts the writes to the
+            parameter; returns a tensor in the memory of the part with the methods
+            ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+    """
+    shard = parameter.sharded_param
+    ranks = parameter.mesh_info.shard_mesh_size
+    # FSDP takes a cast for parts of equal size, which are gathered from all ranks each time.
+    if ranks == 1 or parameter._orig_size[0] % ranks:
+        return False
+    if parameter.post_forward_mesh_info not in (None, parameter.mesh_info):
+        return False
+    if hasattr(parameter, "_unsharded_param") or _is_cast(shard):  # for another Accelerator
+        return False
+    reset, held = parameter.reset_sharded_param, ref(parameter)
+
+    def writes() -> int:
+        return int(held().sharded_param._version)  # type: ignore[union-attr]
+
+    def cast_part() -> None:
+        reset()
+        now = parameter.sharded_param
+        if not _is_cast(now):
+            now._local_tensor = cast(now._local_tensor, writes)
+
+    # FSDP calls it where the part has become another tensor: one that is pinned, or loaded, or the
+    # same memory after `model.to(device)`.
+    parameter.reset_sharded_param = cast_part
+    cast_part()
+    parameter._init_extensions()
+    return True
+
+
+def _is_cast(shard: Any) -> bool:
+    return hasattr(shard._local_tensor, "fsdp_pre_all_gather")

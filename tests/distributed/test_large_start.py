@@ -145,17 +145,17 @@ def bytes_read() -> Iterator[list[int]]:
     from checkpoint_io.storage.local import LocalStore
 
     sizes: list[int] = []
-    fetch = LocalStore.fetch
+    fetch_into = LocalStore.fetch_into
 
-    def counted(self: LocalStore, spans: Any, deliver: Any) -> Any:
+    def counted(self: LocalStore, spans: Any, views: Any, filled: Any) -> Any:
         sizes.extend(span.end - span.begin for span in spans)
-        return fetch(self, spans, deliver)
+        return fetch_into(self, spans, views, filled)
 
-    LocalStore.fetch = counted  # type: ignore[method-assign]
+    LocalStore.fetch_into = counted  # type: ignore[method-assign]
     try:
         yield sizes
     finally:
-        LocalStore.fetch = fetch  # type: ignore[method-assign]
+        LocalStore.fetch_into = fetch_into  # type: ignore[method-assign]
 
 
 def read_large(folder: str) -> tuple[int, int]:
@@ -238,6 +238,40 @@ def test_a_rank_whose_part_is_empty_raises_too(pool) -> None:
     assert (kind, other) == ("ValueError", "RemoteError")
     assert "'scale.bias'" in text
     assert "'scale.bias'" in remote
+
+
+class Scored(Net):
+    """Methods beside the forward, which do not call it."""
+
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.batch_norm(self.embed(ids))
+
+    generate = score
+
+
+def marked_without_weights(name: str, fill: bool) -> Any:
+    accel = accelerator()
+    with init_empty_weights():
+        model = Scored()
+    model = accel.prepare(model, forward_methods=["score"])
+    if not fill:
+        return getattr(model, name)(IDS).sum().item()
+    initialize_weights(model)
+    results = [getattr(model, name)(IDS) for _ in range(2)]  # the first of them looks for weights
+    return torch.isfinite(results[0]).all().item(), torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [("pool", "score"), ("pool", "generate"), ("alone", "score")]
+)
+def test_marked_methods_do_not_compute_with_absent_weights(request, world, name) -> None:
+    ranks = request.getfixturevalue(world)
+    for kind, text in ranks.outcomes(marked_without_weights, name, False):
+        assert kind == "ValueError"
+        assert "'embed.weight', 'blocks.0.norm.weight'" in text
+    for finite, again in ranks.run(marked_without_weights, name, True):
+        assert finite
+        assert again
 
 
 def initialized_from(seed: int, way: str) -> Any:

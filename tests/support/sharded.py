@@ -65,6 +65,18 @@ def loader(accel: Accelerator, samples: int, batch: int = 8) -> DataLoader[Any]:
     return DataLoader(data(samples), batch // accel.num_processes)
 
 
+def batch_of(samples: int) -> torch.Tensor:
+    """The same inputs on all ranks."""
+    return data(samples).tensors[0]
+
+
+def step(accel: Any, model: Any, optimizer: Any, inputs: torch.Tensor) -> None:
+    """A step of training."""
+    accel.backward(model(inputs).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Collective: the whole tensor of a shard."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()

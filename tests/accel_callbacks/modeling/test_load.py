@@ -140,5 +140,21 @@ def test_the_arguments_are_those_of_accelerate() -> None:
         ("strict", False),
         ("full_state_dict", True),
         ("broadcast_from_rank0", False),
+        ("mapped", False),  # ours
     ]
     assert [one.name for one in parameters][:2] == ["model", "checkpoint"]
+
+
+def test_mapped_weights_are_views_of_the_file(tmp_path: Path) -> None:
+    trained = model()
+    save_model(trained.state_dict(), tmp_path)
+    with torch.device("meta"):
+        empty = model()
+    load_checkpoint_in_model(empty, tmp_path, device_map={"": "cpu"}, mapped=True)
+    assert same(trained, empty)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        empty[0].weight.zero_()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    with pytest.raises(ValueError, match="broadcast_from_rank0"):
+        load_checkpoint_in_model(empty, tmp_path, mapped=True, broadcast_from_rank0=True)

@@ -66,6 +66,12 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     assert not [name for name in os.listdir(tmp_path / "new") if "part" in name]
 
 
+def test_a_folder_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    offload_state_dict("folder", {"a": torch.ones(2)})
+    assert OffloadedWeightsLoader(save_folder="folder")["a"].tolist() == [1, 1]
+
+
 def test_a_folder_of_accelerate_is_read(tmp_path):
     write_as_accelerate(tmp_path, TENSORS)
     loader = OffloadedWeightsLoader(save_folder=tmp_path)

@@ -51,7 +51,8 @@ class Float8(FP8):
 
     def __init__(self, emulate: bool) -> None:
         BF16.__init__(self, torch.device("cpu"))
-        self.float8_config = type("Config", (), {"emulate": emulate})
+        options = {"emulate": emulate, "enable_fsdp_float8_all_gather": False}
+        self.float8_config = type("Config", (), options)
         self._warned_uncompiled = False
 
     def wrap(self, model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 
 import pytest
 import torch
@@ -173,10 +174,63 @@ def test_a_device_without_fp8_is_refused_unless_it_is_emulated():
         accelerator(config=float8.Float8LinearConfig())
 
 
-def test_what_only_fsdp_can_use_is_refused():
+def test_a_gather_in_fp8_has_no_effect_on_one_device_and_is_said_once_to_have_none():
     config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match="FSDP"):
-        accelerator(config=config)
+    accel, model = accelerator(config=config), network()
+    weight = model[2].weight
+    with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather has no effect"):
+        model = accel.prepare(model)
+    assert model[2].weight is weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accel.prepare(network())
+
+
+def test_nobody_hears_of_it_who_has_not_asked_for_it(recwarn):
+    accelerator().prepare(network())
+    accelerator(enable_fsdp_float8_all_gather=False).prepare(network())
+    assert [str(one.message) for one in recwarn] == []
+
+
+def test_without_a_config_weights_are_gathered_in_fp8(monkeypatch):
+    monkeypatch.setattr("accel_callbacks.precision.fp8._check_capability", lambda device: None)
+    plain = Accelerator(cpu=True, mixed_precision="fp8")
+    assert plain.precision.float8_config.enable_fsdp_float8_all_gather
+    refused = AORecipeKwargs(enable_fsdp_float8_all_gather=False)
+    other = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[refused])
+    assert not other.precision.float8_config.enable_fsdp_float8_all_gather
+
+
+def test_scales_of_rows_cannot_be_gathered():
+    config = float8.Float8LinearConfig.from_recipe_name("rowwise")
+    with pytest.raises(ValueError, match=r"tensorwise.*gathered in their own dtype"):
+        accelerator(config=config, enable_fsdp_float8_all_gather=True)
+
+
+def test_inference_mode_computes_as_without_gradients():
+    model = accelerator().prepare(network())
+    with torch.no_grad():
+        expected = model(torch.ones(1, 16))
+    with torch.inference_mode():
+        assert torch.equal(model(torch.ones(1, 16)), expected)
+
+
+def test_the_launcher_chooses_what_the_script_leaves_out(monkeypatch):
+    monkeypatch.setattr("accel_callbacks.precision.fp8._check_capability", lambda device: None)
+    monkeypatch.setenv("ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "0")
+    monkeypatch.setenv("ACCEL_FP8_PAD_INNER_DIM", "0")
+
+    def options(**recipe) -> tuple[bool, bool]:
+        handlers = [AORecipeKwargs(**recipe)] if recipe else []
+        accel = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=handlers)
+        config = accel.precision.float8_config
+        return config.enable_fsdp_float8_all_gather, config.pad_inner_dim
+
+    assert options() == (False, False)
+    assert options(module_filter_func=lambda *_: True) == (False, False)
+    assert options(enable_fsdp_float8_all_gather=True) == (True, False)
+    own = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
+    assert options(config=own) == (True, True)
 
 
 def test_a_config_of_another_kind_is_refused():

@@ -96,6 +96,42 @@ accel.end_training()
 """
 
 
+FP8 = """
+from torchao.float8 import Float8LinearConfig
+from accel_callbacks import AORecipeKwargs
+
+def trained(gather):
+    config = Float8LinearConfig(emulate=not torch.cuda.is_available(), pad_inner_dim=True)
+    recipe = AORecipeKwargs(config, enable_fsdp_float8_all_gather=gather)
+    accel = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="fp8",
+        fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=offload),
+        kwargs_handlers=[recipe],
+    )
+    torch.manual_seed(0)
+    model = wide(6, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=not offload)
+    model, optimizer = accel.prepare(model, optimizer)
+    for step in range(4):
+        torch.manual_seed(2 * step + accel.process_index)
+        accel.backward(model(torch.randn(32, 256, device=accel.device)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.inference_mode():
+            model(torch.ones(16, 256, device=accel.device))
+    accel.unwrap_model(model)  # which frees what the evaluation has left whole
+    kinds = [type(one._local_tensor).__name__ for one in model.parameters()]
+    return torch.cat([whole(one.to(accel.device)).flatten() for one in model.parameters()]), kinds
+
+offload = options.get("cpu_offload", False)
+(plain, _), (cast, kinds) = trained(False), trained(True)
+finite = bool(cast.isfinite().all())
+show(equal=torch.equal(plain, cast), finite=finite, cast=kinds.count("Float8Shard"))
+accel.end_training()
+"""
+
+
 def results(code: str, world: int, **options: Any) -> list[dict[str, Any]]:
     """What each rank shows."""
     outcomes = run_ranks(START + code, json.dumps(options), world=world)
@@ -115,6 +151,17 @@ def test_two_gpus_train_as_one_does(precision: str, offload: bool) -> None:
         assert found["norms"] == pytest.approx(alone["norms"], rel=tolerance)
         assert found["devices"] == (["cpu"] if offload else ["cuda"])
         assert found["pinned"] is offload
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs CUDA devices with fp8",
+)
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+def test_weights_that_are_gathered_in_fp8_are_the_same_to_the_bit(offload: bool) -> None:
+    pytest.importorskip("torchao.float8")
+    expected = {"equal": True, "finite": True, "cast": 4}
+    assert results(FP8, 2, sharded=True, cpu_offload=offload) == [expected] * 2
 
 
 def test_the_peak_of_the_memory_is_that_of_shards() -> None:

@@ -10,6 +10,7 @@ import torch
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import Offload, offload_hooks
 from accel_callbacks.offload.window import Traffic
+from accel_callbacks.utils.text import size_of
 
 __all__ = ["OffloadReport", "report"]
 
@@ -47,23 +48,23 @@ class OffloadReport:
 
         Example:
             >>> import torch
-            >>> from accel_callbacks.offload.report import report
+            >>> from accel_callbacks.offload import report
             >>> print(report(torch.nn.Linear(3, 1)).table().splitlines()[0])
             resident on cpu            16 B
         """
         traffic = self.traffic
-        lines = [(f"resident on {device}", _size(n)) for device, n in self.resident.items()]
+        lines = [(f"resident on {device}", size_of(n)) for device, n in self.resident.items()]
         if self.held or self.on_disk:
             how = "past the page cache" if self.direct else "through the page cache"
             lines += [
-                ("held in host memory", _size(self.held)),
-                ("on disk", f"{_size(self.on_disk)}, read {how}"),
-                (f"window on {self.window_device}", f"{_size(self.window)} now"),
-                ("  limit", _size(self.window_limit)),
-                ("  peak", _size(traffic.peak)),
-                ("  given up, still in use", f"{_size(self.escaped)}, {traffic.escapes} buffers"),
-                ("staging in host memory", _size(self.staging)),
-                ("bytes read", f"{_size(traffic.bytes_read)} in {traffic.fetches} fetches"),
+                ("held in host memory", size_of(self.held)),
+                ("on disk", f"{size_of(self.on_disk)}, read {how}"),
+                (f"window on {self.window_device}", f"{size_of(self.window)} now"),
+                ("  limit", size_of(self.window_limit)),
+                ("  peak", size_of(traffic.peak)),
+                ("  given up, still in use", f"{size_of(self.escaped)}, {traffic.escapes} buffers"),
+                ("staging in host memory", size_of(self.staging)),
+                ("bytes read", f"{size_of(traffic.bytes_read)} in {traffic.fetches} fetches"),
                 ("hits and misses", f"{traffic.hits} and {traffic.misses}"),
                 ("waited", f"{traffic.waited:.3f} s"),
             ]
@@ -79,7 +80,7 @@ def report(model: torch.nn.Module) -> OffloadReport:
 
     Example:
         >>> import torch
-        >>> from accel_callbacks.offload.report import report
+        >>> from accel_callbacks.offload import report
         >>> dict(report(torch.nn.Linear(3, 1)).resident)
         {'cpu': 16}
     """
@@ -144,14 +145,3 @@ def _sum(offloads: list[Offload]) -> Traffic:
         for name, value in vars(offload.traffic).items():
             setattr(total, name, getattr(total, name) + value)
     return total
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    value, unit = float(nbytes), ""
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
-        if value < 1000:
-            break
-    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
