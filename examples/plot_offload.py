@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from accel_callbacks import Accelerator, load_checkpoint_and_dispatch
-from accel_callbacks.offload.report import report
-from accel_callbacks.offload.residence import OffloadOptions
+from accel_callbacks.offload import OffloadOptions, report
 
 MB = 1e6
 Span = tuple[float, float]
