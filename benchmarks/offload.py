@@ -161,8 +161,8 @@ def resident(folder: str, size: list[int], tokens: torch.Tensor) -> Forward:
 
 def ours(direct: bool) -> Callable[[str, list[int], torch.Tensor], Forward]:
     def made(folder: str, size: list[int], tokens: torch.Tensor) -> Forward:
-        from accel_callbacks.offload.dispatch import load_checkpoint_and_dispatch
-        from accel_callbacks.offload.residence import OffloadOptions
+        from accel_callbacks import load_checkpoint_and_dispatch
+        from accel_callbacks.offload import OffloadOptions
 
         model = build(size, "meta")
         load_checkpoint_and_dispatch(
@@ -175,10 +175,9 @@ def ours(direct: bool) -> Callable[[str, list[int], torch.Tensor], Forward]:
 
 
 def window_of(model: nn.Module) -> Row:
-    from accel_callbacks.offload.residence import offload_hooks
+    from accel_callbacks.offload import report
 
-    offload = next(offload_hooks(model)).offload
-    traffic = offload.traffic
+    traffic = report(model).traffic
     return {"window": traffic.peak, "waited": traffic.waited, "misses": traffic.misses}
 
 

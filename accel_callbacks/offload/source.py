@@ -470,6 +470,9 @@ class Reader:
     def _read_from(
         self, file: OpenFile, piece: _Piece, targets: list[memoryview[int]], direct: bool
     ) -> int:
+        if not direct and hasattr(os, "posix_fadvise"):
+            # As one request: read-ahead fills the page cache in steps, up to twice as slowly.
+            os.posix_fadvise(file.fileno(), piece.begin, piece.needed, os.POSIX_FADV_WILLNEED)
         wanted, done = sum(map(len, targets)), 0
         while done < wanted:
             try:

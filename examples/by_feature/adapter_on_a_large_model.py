@@ -20,7 +20,7 @@ from accel_callbacks import (
     load_checkpoint_and_dispatch,
     set_seed,
 )
-from accel_callbacks.offload.report import report
+from accel_callbacks.offload import report
 
 FOLDER = "adapter-base-weights"
 

@@ -17,8 +17,7 @@ from accel_callbacks import (
     load_checkpoint_and_dispatch,
     set_seed,
 )
-from accel_callbacks.offload import Weights, plan
-from accel_callbacks.offload.report import report
+from accel_callbacks.offload import Weights, plan, report
 
 FOLDER = "larger-than-memory-weights"
 
