@@ -70,6 +70,7 @@ _HOME = {
     "gather": "collectives",
     "gather_object": "collectives",
     "get_logger": "logging",
+    "infer_auto_device_map": "offload.device_map",
     "init_empty_weights": "modeling.empty_weights",
     "init_on_device": "modeling.empty_weights",
     "initialize_weights": "modeling.absent_weights",
@@ -171,6 +172,7 @@ if TYPE_CHECKING:
     from accel_callbacks.modeling.load import (
         load_checkpoint_in_model as load_checkpoint_in_model,
     )
+    from accel_callbacks.offload.device_map import infer_auto_device_map as infer_auto_device_map
     from accel_callbacks.offload.dispatch import cpu_offload as cpu_offload
     from accel_callbacks.offload.dispatch import disk_offload as disk_offload
     from accel_callbacks.offload.dispatch import dispatch_model as dispatch_model

@@ -17,6 +17,7 @@ import pytest
 
 import accel_callbacks
 import accel_callbacks.callbacks
+import accel_callbacks.offload
 import accel_callbacks.utils
 import checkpoint_io
 from accel_callbacks.callbacks.base import HOOKS
@@ -117,6 +118,7 @@ def index_links() -> list[str]:
         {
             *accel_callbacks.__all__,
             *accel_callbacks.callbacks.__all__,
+            *accel_callbacks.offload.__all__,
             *accel_callbacks.utils.__all__,
         }
     ),

@@ -48,7 +48,6 @@ ADVICE: Mapping[str, str] = {
     "FP8RecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "*dispatch*": _BIG,
     "*offload*": _BIG,
-    "*device_map*": _BIG,
     "prepare_pippy": _BIG,
     "*bnb*": _BIG,
     "save": "accelerator.save(obj, f) writes safetensors: flat dicts of tensors",

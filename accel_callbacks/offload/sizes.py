@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "CustomDtype",
     "calculate_maximum_sizes",
+    "check_tied_parameters_in_config",
     "compute_module_sizes",
     "compute_module_total_buffer_size",
     "convert_file_size_to_int",
@@ -170,7 +171,7 @@ def compute_module_sizes(
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, tensor in tensors:
         if name in special:
-            nbytes = _converted(tensor, special[name])
+            nbytes = converted_bytes(tensor.numel(), special[name])
         else:
             nbytes = stored_bytes(tensor.numel(), tensor.dtype, final)
         sizes[""] += nbytes
@@ -182,11 +183,9 @@ def compute_module_sizes(
     return sizes
 
 
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | CustomDtype) -> int:
-    """Return the bytes of a tensor in a dtype that the caller has named for just this tensor."""
-    if isinstance(dtype, CustomDtype):
-        return stored_bytes(tensor.numel(), torch.float32, dtype)
-    return tensor.numel() * dtype.itemsize
+def converted_bytes(count: int, dtype: torch.dtype | CustomDtype) -> int:
+    """Return the bytes of a tensor in a dtype that is named for just this tensor."""
+    return stored_bytes(count, torch.float32, dtype)
 
 
 def compute_module_total_buffer_size(
@@ -341,6 +340,26 @@ def get_non_persistent_buffers(
         for prefix, one in modules
         for name in one._non_persistent_buffers_set
     }
+
+
+def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
+    """Return whether a model of transformers is one with tied weights, by its config and methods.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import check_tied_parameters_in_config
+        >>> check_tied_parameters_in_config(torch.nn.Linear(1, 1))
+        False
+    """
+    if "PreTrainedModel" not in {kind.__name__ for kind in type(model).__mro__}:
+        return False
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    words = getattr(text, "tie_word_embeddings", False) and head() is not None
+    both = getattr(config, "is_encoder_decoder", False)
+    stacks = both and getattr(config, "tie_encoder_decoder", False)
+    return bool(words or stacks or any(hasattr(one, "_tie_weights") for one in model.modules()))
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:

@@ -18,6 +18,7 @@ _HOME = {
     "LayerwiseCastingHook": "offload.casting",
     "ModelHook": "offload.hooks",
     "OffloadedWeightsLoader": "offload.folder",
+    "CustomDtype": "offload.sizes",
     "PrecisionType": "utils.modeling",
     "PrefixedDataset": "offload.folder",
     "SequentialHook": "offload.hooks",
@@ -31,18 +32,35 @@ _HOME = {
     "attach_align_device_hook_on_blocks": "offload.hooks",
     "attach_execution_device_hook": "offload.hooks",
     "attach_layerwise_casting_hooks": "offload.casting",
+    "calculate_maximum_sizes": "offload.sizes",
+    "check_device_map": "offload.device_map",
+    "check_tied_parameters_in_config": "offload.sizes",
+    "check_tied_parameters_on_same_device": "offload.device_map",
+    "clean_device_map": "offload.device_map",
     "compare_versions": "utils.imports",
+    "compute_module_sizes": "offload.sizes",
+    "compute_module_total_buffer_size": "offload.sizes",
     "concatenate": "utils.operations",
+    "convert_file_size_to_int": "offload.sizes",
     "convert_outputs_to_fp32": "utils.operations",
     "convert_to_fp32": "utils.operations",
     "disable_fsdp_ram_efficient_loading": "utils.fsdp",
+    "dtype_byte_size": "offload.sizes",
     "enable_fsdp_ram_efficient_loading": "utils.fsdp",
     "extract_model_from_parallel": "utils.modeling",
     "extract_submodules_state_dict": "offload.folder",
+    "fallback_allocate": "offload.device_map",
     "find_batch_size": "utils.operations",
     "find_device": "utils.operations",
+    "find_tied_parameters": "offload.sizes",
     "fsdp2_prepare_model": "utils.fsdp",
+    "get_balanced_memory": "offload.device_map",
     "get_data_structure": "utils.operations",
+    "get_max_layer_size": "offload.sizes",
+    "get_max_memory": "offload.budgets",
+    "get_module_leaves": "offload.sizes",
+    "get_module_size_with_ties": "offload.device_map",
+    "get_non_persistent_buffers": "offload.sizes",
     "get_shape": "utils.operations",
     "get_state_dict_from_offload": "offload.tensors",
     "get_state_dict_offloaded_model": "offload.tensors",
@@ -72,6 +90,7 @@ _HOME = {
     "merge_fsdp_weights": "utils.fsdp",
     "offload_state_dict": "offload.folder",
     "offload_weight": "offload.folder",
+    "named_module_tensors": "offload.sizes",
     "pad_input_tensors": "utils.operations",
     "recursive_getattr": "offload.tensors",
     "recursively_apply": "utils.operations",
@@ -147,6 +166,7 @@ if TYPE_CHECKING:
     from accel_callbacks import gather as gather
     from accel_callbacks import gather_object as gather_object
     from accel_callbacks import get_logger as get_logger
+    from accel_callbacks import infer_auto_device_map as infer_auto_device_map
     from accel_callbacks import init_empty_weights as init_empty_weights
     from accel_callbacks import init_on_device as init_on_device
     from accel_callbacks import initialize_weights as initialize_weights
@@ -180,9 +200,20 @@ if TYPE_CHECKING:
     from accel_callbacks.data.skip import SkipDataLoader as SkipDataLoader
     from accel_callbacks.distributed.topology import is_initialized as is_initialized
     from accel_callbacks.memory import should_reduce_batch_size as should_reduce_batch_size
+    from accel_callbacks.offload.budgets import get_max_memory as get_max_memory
     from accel_callbacks.offload.casting import LayerwiseCastingHook as LayerwiseCastingHook
     from accel_callbacks.offload.casting import (
         attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
+    )
+    from accel_callbacks.offload.device_map import check_device_map as check_device_map
+    from accel_callbacks.offload.device_map import (
+        check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+    )
+    from accel_callbacks.offload.device_map import clean_device_map as clean_device_map
+    from accel_callbacks.offload.device_map import fallback_allocate as fallback_allocate
+    from accel_callbacks.offload.device_map import get_balanced_memory as get_balanced_memory
+    from accel_callbacks.offload.device_map import (
+        get_module_size_with_ties as get_module_size_with_ties,
     )
     from accel_callbacks.offload.folder import OffloadedWeightsLoader as OffloadedWeightsLoader
     from accel_callbacks.offload.folder import PrefixedDataset as PrefixedDataset
@@ -212,6 +243,24 @@ if TYPE_CHECKING:
     from accel_callbacks.offload.quantize import BnbQuantizationConfig as BnbQuantizationConfig
     from accel_callbacks.offload.quantize import has_4bit_bnb_layers as has_4bit_bnb_layers
     from accel_callbacks.offload.quantize import load_and_quantize_model as load_and_quantize_model
+    from accel_callbacks.offload.sizes import CustomDtype as CustomDtype
+    from accel_callbacks.offload.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+    from accel_callbacks.offload.sizes import (
+        check_tied_parameters_in_config as check_tied_parameters_in_config,
+    )
+    from accel_callbacks.offload.sizes import compute_module_sizes as compute_module_sizes
+    from accel_callbacks.offload.sizes import (
+        compute_module_total_buffer_size as compute_module_total_buffer_size,
+    )
+    from accel_callbacks.offload.sizes import convert_file_size_to_int as convert_file_size_to_int
+    from accel_callbacks.offload.sizes import dtype_byte_size as dtype_byte_size
+    from accel_callbacks.offload.sizes import find_tied_parameters as find_tied_parameters
+    from accel_callbacks.offload.sizes import get_max_layer_size as get_max_layer_size
+    from accel_callbacks.offload.sizes import get_module_leaves as get_module_leaves
+    from accel_callbacks.offload.sizes import (
+        get_non_persistent_buffers as get_non_persistent_buffers,
+    )
+    from accel_callbacks.offload.sizes import named_module_tensors as named_module_tensors
     from accel_callbacks.offload.tensors import align_module_device as align_module_device
     from accel_callbacks.offload.tensors import (
         get_state_dict_from_offload as get_state_dict_from_offload,

@@ -200,7 +200,6 @@ MISSING = {
     "FP8RecipeKwargs": "FP8RecipeKwargs",
     "*dispatch*": "load_checkpoint_and_dispatch",
     "*offload*": "cpu_offload",
-    "*device_map*": "infer_auto_device_map",
     "prepare_pippy": "prepare_pippy",
     "*bnb*": "replace_with_bnb_layers",
     "save": "save",
