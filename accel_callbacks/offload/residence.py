@@ -48,6 +48,11 @@ class OffloadOptions(NamedTuple):
             host memory.
         ahead: units that are read ahead.
         patience: seconds without a byte after which a read counts as failed.
+
+    Example:
+        >>> from accel_callbacks.offload import OffloadOptions
+        >>> OffloadOptions(patience=60.0).ahead
+        1
     """
 
     direct: bool | None = None

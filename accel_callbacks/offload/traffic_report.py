@@ -30,6 +30,12 @@ class OffloadReport:
         staging: of the host memory for conversions and for copies to an accelerator.
         traffic: what has passed through the window; its ``peak`` is the most that it has had.
         direct: files are read past the page cache.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload import report
+        >>> report(torch.nn.Linear(3, 1)).window
+        0
     """
 
     resident: Mapping[str, int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -210,16 +211,28 @@ def test_a_fork_while_a_thread_reads_has_its_own():
     filler.gate = (1, gate)
     opened = window(filler)
     use(opened, 0)  # 1 is on its way now
-    with opened._changed:  # held by this thread: the child has a lock of its own
-        child = os.fork()
-        if not child:
-            filler.gate = None
-            try:
-                use(opened, 1)
-                use(opened, 2)
-                os._exit(0)
-            except BaseException:
-                os._exit(1)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with opened._changed:  # the child has a lock of its own
+            held.set()
+            assert forked.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(20)
+    child = os.fork()
+    if not child:
+        filler.gate = None
+        signal.alarm(20)
+        try:
+            use(opened, 1)
+            use(opened, 2)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    forked.set()
+    holder.join(20)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     gate.set()
     use(opened, 1)
