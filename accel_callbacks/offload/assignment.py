@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 
+from accel_callbacks.offload.device_map import check_device_map
 from accel_callbacks.offload.units import Slot, place_of
-from accel_callbacks.warning import warn
 
 __all__ = [
     "Assigned",
@@ -19,13 +19,11 @@ __all__ = [
     "as_device",
     "assign",
     "assign_all",
-    "check_device_map",
     "weights_of",
 ]
 
 Place: TypeAlias = int | str | torch.device
 _UNIFIED = ("cpu", "mps")  # main devices for which a weight in host memory is not moved
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ def assign(
         >>> [one.place for one in assign(model, {"0": "cpu", "1": "disk"}).weights]
         ['resident', 'resident', 'disk', 'disk']
     """
-    check_device_map(model, device_map)
+    _check(model, device_map)
     places = {name: _as_place(place) for name, place in device_map.items()}
     main = _main_device(places, main_device)
     weights = weights_of(model)
@@ -207,41 +205,13 @@ def assign(
     return Assignment(found, main, len(distinct) > 1 or "disk" in distinct)
 
 
-def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Place]) -> None:
-    """Raise ValueError unless a device map is one, and covers a model.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.offload.assignment import check_device_map
-        >>> check_device_map(torch.nn.Linear(1, 1), {"weight": "cpu"})
-        Traceback (most recent call last):
-        ValueError: device_map has no device for bias: ...
-    """
+def _check(model: torch.nn.Module, device_map: Any) -> None:
     if not isinstance(device_map, Mapping):
         raise ValueError(
             f'device_map={device_map!r} is no mapping of names to devices such as {{"": "cpu"}}; '
             'only load_checkpoint_and_dispatch takes "auto" and the like.'
         )
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    tensors = dict.fromkeys(
-        [
-            *(name for name, _ in model.named_parameters(remove_duplicate=False)),
-            *(name for name in model.state_dict(keep_vars=True)),
-        ]
-    )
-    known.update(name for name, _ in model.named_buffers(remove_duplicate=False))
-    if unknown := [name for name in device_map if name not in known and name not in tensors]:
-        warn(f"device_map names what the model does not have: {_listed(unknown)}")
-    if left := [name for name in tensors if place_of(name, device_map) is None]:
-        raise ValueError(
-            f"device_map has no device for {_listed(left)}: name the modules, or give a device for "
-            'all others with the key "".'
-        )
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+    check_device_map(model, device_map)
 
 
 def _as_place(place: Any) -> Place:

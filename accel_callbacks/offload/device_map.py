@@ -18,6 +18,7 @@ from accel_callbacks.offload.sizes import (
     get_module_leaves,
     get_non_persistent_buffers,
 )
+from accel_callbacks.offload.units import place_of
 from accel_callbacks.offload.weights import Weights
 from accel_callbacks.warning import warn
 
@@ -256,22 +257,13 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Device]) -
             f"{_listed(unknown)}.{hint}"
         )
     missing = [
-        name for name in tensors if name not in skipped and _device_of(name, device_map) is None
+        name for name in tensors if name not in skipped and place_of(name, device_map) is None
     ]
     if missing:
         raise ValueError(
             f"the device map has no device for {_listed(missing)}: add it, or a module that it "
             "is in."
         )
-
-
-def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a tensor or module: its own, or of the innermost module around it."""
-    while name:
-        if name in device_map:
-            return device_map[name]
-        name = name.rpartition(".")[0]
-    return device_map.get("")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -299,7 +291,7 @@ def check_tied_parameters_on_same_device(
         >>> check_tied_parameters_on_same_device([["a.weight", "b.weight"]], {"": 0})
     """
     for group in tied_params:
-        devices = {name: _device_of(name, device_map) for name in group}
+        devices = {name: place_of(name, device_map) for name in group}
         absent = [name for name, device in devices.items() if device is None]
         if absent:
             raise ValueError(f"the device map has no device for {_listed(absent)}: add it.")

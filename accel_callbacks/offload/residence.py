@@ -22,7 +22,7 @@ from accel_callbacks.offload.placeholder import (
     placeholder,
 )
 from accel_callbacks.offload.source import StoredWeights
-from accel_callbacks.offload.units import Slot, Unit
+from accel_callbacks.offload.units import FetchUnit, Slot
 from accel_callbacks.offload.window import Traffic, Window, forks
 from accel_callbacks.warning import warn
 
@@ -104,7 +104,7 @@ class Offload:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[FetchUnit],
         device: torch.device,
         stored: StoredWeights,
         held: Mapping[str, torch.Tensor],
@@ -145,7 +145,7 @@ class Offload:
         """Replace the lock in the child of a fork, which another thread may have held."""
         self._lock = threading.RLock()
 
-    def _through_window(self, unit: Unit) -> dict[str, torch.Tensor]:
+    def _through_window(self, unit: FetchUnit) -> dict[str, torch.Tensor]:
         tensors = ((name, slots[0].get()) for name, slots in unit.slots.items())
         return {
             name: one for name, one in tensors if one is not None and not self._is_in_place(name)
@@ -236,7 +236,7 @@ class Offload:
                 f"model with dtype={fast}, or checkpoint the activations of its blocks."
             )
 
-    def enter(self, index: int, unit: Unit) -> torch.Tensor | None:
+    def enter(self, index: int, unit: FetchUnit) -> torch.Tensor | None:
         """Put a unit into its slots; return its memory in the window.
 
         Raises:
@@ -261,7 +261,7 @@ class Offload:
             raise
         return memory
 
-    def leave(self, index: int, unit: Unit) -> bool:
+    def leave(self, index: int, unit: FetchUnit) -> bool:
         """Let go of a unit; return whether its weights were changed meanwhile."""
         changed = False
         with self._lock:
@@ -286,7 +286,7 @@ class Offload:
             found = self._present.get(index)
             return [] if found is None else list(found.values.values())
 
-    def _put(self, index: int, unit: Unit, present: _Present) -> None:
+    def _put(self, index: int, unit: FetchUnit, present: _Present) -> None:
         memory = present.memory
         weights = self._contents[index].weights
         if memory is not None:
@@ -379,7 +379,7 @@ class Offload:
         return made
 
 
-def _take(unit: Unit, present: _Present) -> None:
+def _take(unit: FetchUnit, present: _Present) -> None:
     """Put the placeholders back into the slots."""
     for name, value in present.values.items():
         for slot in unit.slots[name]:
@@ -449,7 +449,7 @@ def _alike(sizes: Sequence[int]) -> list[int]:
     return [min(one for one in largest if one >= size) for size in sizes]
 
 
-def _window_bytes(units: Sequence[Unit], sizes: Sequence[int]) -> int:
+def _window_bytes(units: Sequence[FetchUnit], sizes: Sequence[int]) -> int:
     """Return the bytes that two modules in a row need, with what runs around them."""
     scoped = sum(size for unit, size in zip(units, sizes, strict=True) if unit.scoped)
     needs: dict[int, set[int]] = {}
@@ -472,11 +472,11 @@ class _Use:
     """
 
     def __init__(
-        self, offload: Offload, units: Sequence[tuple[int, Unit]], summed: bool = False
+        self, offload: Offload, units: Sequence[tuple[int, FetchUnit]], summed: bool = False
     ) -> None:
         self._offload = offload
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._units: list[tuple[int, Unit]] = []
+        self._units: list[tuple[int, FetchUnit]] = []
         self._storages: dict[int, int] = {}
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._hooks: Any = None
@@ -497,7 +497,7 @@ class _Use:
             self._leave()
             raise
 
-    def _leave(self) -> list[Unit]:
+    def _leave(self) -> list[FetchUnit]:
         """Put back the placeholders; return the units that were changed."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
@@ -611,7 +611,7 @@ class UnitHook:
         units: what the module needs, with their numbers.
     """
 
-    def __init__(self, offload: Offload, units: Sequence[tuple[int, Unit]]) -> None:
+    def __init__(self, offload: Offload, units: Sequence[tuple[int, FetchUnit]]) -> None:
         self.offload = offload
         self.units = list(units)
         self._handles: list[Any] = []
@@ -894,7 +894,7 @@ def _slots_of(hook: UnitHook, module: torch.nn.Module) -> list[tuple[str, Slot]]
     ]
 
 
-def attach(model: torch.nn.Module, offload: Offload, units: Sequence[Unit]) -> None:
+def attach(model: torch.nn.Module, offload: Offload, units: Sequence[FetchUnit]) -> None:
     """Put placeholders into a model, and hooks that bring the weights.
 
     Args:
@@ -909,7 +909,7 @@ def attach(model: torch.nn.Module, offload: Offload, units: Sequence[Unit]) -> N
         >>> model = torch.nn.Linear(1, 1)
         >>> attach(model, Offload([], torch.device("cpu"), StoredWeights({}), {}), [])
     """
-    needed: dict[int, tuple[torch.nn.Module, list[tuple[int, Unit]]]] = {}
+    needed: dict[int, tuple[torch.nn.Module, list[tuple[int, FetchUnit]]]] = {}
     for index, unit in enumerate(units):
         for module in unit.triggers:
             needed.setdefault(id(module), (module, []))[1].append((index, unit))

@@ -11,7 +11,7 @@ import torch
 from accel_callbacks.modeling.compile import regions
 from accel_callbacks.offload.placeholder import AbsentWeight
 
-__all__ = ["Slot", "Unit", "blocks_of", "cut_units"]
+__all__ = ["FetchUnit", "Slot", "blocks_of", "cut_units"]
 
 # Their forward uses the weights of modules in them without calling these.
 _WHOLE = (
@@ -47,7 +47,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(eq=False)
-class Unit:
+class FetchUnit:
     """Weights that are fetched together.
 
     Args:
@@ -83,7 +83,7 @@ def blocks_of(model: torch.nn.Module, names: Collection[str] | None = None) -> s
 
 def cut_units(
     model: torch.nn.Module, is_offloaded: Callable[[str], bool], blocks: Collection[int]
-) -> list[Unit]:
+) -> list[FetchUnit]:
     """Return the units of a model in its order.
 
     Args:
@@ -104,11 +104,11 @@ def cut_units(
         slots.append(slot)
         if all(trigger[1] is not known for _, known, _ in triggers):
             triggers.append((*trigger, scoped))
-    units: dict[tuple[int, ...], Unit] = {}
+    units: dict[tuple[int, ...], FetchUnit] = {}
     for name, slots, triggers in places.values():
         key = tuple(id(module) for _, module, _ in triggers)
         if key not in units:
-            units[key] = Unit(
+            units[key] = FetchUnit(
                 " and ".join(trigger for trigger, _, _ in triggers),
                 triggers=[module for _, module, _ in triggers],
                 scoped=any(scoped for _, _, scoped in triggers),

@@ -16,7 +16,7 @@ from accel_callbacks.offload.hooks import AlignDevicesHook
 from accel_callbacks.offload.offload_index import names_in
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.residence import Offload, offload_hooks
-from accel_callbacks.offload.units import Slot, Unit
+from accel_callbacks.offload.units import FetchUnit, Slot
 
 __all__ = ["DispatchHook", "OffloadWeights", "put_views", "remove_views"]
 
@@ -110,7 +110,7 @@ class _Served(NamedTuple):
     """An offloaded weight of a module."""
 
     offload: Offload
-    unit: Unit
+    unit: FetchUnit
     name: str
 
     def put(self, tensor: torch.Tensor, instead_of: torch.Tensor | None) -> None:

@@ -367,9 +367,9 @@ def test_what_no_checkpoint_has(tmp_path: Path) -> None:
 
 def test_maps_are_checked(tmp_path: Path) -> None:
     model = trained()
-    with pytest.raises(ValueError, match=r"no device for head\.weight, head\.bias"):
+    with pytest.raises(ValueError, match=r"no device for 'head\.weight', 'head\.bias'"):
         dispatch_model(model, dict.fromkeys((*PARTS[:-1], "blocks.1", "blocks.2"), "cpu"))
-    with pytest.warns(UserWarning, match="what the model does not have: tail"):
+    with pytest.warns(UserWarning, match="no module and no tensor of the model: 'tail'"):
         dispatch_model(model, {"": "cpu", "tail": "cpu"})
     with pytest.raises(ValueError, match="there is no accelerator 0"):
         dispatch_model(model, {"": 0, "head": "disk"})
