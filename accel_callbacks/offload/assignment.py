@@ -257,7 +257,7 @@ def as_device(place: Any) -> torch.device:
         ) from error
     if device.type == "cpu":
         return torch.device("cpu")
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if device.index is None and hasattr(module, "current_device"):  # tensors there have an index
         return torch.device(device.type, module.current_device())
     return device

@@ -470,7 +470,7 @@ class Reader:
     def _read_from(
         self, file: OpenFile, piece: _Piece, targets: list[memoryview[int]], direct: bool
     ) -> int:
-        if not direct and hasattr(os, "posix_fadvise"):
+        if not direct and sys.platform not in ("win32", "darwin") and hasattr(os, "posix_fadvise"):
             # As one request: read-ahead fills the page cache in steps, up to twice as slowly.
             os.posix_fadvise(file.fileno(), piece.begin, piece.needed, os.POSIX_FADV_WILLNEED)
         wanted, done = sum(map(len, targets)), 0
@@ -524,7 +524,11 @@ class Reader:
                 if not direct or error.errno != errno.EINVAL:
                     raise
                 file = self._opened(path, 0)
-            if not direct and hasattr(os, "posix_fadvise"):
+            if (
+                not direct
+                and sys.platform not in ("win32", "darwin")
+                and hasattr(os, "posix_fadvise")
+            ):
                 # Reads twice as far ahead as for others.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._files[path, direct] = file

@@ -498,7 +498,7 @@ def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for name, (own, copy, version) in moved.items():
             held = slots.get(name)
-            if held is copy and copy._version == version:
+            if held is not None and held is copy and held._version == version:
                 slots[name] = own
             elif held is not None and not is_absent(held):
                 with torch.no_grad():

@@ -236,13 +236,15 @@ class DispatchHook(AlignDevicesHook):
         for key, (stands, lent) in self._lent.items():
             one = self._served[key]
             now = _slot(module, key).get()
-            if now is lent and same_bits(lent, one.offload.tensor(one.name)):
+            if now is None:
+                self._keep(key, lent, lent)
+            elif now is lent and same_bits(lent, one.offload.tensor(one.name)):
                 one.put(stands, lent)
             elif now is lent and one.name in one.offload.held:
                 one.offload.hold(one.name, lent.detach())
                 one.put(stands, lent)
             else:
-                self._keep(key, lent if now is None else now, lent)
+                self._keep(key, now, lent)
         self._lent.clear()
         self.weights_map = self._own_map
 

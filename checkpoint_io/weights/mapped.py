@@ -134,6 +134,8 @@ def read_ahead(source: SafetensorsSource, names: Iterable[str]) -> None:
 
 def _advise(paths: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> None:
     """Ask for the bytes of files, in the order in which they are stored."""
+    if sys.platform in ("win32", "darwin") or not hasattr(os, "posix_fadvise"):
+        return
     for path, spans in paths:
         with suppress(OSError, CorruptCheckpointError), open_regular(path) as reader:
             for begin, end in sorted(spans):
