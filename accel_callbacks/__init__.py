@@ -61,16 +61,22 @@ _HOME = {
     "broadcast_object": "collectives",
     "broadcast_object_list": "collectives",
     "clear_device_cache": "memory",
+    "cpu_offload": "offload.dispatch",
+    "cpu_offload_with_hook": "offload.whole_model",
     "debug_launcher": "launch.notebook",
+    "disk_offload": "offload.dispatch",
+    "dispatch_model": "offload.dispatch",
     "find_executable_batch_size": "memory",
     "gather": "collectives",
     "gather_object": "collectives",
     "get_logger": "logging",
+    "infer_auto_device_map": "offload.device_map",
     "init_empty_weights": "modeling.empty_weights",
     "init_on_device": "modeling.empty_weights",
     "initialize_weights": "modeling.absent_weights",
     "is_main_process": "distributed.process_control",
     "last_process_only": "distributed.process_control",
+    "load_checkpoint_and_dispatch": "offload.dispatch",
     "load_checkpoint_in_model": "modeling.load",
     "local_main_process_first": "distributed.process_control",
     "local_main_process_only": "distributed.process_control",
@@ -108,9 +114,7 @@ if TYPE_CHECKING:
     from accel_callbacks.collectives import pad_across_processes as pad_across_processes
     from accel_callbacks.collectives import reduce as reduce
     from accel_callbacks.config import AcceleratorConfig as AcceleratorConfig
-    from accel_callbacks.data.config import (
-        DataLoaderConfiguration as DataLoaderConfiguration,
-    )
+    from accel_callbacks.data.config import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_callbacks.data.device import send_to_device as send_to_device
     from accel_callbacks.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_callbacks.data.iterable import IterableDatasetShard as IterableDatasetShard
@@ -163,9 +167,15 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.modeling.empty_weights import init_empty_weights as init_empty_weights
     from accel_callbacks.modeling.empty_weights import init_on_device as init_on_device
-    from accel_callbacks.modeling.load import (
-        load_checkpoint_in_model as load_checkpoint_in_model,
+    from accel_callbacks.modeling.load import load_checkpoint_in_model as load_checkpoint_in_model
+    from accel_callbacks.offload.device_map import infer_auto_device_map as infer_auto_device_map
+    from accel_callbacks.offload.dispatch import cpu_offload as cpu_offload
+    from accel_callbacks.offload.dispatch import disk_offload as disk_offload
+    from accel_callbacks.offload.dispatch import dispatch_model as dispatch_model
+    from accel_callbacks.offload.dispatch import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     )
+    from accel_callbacks.offload.whole_model import cpu_offload_with_hook as cpu_offload_with_hook
     from accel_callbacks.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_callbacks.plugins.base import KwargsHandler as KwargsHandler
     from accel_callbacks.plugins.compile import DynamoBackend as DynamoBackend

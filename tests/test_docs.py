@@ -17,6 +17,7 @@ import pytest
 
 import accel_callbacks
 import accel_callbacks.callbacks
+import accel_callbacks.offload
 import accel_callbacks.utils
 import checkpoint_io
 from accel_callbacks.callbacks.base import HOOKS
@@ -31,7 +32,10 @@ BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```$", re.M 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 REFERENCE = [
     f"docs/reference/{name}.md"
-    for name in ("accelerator", "callbacks", "data", "hooks", "plugins", "processes", "utilities")
+    for name in (
+        *("accelerator", "callbacks", "data", "hooks", "offload-hooks", "plugins", "processes"),
+        "utilities",
+    )
 ]
 OPTIONS = sorted(
     name
@@ -114,6 +118,7 @@ def index_links() -> list[str]:
         {
             *accel_callbacks.__all__,
             *accel_callbacks.callbacks.__all__,
+            *accel_callbacks.offload.__all__,
             *accel_callbacks.utils.__all__,
         }
     ),
@@ -190,6 +195,7 @@ def in_tables_of(name: str) -> set[str]:
         ("plugins", accel_callbacks, 9),
         ("processes", accel_callbacks, 20),
         ("utilities", accel_callbacks.utils, 20),
+        ("offload-hooks", accel_callbacks.utils, 25),
     ],
 )
 def test_the_signatures_in_the_reference_are_those_of_the_code(

@@ -10,6 +10,7 @@ import torch
 from accel_callbacks.collectives import is_sharded, shard_like
 from accel_callbacks.errors import ResumeError, nearest
 from accel_callbacks.gradients import local_part
+from accel_callbacks.offload.placeholder import AbsentWeight
 
 __all__ = ["Averages", "Rule", "local_part"]
 
@@ -24,8 +25,8 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class Averages:
     """The averages of the floating-point weights of some models.
 
-    Sharded tensors stay sharded. Averages of half-precision weights are kept in float32, which does
-    not round small updates away.
+    Sharded tensors stay sharded. Offloaded ones, which are not trained, are left out. Averages of
+    half-precision weights are kept in float32, which does not round small updates away.
 
     Args:
         models: as the user built them.
@@ -60,6 +61,7 @@ class Averages:
         self._device = None if device is None else torch.device(device)
         self._weights: list[torch.Tensor] = []  # tied ones once
         self._names: list[str] = []  # "<number of the model>.<first name>" of each weight
+        self._offloaded: set[str] = set()  # likewise
         self._aliases: list[tuple[str, str, int]] = []  # model, name, index; all names of each
         self._averages: list[torch.Tensor | None] = []  # None: swapped into the model
         self._displaced: dict[int, torch.Tensor] = {}  # by index: weights swapped out of a model
@@ -74,6 +76,9 @@ class Averages:
         indices = {id(tensor): i for i, tensor in enumerate(self._weights)}
         for name, tensor in named:
             if not tensor.is_floating_point() and not tensor.is_complex():
+                continue
+            if isinstance(tensor, AbsentWeight):
+                self._offloaded.add(f"{number}.{name}")
                 continue
             if id(tensor) not in indices:
                 indices[id(tensor)] = len(self._weights)
@@ -209,7 +214,7 @@ class Averages:
     def _check(self, state: Mapping[str, Any]) -> None:
         for name, weight in zip(self._names, self._weights, strict=True):
             _check_saved(name, weight, state)
-        if unknown := sorted(state.keys() - set(self._names)):
+        if unknown := sorted(state.keys() - set(self._names) - self._offloaded):
             hint = nearest(unknown[0], self._names)
             raise ResumeError(f"the average of {unknown[0]!r} is only in the checkpoint.{hint}")
 

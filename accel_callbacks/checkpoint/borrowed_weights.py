@@ -18,6 +18,8 @@ from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.errors import ResumeError
+from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.offload.residence import held_weights
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointReader
@@ -215,6 +217,8 @@ def _kept(training: TrainingState, indices: Sequence[int]) -> Iterator[None]:
     modules = [m for i in indices for m in training.bare_models[i].modules()]
     buffers = [(m, name, b) for m in modules for name, b in m._buffers.items()]
     found = [p for m in modules for p in m._parameters.values()] + [b for _, _, b in buffers]
+    found = [one for one in found if not isinstance(one, AbsentWeight)]
+    found += [one for i in indices for one in held_weights(training.bare_models[i])]
     tensors = {id(tensor): tensor for tensor in found if tensor is not None}
     copies = {key: local_part(tensor).detach().clone() for key, tensor in tensors.items()}
     own = [training.models[i] for i in indices if not strategy.loads_in_place(training.models[i])]

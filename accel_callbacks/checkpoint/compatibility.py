@@ -12,6 +12,7 @@ from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.data.stream import stream_problems
 from accel_callbacks.errors import ResumeError, nearest
+from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
@@ -88,6 +89,9 @@ def fitting_weights(
         )
     for name, value in fitting.items():
         _check_tensor(name, current[name], value)
+    fixed = unwritable(training.bare_models[index]) & fitting.keys()
+    for name in sorted(fixed):
+        _check_same(name, current[name], fitting.pop(name))
     report.missing += [f"{index}.{name}" for name in missing]
     report.unexpected += [f"{index}.{name}" for name in unexpected]
     report.kept += [f"{index}.{name}" for name in sorted(dropped)]
@@ -108,6 +112,17 @@ def _check_tensor(name: str, here: Any, saved: Any) -> None:
         raise ResumeError(
             f"{name!r} is {here.dtype} in the model and {saved.dtype} in the checkpoint: convert "
             "the model before prepare(), or load the weights with load_checkpoint_in_model."
+        )
+
+
+def _check_same(name: str, here: torch.Tensor, saved: Any) -> None:
+    """Refuse another value of a weight that stays in its file, and is not written to."""
+    stored = saved if isinstance(saved, torch.Tensor) else saved.read()
+    if not torch.equal(here.view(torch.uint8), stored.view(torch.uint8)):
+        raise ResumeError(
+            f"{name!r} is offloaded to disk, and the checkpoint has another value of it, which "
+            "cannot be loaded there: dispatch the model with these weights "
+            "(load_checkpoint_and_dispatch takes the checkpoint), or keep it resident."
         )
 
 

@@ -25,13 +25,21 @@ if TYPE_CHECKING:
 
     from accel_callbacks.modeling.memory_estimate import MemoryEstimate, ModelSizes
     from accel_callbacks.modeling.sharded_memory import ShardedMemory
+    from accel_callbacks.offload import Plan, Weights
 
 PATIENCE = 3.0  # seconds for the hub to answer
+POLICIES = ("auto", "sequential", "balanced", "balanced_low_0")
+_PLANNED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_STORED = (".safetensors", ".bin", ".pt", ".pth")
 DTYPES = ("fp32", "fp16", "bf16", "int8", "int4")
 _NOTES = """\
 Inference: weights and buffers. Training with Adam: fp32 weights, gradients and two states; with
 fp16 and bf16 (mixed precision) also the 16-bit copies of the weights that autocast makes.
 Not counted: activations, which grow with the batch; temporary memory; torch itself."""
+
+_PLAN_NOTES = """\
+Reserve: the window of what is offloaded (its largest part twice: one runs, one is fetched), and
+--activations. Parts on cpu and disk run on the first device. Not counted: torch itself."""
 
 _SHARDED_NOTES = """\
 Weights, gradients, optimizer (Adam): the shards of the first process, which has the largest, and
@@ -78,6 +86,31 @@ def configure(parser: CommandParser) -> None:
         metavar="AXIS=N,...",
         help="bytes of each process under FSDP on a mesh, such as dp_shard=8,dp_replicate=2",
     )
+    parser.option(
+        "--plan",
+        action="store_true",
+        help="print on which device each part is for inference, with the reason; the model may "
+        "also be a folder, file or URL of weights, of which only the headers are read",
+    )
+    parser.option(
+        "--max_memory",
+        type=_memory,
+        metavar="DEVICE=SIZE,...",
+        help="for --plan: what each device may hold, such as 0=8GB,cpu=16GB (default: what is "
+        "free here)",
+    )
+    parser.option(
+        "--policy",
+        choices=POLICIES,
+        help="for --plan: how accelerators share what they hold whole (default: auto)",
+    )
+    parser.option("--activations", metavar="SIZE", help="for --plan: kept free to compute")
+    parser.option(
+        "--kv_cache",
+        metavar="SIZE",
+        help="for --plan: cache of keys and values, of all blocks",
+    )
+    parser.option("--every_unit", action="store_true", help="for --plan: a line for each part")
     parser.option("--json", action="store_true", help="print bytes as JSON")
 
 
@@ -90,6 +123,17 @@ def _keywords(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"layers\": 2}}'")
     return value
+
+
+def _memory(text: str) -> dict[int | str, str]:
+    """Parse sizes by device."""
+    sizes: dict[int | str, str] = {}
+    for part in text.split(","):
+        device, equals, size = (one.strip() for one in part.partition("="))
+        if not (device and equals and size):
+            raise ArgumentTypeError(f"{part.strip()!r} is not DEVICE=SIZE, such as 0=8GB")
+        sizes[int(device) if device.isdecimal() else device] = size
+    return sizes
 
 
 def _axes(text: str) -> ParallelismConfig:
@@ -110,6 +154,11 @@ def run(args: Namespace) -> int:
     """Instantiate the model, by default on the meta device, and print its sizes."""
     if args.kwargs and not _is_factory(args.model):
         raise CommandError("--kwargs is for module:factory; a config defines its model itself")
+    if args.plan:
+        return _planned(args)
+    for name in ("max_memory", "policy", "activations", "kv_cache", "every_unit"):
+        if getattr(args, name):
+            raise CommandError(f"--{name} is for --plan: add it")
     from_cache = _is_on_hub(args.model) and not _answers()
     if from_cache:  # before torch and transformers are imported, and transformers retries
         _require_cached(args.model)
@@ -120,6 +169,85 @@ def run(args: Namespace) -> int:
     sizes = model_sizes(_make(args, from_cache), args.dtypes)
     print(_as_json(args.model, sizes) if args.json else _as_text(args.model, sizes))
     return 0
+
+
+def _planned(args: Namespace) -> int:
+    """Print on which device each part of the model is."""
+    from accel_callbacks.offload import PlanError, plan
+    from accel_callbacks.offload.budgets import get_max_memory
+
+    if args.parallelism is not None:
+        raise CommandError("--plan is for one process: leave --parallelism out")
+    weights = _weights(args)
+    if not any(unit.nbytes for unit in weights.units):
+        raise CommandError(f"{args.model} has no parameters and no buffers: nothing to plan", 1)
+    try:
+        found = plan(
+            weights,
+            get_max_memory() if args.max_memory is None else args.max_memory,
+            args.policy or "auto",
+            activations=args.activations or 0,
+            kv_cache=args.kv_cache or 0,
+        )
+    except PlanError as error:
+        raise CommandError(str(error), 1) from error
+    except ValueError as error:  # a device or a size
+        raise CommandError(str(error)) from error
+    if args.json:
+        print(to_json(_plan_as_json(args.model, found)))
+        return 0
+    moved = f", of which {size_of(found.offloaded)} are fetched for each pass"
+    print(f"{args.model}: {size_of(weights.nbytes)}{moved if found.offloaded else ''}")
+    print(f"{found.table(every_unit=args.every_unit)}\n{_PLAN_NOTES}")
+    return 0
+
+
+def _weights(args: Namespace) -> Weights:
+    """Return the sizes of a model, from the headers of its weights where there are any."""
+    from accel_callbacks.offload import Weights
+    from checkpoint_io import CheckpointError
+
+    dtype = _PLANNED.get(args.dtypes[0]) if len(args.dtypes) == 1 else None
+    if len(args.dtypes) == 1 and dtype is None:
+        raise CommandError(f"--plan: {args.dtypes[0]} is not among {', '.join(_PLANNED)}")
+    if _has_weights(args.model):
+        try:
+            return Weights.of_checkpoint(args.model, dtype)
+        except (CheckpointError, OSError, ImportError) as error:
+            raise CommandError(_first_line(error), 1) from error
+    from_cache = _is_on_hub(args.model) and not _answers()
+    if from_cache:
+        _require_cached(args.model)
+    return Weights.of_model(_make(args, from_cache), dtype=dtype)
+
+
+def _has_weights(name: str) -> bool:
+    """Return whether a name is that of stored weights, and not of a model's definition."""
+    path = Path(name)
+    if "://" in name:
+        return True
+    if path.is_dir():
+        names = [one.name for one in path.iterdir()]
+        return "config.json" not in names or any(one.endswith(_STORED) for one in names)
+    return path.is_file() and (path.name.endswith(_STORED) or path.name.endswith(".index.json"))
+
+
+def _plan_as_json(name: str, found: Plan) -> dict[str, Any]:
+    """Return a plan in plain values."""
+    return {
+        "model": name,
+        "bytes": found.weights.nbytes,
+        "offloaded": found.offloaded,
+        "execution_device": found.execution_device,
+        "devices": [
+            {**vars(use), "reserve": use.reserve, "left": use.left} for use in found.devices
+        ],
+        "units": [
+            {"name": unit, "bytes": nbytes, "device": device, "reason": reason}
+            for unit, _, nbytes, device, reason in found.runs(every_unit=True)
+        ],
+        "device_map": found.device_map,
+    }
 
 
 def _sharded(args: Namespace, from_cache: bool) -> int:

@@ -140,7 +140,8 @@ def _entry(module: torch.nn.Module, codes: dict[type, CodeType]) -> Callable[...
     of ours. Compiled code is cached with the code object of the frame, up to a few versions. So
     each class in a model gets a code object of its own, which models of a process do not share.
     """
-    call: Callable[..., Any] = module._call_impl
+    hook = vars(module).get("_offload_hook")
+    call: Callable[..., Any] = module._call_impl if hook is None else hook.inside()
     of_torch = type(module).forward.__module__.startswith("torch.nn.modules")
     if not of_torch and "forward" not in vars(module):
         return call
@@ -170,4 +171,5 @@ def _compiled(module: torch.nn.Module) -> Any:
 
 def _set_compiled(module: torch.nn.Module, call: Any) -> None:
     # As Module.compile does, which finds nothing to compile in a class of torch's own.
-    module._compiled_call_impl = call
+    hook = vars(module).get("_offload_hook")  # fetches weights outside of the compiled region
+    module._compiled_call_impl = call if hook is None else hook.around(call)

@@ -35,6 +35,8 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    mapped: bool = False,
 ) -> None:
     """Load a checkpoint's weights into a model's own parameters and buffers.
 
@@ -48,21 +50,27 @@ def load_checkpoint_in_model(
         checkpoint: a path or fsspec URL of a ``.safetensors`` file, a ``.bin`` or ``.pt`` file of
             plain tensors, an ``.index.json``, a folder with one of these, or a checkpoint of
             ``save_state`` (its first model).
-        device_map: one device for all of it, as ``{"": device}``; several are not supported yet.
-        offload_folder: not supported yet.
+        device_map: names of modules or tensors to devices, ``"cpu"`` or ``"disk"``. Several need
+            ``dispatch_model`` before the model runs: what is on disk stays in the checkpoint, and
+            the model has placeholders for it.
+        offload_folder: where weights on disk are written that are not whole in a local file of
+            safetensors; else not needed.
         dtype: a floating-point dtype, or its name, for the loaded weights; the model's own if
             ``None``.
-        offload_state_dict: not supported yet, nor needed: there is no state dict in memory.
-        offload_buffers: not supported yet.
+        offload_state_dict: accepted for Accelerate: there is no state dict in memory.
+        offload_buffers: buffers of modules on disk are there too.
         keep_in_fp32_modules: names of modules that stay in float32 whatever ``dtype`` is.
         offload_8bit_bnb: not supported yet.
         strict: raise for missing or unexpected names instead of warning.
         full_state_dict: accepted for Accelerate; sharded parameters always read their own part of
             a full stored tensor.
         broadcast_from_rank0: only rank 0 reads, and sends to the others; all processes must call.
+        mapped: make the weights views of the mapped safetensors files, on the CPU, as Accelerate
+            does for ``{"": "cpu"}``: see ``checkpoint_io.load_model``. By default they are read
+            into memory of their own, and the files may change afterwards.
 
     Raises:
-        ValueError: an argument is not supported yet, or invalid.
+        ValueError: an argument is invalid, or the map does not cover the model.
         checkpoint_io.CheckpointError: the weights are missing, damaged, hold more than tensors, or
             do not fit the model.
         RemoteError: with ``broadcast_from_rank0``, another process failed.
@@ -77,46 +85,63 @@ def load_checkpoint_in_model(
         >>> torch.equal(fresh.weight, trained.weight)
         True
     """
-    _refuse_later(
-        offload_folder=offload_folder,
-        offload_state_dict=offload_state_dict,
-        offload_buffers=offload_buffers,
-        offload_8bit_bnb=offload_8bit_bnb,
-    )
+    if offload_8bit_bnb:
+        raise ValueError(
+            "offload_8bit_bnb=True is not supported: int8 weights of bitsandbytes stay resident; "
+            "use load_and_quantize_model."
+        )
+    spread = device_map is not None and _is_spread(device_map)
+    dtype_of = dtype_rule(dtype, keep_in_fp32_modules)
+    if device_map is not None and spread:
+        from accel_callbacks.offload.checkpoint_weights import load_spread
+
+        if broadcast_from_rank0 and collectives.world_size() > 1:
+            raise ValueError(
+                "broadcast_from_rank0=True goes with one device for all of the model: with "
+                f"device_map={device_map!r} each process reads its own weights; leave it out."
+            )
+        load_spread(
+            original(model),
+            checkpoint,
+            device_map,
+            dtype_of,
+            offload_folder,
+            offload_buffers,
+            strict,
+            mapped,
+        )
+        return
     device = _one_device(device_map)
-    dtype_of = _dtype_rule(_dtype(dtype), keep_in_fp32_modules or ())
+    if mapped and broadcast_from_rank0:
+        raise ValueError(
+            "mapped=True does not go with broadcast_from_rank0=True, whose other processes have "
+            "no file to map: leave one of them out."
+        )
     if broadcast_from_rank0 and collectives.world_size() > 1:
         _load_and_send(model, checkpoint, dtype_of, device, strict)
     else:
-        _load(model, checkpoint, dtype_of, device, strict)
+        _load(model, checkpoint, dtype_of, device, strict, mapped)
 
 
-def _refuse_later(**arguments: object) -> None:
-    """Refuse arguments for models that do not fit on one device."""
-    for name, value in arguments.items():
-        if value:
-            raise ValueError(
-                f"{name}={value!r} is not supported yet: weights are read straight into the "
-                "model, without a copy in memory or on disk. Leave it out."
-            )
+def _is_spread(device_map: Mapping[str, Device]) -> bool:
+    """Return whether a map has several devices, or the disk."""
+    if not isinstance(device_map, Mapping):
+        raise ValueError(
+            f'device_map={device_map!r} is no mapping of names to devices such as {{"": "cpu"}}; '
+            'load_checkpoint_and_dispatch takes "auto" and the like.'
+        )
+    places = {str(place) for place in device_map.values()}
+    return len(places) > 1 or "disk" in places
 
 
 def _one_device(device_map: Mapping[str, Device] | None) -> torch.device | None:
     if device_map is None:
         return None
-    places = set(device_map.values()) if isinstance(device_map, Mapping) else set()
-    if len(places) != 1 or "disk" in places:
-        raise ValueError(
-            f"device_map={device_map!r} is not supported yet: only one device for the whole model "
-            'is, such as {"": "cpu"}.'
-        )
-    place = places.pop()
-    if isinstance(place, int):
-        kind = torch.accelerator.current_accelerator()
-        if kind is None:
-            raise ValueError(f"device_map={device_map!r}: there is no accelerator {place} here.")
-        return torch.device(kind.type, place)
-    return torch.device(place)
+    if not device_map:
+        raise ValueError('device_map={} has no device: give one for all as {"": "cpu"}.')
+    from accel_callbacks.offload.assignment import as_device
+
+    return as_device(next(iter(device_map.values())))
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -126,12 +151,26 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def _dtype_rule(dtype: torch.dtype | None, kept: Sequence[str]) -> DtypeOf:
-    """Return a function from the name of a parameter to its dtype after loading."""
+def dtype_rule(dtype: str | torch.dtype | None, kept: Sequence[str] | None = None) -> DtypeOf:
+    """Return a function from the name of a parameter to its dtype after loading.
+
+    Args:
+        dtype: a floating-point dtype, or its name; None leaves the model's own.
+        kept: names of modules that stay in float32.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> from accel_callbacks.modeling.load import dtype_rule
+        >>> dtype_rule("bfloat16", ["norm"])("norm.weight")
+        torch.float32
+    """
+    wanted = _dtype(dtype)
 
     def rule(name: str) -> torch.dtype | None:
-        in_kept = any(name == module or f"{module}." in name for module in kept)
-        return torch.float32 if dtype is not None and in_kept else dtype
+        in_kept = any(name == module or f"{module}." in name for module in kept or ())
+        return torch.float32 if wanted is not None and in_kept else wanted
 
     return rule
 
@@ -142,13 +181,14 @@ def _load(
     dtype_of: DtypeOf,
     device: torch.device | None,
     strict: bool,
+    mapped: bool = False,
 ) -> list[str]:
     """Load on this rank; return the names of the model that the checkpoint does not have."""
     require_neighbour("checkpoint_io")
     import checkpoint_io
 
     missing, unexpected = checkpoint_io.load_model(
-        model, checkpoint, strict=strict, dtype=dtype_of, device=device
+        model, checkpoint, strict=strict, dtype=dtype_of, device=device, mapped=mapped
     )
     for what, names in (("did not have", missing), ("has unused", unexpected)):
         if names:

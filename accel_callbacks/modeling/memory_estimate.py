@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from accel_callbacks.errors import nearest
+from accel_callbacks.offload.weights import parts
 
 __all__ = ["ESTIMATED_DTYPES", "MemoryEstimate", "ModelSizes", "TrainingMemory", "model_sizes"]
 
@@ -141,13 +142,13 @@ class _Measure:
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors: Sequence[torch.Tensor] = [*model.parameters(), *model.buffers()]
         self._trained = [one for one in model.parameters() if one.requires_grad]
-        self._layers = list(_layers(model))
+        self._layers = _layers(model)
         self._quantised = _quantised(model)
         self._cast = _cast(model)
 
     def in_dtype(self, dtype: str) -> MemoryEstimate:
         """Return the sizes in one dtype."""
-        layers = {name: self._bytes(tensors, dtype) for name, tensors in self._layers}
+        layers = {name: self._bytes(tensors, dtype) for name, tensors in self._layers.items()}
         largest = max(layers, key=lambda name: layers[name], default="")
         return MemoryEstimate(
             dtype,
@@ -183,23 +184,13 @@ class _Measure:
         )
 
 
-def _layers(
-    module: torch.nn.Module, name: str = "", whole: Sequence[str] = ()
-) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Yield the parts of a model that are not split: leaf modules, and ``_no_split_modules``.
-
-    Models of transformers have that attribute.
-    """
-    whole = [*whole, *(getattr(module, "_no_split_modules", None) or ())]
-    children = list(module.named_children())
-    if name and (not children or type(module).__name__ in whole):
-        yield name, [*module.parameters(), *module.buffers()]
-        return
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if own:
-        yield name or type(module).__name__, own
-    for child_name, child in children:
-        yield from _layers(child, f"{name}.{child_name}" if name else child_name, whole)
+def _layers(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of the parts of a model that are not split."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for part in parts(model):
+        if part.tensors or not part.is_split:
+            found.setdefault(part.name or type(model).__name__, []).extend(part.tensors)
+    return found
 
 
 def _quantised(model: torch.nn.Module) -> dict[int, int]:

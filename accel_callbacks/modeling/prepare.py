@@ -18,7 +18,7 @@ from accel_callbacks.plugins.compile import TorchDynamoPlugin
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.strategies import Strategy
-from accel_callbacks.strategies.checks import is_on_several_devices, refuse_empty
+from accel_callbacks.strategies.checks import is_dispatched, refuse_empty
 
 __all__ = ["ModelRequest", "Preparer", "is_scheduler"]
 
@@ -162,7 +162,7 @@ class Preparer:
         model = adopt(request.model)
         if request.evaluation_mode:
             refuse_empty(inner)  # no strategy gives it weights
-        if request.device_placement and not is_on_several_devices(inner):
+        if request.device_placement and not is_dispatched(inner):
             # A model that is not trained is used as it is, on the device.
             trained = not request.evaluation_mode
             device = self._strategy.topology.device

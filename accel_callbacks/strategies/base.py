@@ -18,6 +18,7 @@ from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.modeling.compile import original
+from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
@@ -365,7 +366,12 @@ class Strategy(ABC):
             else value
             for name, value in state.items()
         }
-        self.unwrap(model).load_state_dict(fitting)
+        inner = self.unwrap(model)
+        fixed = unwritable(inner)
+        inner.load_state_dict(
+            {name: value for name, value in fitting.items() if name not in fixed},
+            strict=not fixed,
+        )
 
     def optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from accel_callbacks.offload.placeholder import AbsentWeight
+
 __all__ = [
+    "is_dispatched",
     "is_on_several_devices",
     "is_plain",
     "refuse_distributed",
@@ -47,7 +52,8 @@ def is_plain(model: torch.nn.Module) -> bool:
     kinds = {type(module) for module in model.modules()}
     if not all(_inherits(kind, method) for kind in kinds for method in _METHODS):
         return False
-    return not any(vars(module).get(hooks) for module in model.modules() for hooks in _HOOKS)
+    found = (vars(module).get(hooks) or {} for module in model.modules() for hooks in _HOOKS)
+    return all(getattr(hook, "leaves_names", False) for hooks in found for hook in hooks.values())
 
 
 def _inherits(kind: type, method: str) -> bool:
@@ -68,6 +74,24 @@ def is_on_several_devices(model: torch.nn.Module) -> bool:
     return any(len(set(found.values())) > 1 for found in maps if isinstance(found, dict))
 
 
+def is_dispatched(model: torch.nn.Module) -> bool:
+    """Return whether a ``device_map`` has given a model its places, so that nobody moves it.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.checks import is_dispatched
+        >>> is_dispatched(torch.nn.Linear(1, 1))
+        False
+    """
+    return is_on_several_devices(model) or any(_absent(model))
+
+
+def _absent(model: torch.nn.Module) -> Iterator[tuple[str, AbsentWeight]]:
+    """Yield the tensors that are fetched while their module runs."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return ((name, one) for name, one in named if isinstance(one, AbsentWeight))
+
+
 def refuse_empty(model: torch.nn.Module) -> None:
     """Raise for parameters without values, unless a ``device_map`` brings them when needed.
 
@@ -77,7 +101,7 @@ def refuse_empty(model: torch.nn.Module) -> None:
         >>> refuse_empty(torch.nn.Linear(1, 1))
     """
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty and not is_on_several_devices(model):
+    if empty and not is_dispatched(model):
         raise ValueError(
             f"{empty[0]!r} and {len(empty) - 1} more parameters of {type(model).__name__} are on "
             "the meta device and have no values: load the weights before prepare(), or use "
@@ -85,15 +109,52 @@ def refuse_empty(model: torch.nn.Module) -> None:
         )
 
 
+def ignored_weights(model: torch.nn.Module, device: torch.device) -> list[str]:
+    """Return the offloaded weights of a model, which each rank fetches for itself.
+
+    Args:
+        model: the model.
+        device: of this rank, on which the rest of the model has to be.
+
+    Raises:
+        ValueError: one of them is trained, or the model runs on another device.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.checks import ignored_weights
+        >>> ignored_weights(torch.nn.Linear(1, 1), torch.device("cpu"))
+        []
+    """
+    absent = dict(_absent(model))
+    if not absent:
+        return []
+    kind = type(model).__name__
+    for name, weight in absent.items():
+        if weight.requires_grad:
+            raise ValueError(
+                f"{name!r} of {kind} is offloaded and requires a gradient, which would be lost: "
+                "freeze the offloaded weights with requires_grad_(False) before prepare()."
+            )
+    for name, parameter in model.named_parameters():
+        if name not in absent and parameter.device != device:
+            raise ValueError(
+                f"{name!r} of {kind} is on {parameter.device} and this rank's device is {device}: "
+                "dispatch the model with that device in the device_map, such as accel.device."
+            )
+    return list(absent)
+
+
 def refuse_spread(model: torch.nn.Module) -> None:
     """Raise for a model on several devices, of which each process would need all.
+
+    A part that is offloaded is on none: each process fetches it for itself.
 
     Example:
         >>> import torch
         >>> from accel_callbacks.strategies.checks import refuse_spread
         >>> refuse_spread(torch.nn.Linear(1, 1))
     """
-    if is_on_several_devices(model):
+    if is_on_several_devices(model) and not any(_absent(model)):
         raise ValueError(
             f"{type(model).__name__} was loaded with a device_map over several devices, which "
             "cannot be trained by several processes: run it on one process, or load it with "

@@ -20,7 +20,7 @@ from accel_callbacks.plugins.ddp import DDPCommunicationHookType as Hook
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import Strategy
-from accel_callbacks.strategies.checks import refuse_distributed, refuse_spread
+from accel_callbacks.strategies.checks import ignored_weights, refuse_distributed, refuse_spread
 from accel_callbacks.strategies.forward_methods import (
     DistributedDataParallel as PreparedDDP,
 )
@@ -153,6 +153,12 @@ class DDP(Strategy):
         if len(frozen) == sum(1 for _ in model.parameters()):
             return model
         self._refuse_other_ranks()
+        ignored = set(ignored_weights(model, self.topology.device))
+        if ignored:  # neither sent at the start nor averaged
+            known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+            # As DDP's _set_params_and_buffers_to_ignore_for_model does.
+            model._ddp_params_and_buffers_to_ignore = {*known, *ignored}  # type: ignore[assignment]
+            frozen = [(name, parameter) for name, parameter in frozen if name not in ignored]
         index = self.topology.device.index
         wrapped = PreparedDDP(
             model, device_ids=None if index is None else [index], **self.options.to_kwargs()

@@ -33,7 +33,7 @@ from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.strategies.base import GatherCast
 from accel_callbacks.strategies.checks import (
-    is_on_several_devices,
+    is_dispatched,
     is_plain,
     refuse_distributed,
     refuse_spread,
@@ -140,6 +140,13 @@ class FSDP(Sharding):
         """
         if self.topology.world_size > 1:
             refuse_spread(model)
+            if is_dispatched(model):
+                raise ValueError(
+                    f"{type(model).__name__} was dispatched, so that its offloaded weights are "
+                    "fetched whole, and FSDP shards weights: build it in init_empty_weights() and "
+                    "load it after prepare() with load_checkpoint_in_model, which reads each "
+                    "rank's part alone."
+                )
         if not _is_sharded(model):
             refuse_distributed(model)
         self._refuse_shared(model)
@@ -167,7 +174,7 @@ class FSDP(Sharding):
         """Shard the model."""
         mesh = self.device_mesh
         if mesh is None:
-            if _has_meta(model) and not is_on_several_devices(model):
+            if _has_meta(model) and not is_dispatched(model):
                 self._initial_weights(model).fill()
                 return model.to(self.topology.device)
             return model

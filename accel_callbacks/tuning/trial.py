@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.distributed.topology import own_accelerator
+from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.strategies.fsdp_groups import reshard
 
 __all__ = ["new_axes", "restored"]
@@ -121,7 +122,7 @@ def _capture_model(model: torch.nn.Module) -> Undo:
         for module in modules
         for held in (module._parameters, module._buffers)
         for name, tensor in held.items()
-        if tensor is not None
+        if tensor is not None and not isinstance(tensor, AbsentWeight)  # nobody writes to those
     ]
     values = {id(tensor): _to_host(tensor) for _, _, tensor in slots}
     gradients = {id(tensor): _to_host(tensor.grad) for _, _, tensor in slots}

@@ -12,23 +12,62 @@ import accel_callbacks
 from accel_callbacks._lazy import lazy_names
 
 _HOME = {
+    "AlignDevicesHook": "offload.hooks",
+    "BnbQuantizationConfig": "offload.quantize",
+    "CpuOffload": "offload.whole_model",
+    "CustomDtype": "offload.sizes",
+    "LayerwiseCastingHook": "offload.casting",
+    "ModelHook": "offload.hooks",
+    "OffloadedWeightsLoader": "offload.folder",
     "PrecisionType": "utils.modeling",
+    "PrefixedDataset": "offload.folder",
+    "SequentialHook": "offload.hooks",
     "SkipBatchSampler": "data.skip",
     "SkipDataLoader": "data.skip",
     "TensorInformation": "utils.operations",
+    "UserCpuOffloadHook": "offload.whole_model",
+    "add_hook_to_module": "offload.hooks",
+    "align_module_device": "offload.tensors",
+    "attach_align_device_hook": "offload.hooks",
+    "attach_align_device_hook_on_blocks": "offload.hooks",
+    "attach_execution_device_hook": "offload.hooks",
+    "attach_layerwise_casting_hooks": "offload.casting",
+    "calculate_maximum_sizes": "offload.sizes",
+    "check_device_map": "offload.device_map",
+    "check_tied_parameters_in_config": "offload.sizes",
+    "check_tied_parameters_on_same_device": "offload.device_map",
+    "clean_device_map": "offload.device_map",
     "compare_versions": "utils.imports",
+    "compute_module_sizes": "offload.sizes",
+    "compute_module_total_buffer_size": "offload.sizes",
     "concatenate": "utils.operations",
+    "convert_file_size_to_int": "offload.sizes",
     "convert_outputs_to_fp32": "utils.operations",
     "convert_to_fp32": "utils.operations",
     "disable_fsdp_ram_efficient_loading": "utils.fsdp",
+    "dtype_byte_size": "offload.sizes",
     "enable_fsdp_ram_efficient_loading": "utils.fsdp",
     "extract_model_from_parallel": "utils.modeling",
+    "extract_submodules_state_dict": "offload.folder",
+    "fallback_allocate": "offload.device_map",
     "find_batch_size": "utils.operations",
     "find_device": "utils.operations",
+    "find_tied_parameters": "offload.sizes",
     "fsdp2_prepare_model": "utils.fsdp",
+    "get_balanced_memory": "offload.device_map",
     "get_data_structure": "utils.operations",
+    "get_max_layer_size": "offload.sizes",
+    "get_max_memory": "offload.budgets",
+    "get_module_leaves": "offload.sizes",
+    "get_module_size_with_ties": "offload.device_map",
+    "get_non_persistent_buffers": "offload.sizes",
     "get_shape": "utils.operations",
+    "get_state_dict_from_offload": "offload.tensors",
+    "get_state_dict_offloaded_model": "offload.tensors",
+    "has_4bit_bnb_layers": "offload.quantize",
+    "has_offloaded_params": "offload.tensors",
     "honor_type": "utils.operations",
+    "id_tensor_storage": "offload.tensors",
     "initialize_tensors": "utils.operations",
     "is_bf16_available": "utils.imports",
     "is_compiled_module": "utils.modeling",
@@ -43,13 +82,25 @@ _HOME = {
     "is_torch_version": "utils.imports",
     "is_xpu_available": "utils.imports",
     "listify": "utils.operations",
+    "load_and_quantize_model": "offload.quantize",
     "load_fsdp_model": "utils.fsdp",
     "load_fsdp_optimizer": "utils.fsdp",
+    "load_offloaded_weight": "offload.folder",
+    "load_offloaded_weights": "offload.folder",
     "merge_fsdp_weights": "utils.fsdp",
+    "named_module_tensors": "offload.sizes",
+    "offload_state_dict": "offload.folder",
+    "offload_weight": "offload.folder",
     "pad_input_tensors": "utils.operations",
+    "recursive_getattr": "offload.tensors",
     "recursively_apply": "utils.operations",
+    "remove_hook_from_module": "offload.hooks",
+    "remove_hook_from_submodules": "offload.hooks",
+    "retie_parameters": "offload.tensors",
     "save_fsdp_model": "utils.fsdp",
     "save_fsdp_optimizer": "utils.fsdp",
+    "save_offload_index": "offload.folder",
+    "set_module_tensor_to_device": "offload.tensors",
     "should_reduce_batch_size": "memory",
     "slice_tensors": "utils.operations",
 }
@@ -106,16 +157,24 @@ if TYPE_CHECKING:
     from accel_callbacks import broadcast_object as broadcast_object
     from accel_callbacks import broadcast_object_list as broadcast_object_list
     from accel_callbacks import clear_device_cache as clear_device_cache
+    from accel_callbacks import cpu_offload as cpu_offload
+    from accel_callbacks import cpu_offload_with_hook as cpu_offload_with_hook
     from accel_callbacks import debug_launcher as debug_launcher
+    from accel_callbacks import disk_offload as disk_offload
+    from accel_callbacks import dispatch_model as dispatch_model
     from accel_callbacks import find_executable_batch_size as find_executable_batch_size
     from accel_callbacks import gather as gather
     from accel_callbacks import gather_object as gather_object
     from accel_callbacks import get_logger as get_logger
+    from accel_callbacks import infer_auto_device_map as infer_auto_device_map
     from accel_callbacks import init_empty_weights as init_empty_weights
     from accel_callbacks import init_on_device as init_on_device
     from accel_callbacks import initialize_weights as initialize_weights
     from accel_callbacks import is_main_process as is_main_process
     from accel_callbacks import last_process_only as last_process_only
+    from accel_callbacks import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    )
     from accel_callbacks import load_checkpoint_in_model as load_checkpoint_in_model
     from accel_callbacks import local_main_process_first as local_main_process_first
     from accel_callbacks import local_main_process_only as local_main_process_only
@@ -141,6 +200,83 @@ if TYPE_CHECKING:
     from accel_callbacks.data.skip import SkipDataLoader as SkipDataLoader
     from accel_callbacks.distributed.topology import is_initialized as is_initialized
     from accel_callbacks.memory import should_reduce_batch_size as should_reduce_batch_size
+    from accel_callbacks.offload.budgets import get_max_memory as get_max_memory
+    from accel_callbacks.offload.casting import LayerwiseCastingHook as LayerwiseCastingHook
+    from accel_callbacks.offload.casting import (
+        attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
+    )
+    from accel_callbacks.offload.device_map import check_device_map as check_device_map
+    from accel_callbacks.offload.device_map import (
+        check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+    )
+    from accel_callbacks.offload.device_map import clean_device_map as clean_device_map
+    from accel_callbacks.offload.device_map import fallback_allocate as fallback_allocate
+    from accel_callbacks.offload.device_map import get_balanced_memory as get_balanced_memory
+    from accel_callbacks.offload.device_map import (
+        get_module_size_with_ties as get_module_size_with_ties,
+    )
+    from accel_callbacks.offload.folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from accel_callbacks.offload.folder import PrefixedDataset as PrefixedDataset
+    from accel_callbacks.offload.folder import (
+        extract_submodules_state_dict as extract_submodules_state_dict,
+    )
+    from accel_callbacks.offload.folder import load_offloaded_weight as load_offloaded_weight
+    from accel_callbacks.offload.folder import load_offloaded_weights as load_offloaded_weights
+    from accel_callbacks.offload.folder import offload_state_dict as offload_state_dict
+    from accel_callbacks.offload.folder import offload_weight as offload_weight
+    from accel_callbacks.offload.folder import save_offload_index as save_offload_index
+    from accel_callbacks.offload.hooks import AlignDevicesHook as AlignDevicesHook
+    from accel_callbacks.offload.hooks import ModelHook as ModelHook
+    from accel_callbacks.offload.hooks import SequentialHook as SequentialHook
+    from accel_callbacks.offload.hooks import add_hook_to_module as add_hook_to_module
+    from accel_callbacks.offload.hooks import attach_align_device_hook as attach_align_device_hook
+    from accel_callbacks.offload.hooks import (
+        attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+    )
+    from accel_callbacks.offload.hooks import (
+        attach_execution_device_hook as attach_execution_device_hook,
+    )
+    from accel_callbacks.offload.hooks import remove_hook_from_module as remove_hook_from_module
+    from accel_callbacks.offload.hooks import (
+        remove_hook_from_submodules as remove_hook_from_submodules,
+    )
+    from accel_callbacks.offload.quantize import BnbQuantizationConfig as BnbQuantizationConfig
+    from accel_callbacks.offload.quantize import has_4bit_bnb_layers as has_4bit_bnb_layers
+    from accel_callbacks.offload.quantize import load_and_quantize_model as load_and_quantize_model
+    from accel_callbacks.offload.sizes import CustomDtype as CustomDtype
+    from accel_callbacks.offload.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+    from accel_callbacks.offload.sizes import (
+        check_tied_parameters_in_config as check_tied_parameters_in_config,
+    )
+    from accel_callbacks.offload.sizes import compute_module_sizes as compute_module_sizes
+    from accel_callbacks.offload.sizes import (
+        compute_module_total_buffer_size as compute_module_total_buffer_size,
+    )
+    from accel_callbacks.offload.sizes import convert_file_size_to_int as convert_file_size_to_int
+    from accel_callbacks.offload.sizes import dtype_byte_size as dtype_byte_size
+    from accel_callbacks.offload.sizes import find_tied_parameters as find_tied_parameters
+    from accel_callbacks.offload.sizes import get_max_layer_size as get_max_layer_size
+    from accel_callbacks.offload.sizes import get_module_leaves as get_module_leaves
+    from accel_callbacks.offload.sizes import (
+        get_non_persistent_buffers as get_non_persistent_buffers,
+    )
+    from accel_callbacks.offload.sizes import named_module_tensors as named_module_tensors
+    from accel_callbacks.offload.tensors import align_module_device as align_module_device
+    from accel_callbacks.offload.tensors import (
+        get_state_dict_from_offload as get_state_dict_from_offload,
+    )
+    from accel_callbacks.offload.tensors import (
+        get_state_dict_offloaded_model as get_state_dict_offloaded_model,
+    )
+    from accel_callbacks.offload.tensors import has_offloaded_params as has_offloaded_params
+    from accel_callbacks.offload.tensors import id_tensor_storage as id_tensor_storage
+    from accel_callbacks.offload.tensors import recursive_getattr as recursive_getattr
+    from accel_callbacks.offload.tensors import retie_parameters as retie_parameters
+    from accel_callbacks.offload.tensors import (
+        set_module_tensor_to_device as set_module_tensor_to_device,
+    )
+    from accel_callbacks.offload.whole_model import CpuOffload as CpuOffload
+    from accel_callbacks.offload.whole_model import UserCpuOffloadHook as UserCpuOffloadHook
     from accel_callbacks.utils.fsdp import (
         disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     )

@@ -7,12 +7,13 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import ModuleType
 
 from checkpoint_io.errors import CheckpointConflictError
 from checkpoint_io.local_files import make_folders, remove, replace, sync_file, sync_folder
+from checkpoint_io.storage import local_read
 from checkpoint_io.storage.base import (
     Deliver,
     Span,
@@ -22,7 +23,7 @@ from checkpoint_io.storage.base import (
     probe_by_writing,
 )
 from checkpoint_io.storage.buffers import BufferPool
-from checkpoint_io.storage.local_read import LocalFetch, LocalReader, forget_pages, open_regular
+from checkpoint_io.storage.local_read import LocalReader, forget_pages, open_regular
 from checkpoint_io.storage.local_write import (
     SMALL_FILE,
     explained,
@@ -136,7 +137,16 @@ class LocalStore:
 
     def fetch(self, spans: Sequence[Span], deliver: Deliver) -> None:
         """Read spans on several threads, including the calling one, without following links."""
-        LocalFetch(self._path, spans, deliver).run()
+        local_read.fetch(self._path, spans, deliver)
+
+    def fetch_into(
+        self,
+        spans: Sequence[Span],
+        views: Sequence[Sequence[memoryview[int]]],
+        filled: Callable[[int], None],
+    ) -> None:
+        """Read each span straight into its views, on several threads (where `can_read_into`)."""
+        local_read.fetch_into(self._path, spans, views, filled)
 
     def forget(self, name: str) -> None:
         """Drop a file from the page cache, where the system has a call for that."""

@@ -8,12 +8,13 @@ import itertools
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from checkpoint_io.errors import CorruptCheckpointError
 from checkpoint_io.storage.base import Deliver, Span, missing_error, truncated_error
-from checkpoint_io.storage.buffers import aligned
+from checkpoint_io.storage.buffers import aligned, copy_into
+from checkpoint_io.storage.local_write import ALIGNMENT, NOT_DIRECT, switch_direct
 from checkpoint_io.threads import Worker, start_worker, wait_for_workers
 
 # a folder may be hostile. O_NONBLOCK: opening a planted FIFO must not hang
@@ -26,6 +27,7 @@ _READ = (
 )
 THREADS = 4
 _SINGLE_THREAD = 8 * 2**20  # up to that, reading ends before a second thread has started
+_DIRECT_FROM = 2**20  # bytes of a span; below that, direct IO gains nothing
 
 
 class Scratch:
@@ -50,6 +52,10 @@ class LocalReader:
         self._scratch = scratch
         self.size = size
 
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._file.fileno()
+
     def read(self, begin: int, end: int) -> memoryview[int]:
         """Return exactly these bytes; the view is valid until the next call."""
         view = self._scratch.view(end - begin)
@@ -58,11 +64,75 @@ class LocalReader:
         while filled < len(view):
             count = self._file.readinto(view[filled:])
             if not count:
-                raise CorruptCheckpointError(
-                    f"{self._path}: truncated, ends at byte {begin + filled} of {end}"
-                )
+                raise self._shrunk(begin + filled, end)
             filled += count
         return view
+
+    def read_into(self, begin: int, views: Sequence[memoryview[int]]) -> None:
+        """Fill views with the bytes from `begin` on, one after the other.
+
+        Bytes that nobody has read lately come past the page cache, where the system can.
+        """
+        if sys.platform == "win32":
+            raise NotImplementedError("Windows reads into one place at a time: see can_read_into")
+        length = sum(map(len, views))
+        if length >= _DIRECT_FROM and self._first_reader(begin) and self._read_direct(begin, views):
+            return
+        position, left = begin, list(views)
+        while left:
+            count = os.preadv(self._file.fileno(), left, position)
+            if not count:
+                raise self._shrunk(position, begin + length)
+            position += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def _first_reader(self, begin: int) -> bool:
+        """Return whether a page is not cached, and cache that one page."""
+        # To fill the page cache takes longer than to read a fast disk, and is for nothing if this
+        # is the only reader. The page is a mark: the next one, another rank or the same program
+        # started again, finds it and fills the cache for those who come after it.
+        if sys.platform in ("win32", "darwin") or not hasattr(os, "RWF_NOWAIT"):
+            return False
+        page = begin // ALIGNMENT * ALIGNMENT
+        try:
+            os.preadv(self._file.fileno(), [bytearray(1)], page, os.RWF_NOWAIT)
+        except BlockingIOError:
+            os.posix_fadvise(self._file.fileno(), page, ALIGNMENT, os.POSIX_FADV_WILLNEED)
+            return True
+        except OSError:  # this filesystem does not tell
+            pass
+        return False
+
+    def _read_direct(self, begin: int, views: Sequence[memoryview[int]]) -> bool:
+        """Fill views by direct IO; return False if there is none, or a read was short."""
+        if sys.platform == "win32":
+            return False
+        descriptor = self._file.fileno()
+        end = begin + sum(map(len, views))
+        first = begin // ALIGNMENT * ALIGNMENT
+        view = self._scratch.view(-(-end // ALIGNMENT) * ALIGNMENT - first)
+        if not switch_direct(descriptor, True):
+            return False
+        try:
+            if os.preadv(descriptor, [view], first) < end - first:
+                return False
+        except OSError as error:
+            if error.errno in NOT_DIRECT:
+                return False
+            raise
+        finally:
+            switch_direct(descriptor, False)
+        position = begin - first
+        for target in views:
+            copy_into(target, view[position : position + len(target)])
+            position += len(target)
+        return True
+
+    def _shrunk(self, found: int, wanted: int) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._path}: truncated, ends at byte {found} of {wanted}")
 
 
 @contextmanager
@@ -99,18 +169,45 @@ def forget_pages(path: str) -> None:
             os.close(descriptor)
 
 
-class LocalFetch:
-    """One call of `fetch`: several threads, including the calling one, share the spans."""
+def can_read_into() -> bool:
+    """Return whether this system reads into several places of memory at once."""
+    return hasattr(os, "preadv")
 
-    def __init__(self, folder: str, spans: Sequence[Span], deliver: Deliver) -> None:
+
+def fetch(folder: str, spans: Sequence[Span], deliver: Deliver) -> None:
+    """Read spans and pass each to `deliver`, see `Store.fetch`."""
+    _Shared(folder, spans, lambda index, files: deliver(index, files.read(spans[index]))).run()
+
+
+def fetch_into(
+    folder: str,
+    spans: Sequence[Span],
+    views: Sequence[Sequence[memoryview[int]]],
+    filled: Callable[[int], None],
+) -> None:
+    """Read each span into its views, without a buffer in between; then call `filled(index)`."""
+
+    def use(index: int, files: _SpanReader) -> None:
+        files.read_into(spans[index], views[index])
+        filled(index)
+
+    _Shared(folder, spans, use).run()
+
+
+class _Shared:
+    """Spans that several threads, including the calling one, read and use."""
+
+    def __init__(
+        self, folder: str, spans: Sequence[Span], use: Callable[[int, _SpanReader], None]
+    ) -> None:
         self._folder = folder
         self._spans = spans
-        self._deliver = deliver
+        self._use = use
         self._indices = itertools.count()  # shared by the threads; next() is atomic in CPython
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Read and deliver everything; no thread still runs when this returns or raises."""
+        """Use every span; no thread still runs when this returns or raises."""
         total = sum(span.end - span.begin for span in self._spans)
         extra = min(THREADS, len(self._spans)) - 1 if total > _SINGLE_THREAD else 0
         workers: list[Worker] = []
@@ -134,7 +231,7 @@ class LocalFetch:
                 for index in self._indices:
                     if index >= len(self._spans) or self._error is not None:
                         return
-                    self._deliver(index, files.read(self._spans[index]))
+                    self._use(index, files)
         except BaseException as error:
             self._error = self._error or error
 
@@ -156,6 +253,14 @@ class _SpanReader:
 
     def read(self, span: Span) -> memoryview[int]:
         """Return the bytes of a span, valid until the next call."""
+        return self._opened(span).read(span.begin, span.end)
+
+    def read_into(self, span: Span, views: Sequence[memoryview[int]]) -> None:
+        """Fill views, as long as the span, with its bytes."""
+        self._opened(span).read_into(span.begin, views)
+
+    def _opened(self, span: Span) -> LocalReader:
+        """Return a reader of the file of a span, which is long enough."""
         path = os.path.join(self._folder, span.name)
         if span.name != self._name:
             self._open.close()
@@ -167,4 +272,4 @@ class _SpanReader:
             self._name = span.name
         if span.end > self._reader.size:
             raise truncated_error(path, span.end)
-        return self._reader.read(span.begin, span.end)
+        return self._reader

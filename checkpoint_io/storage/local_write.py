@@ -19,7 +19,7 @@ RING = 3  # buffers per file: one being filled, one being written, one ready
 # of memory, offset and length; a filesystem that requires more gets buffered IO
 ALIGNMENT = 4096
 _GATHER = 2**20
-_NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 _ROOM = "make room, or save to another location"
 _PERMISSIONS = "check its owner and mode, or save to another location"
 _ADVICE = {
@@ -207,7 +207,7 @@ class DirectOutput:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.direct = _switch_direct(descriptor, True)
+        self.direct = switch_direct(descriptor, True)
 
     def write(self, data: memoryview[int]) -> None:
         """Append bytes whose memory is page-aligned."""
@@ -225,7 +225,7 @@ class DirectOutput:
             except OSError as error:
                 # Some filesystems accept O_DIRECT and refuse the first write; every filesystem
                 # refuses a write that continues after a short one, off a block boundary.
-                if error.errno in _NOT_DIRECT:
+                if error.errno in NOT_DIRECT:
                     break
                 raise
         return done
@@ -234,10 +234,10 @@ class DirectOutput:
         """Continue through the page cache."""
         if self.direct:
             self.direct = False
-            _switch_direct(self._descriptor, False)
+            switch_direct(self._descriptor, False)
 
 
-def _switch_direct(descriptor: int, on: bool) -> bool:
+def switch_direct(descriptor: int, on: bool) -> bool:
     """Turn direct IO on or off; return False if this system or filesystem has none."""
     # set on the open file: open(O_CREAT | O_DIRECT) leaves an empty file behind where it fails
     flag = getattr(os, "O_DIRECT", 0)

@@ -211,6 +211,24 @@ class CheckpointSource:
             if key not in self.tied
         }
 
+    def local_bytes(self) -> dict[str, tuple[str, int]] | None:
+        """Return path and first byte of each tensor that is whole; None unless files are local.
+
+        What is read from there is not verified.
+        """
+        folder = local_folder(self._reader.source.store)
+        if folder is None:
+            return None
+        manifest = self._reader.manifest
+        found = {}
+        for key in self.infos:
+            entry = manifest.tensors[self._views[key].stored_key]
+            if len(entry.chunks) == 1 and entry.chunks[0].shape == entry.shape:
+                chunk = entry.chunks[0]
+                file = os.path.join(folder, manifest.files[chunk.file].name)
+                found[key] = (file, chunk.begin)
+        return found
+
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
         """Read into the targets; every byte is verified."""
         self._reader.read(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from checkpoint_io.errors import CheckpointError, StateMismatchError, TornLoadError
+from checkpoint_io.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    StateMismatchError,
+    TornLoadError,
+)
 from checkpoint_io.format.safetensors import as_bytes
 from checkpoint_io.loader.selection import (
     Matched,
@@ -21,7 +27,10 @@ from checkpoint_io.loader.selection import (
 )
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.sharding.dtensor import is_dtensor
+from checkpoint_io.warning import warn
 from checkpoint_io.weights.find import open_weights
+from checkpoint_io.weights.mapped import map_tensors, mappable, misaligned, read_ahead
+from checkpoint_io.weights.safetensors import SafetensorsSource
 from checkpoint_io.weights.source import WeightInfo, WeightSource
 
 __all__ = ["LoadReport", "load_model", "load_model_state"]
@@ -40,6 +49,7 @@ def load_model(
     strict: bool = True,
     dtype: WantedDtype = None,
     device: torch.device | str | None = None,
+    mapped: bool = False,
     model_index: int = 0,
     progress: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -67,6 +77,12 @@ def load_model(
             dtypes; any other difference is an error.
         device: the device of the loaded tensors; default: that of the parameters (those on the
             meta device get memory on the CPU).
+        mapped: whether the loaded tensors become views of the safetensors files, mapped into
+            memory, see `checkpoint_io.weights.map_tensors`: loading reads and copies nothing, and
+            weights that nobody writes to take no memory of this process. A tensor that cannot be
+            mapped, since the model has another dtype, layout or device for it, is copied, and a
+            warning names it. The files must not be truncated or overwritten in place while the
+            model lives; replacing them by rename is safe.
         model_index: number of the model in a checkpoint that holds several.
         progress: a progress bar; None shows one for a long load on a terminal.
         storage_options: passed to the fsspec driver.
@@ -80,6 +96,9 @@ def load_model(
             pickle of more than tensors; nothing was changed.
         StateMismatchError: names, shapes or dtypes do not fit; nothing was changed.
         TornLoadError: reading failed after the model had been written to.
+        CheckpointError: with `mapped`, the weights are in another format than safetensors or not on
+            this machine, or no tensor can be mapped; nothing was changed.
+        ValueError: `mapped` with a device other than the CPU.
 
     Example:
         >>> import torch
@@ -91,7 +110,11 @@ def load_model(
         >>> torch.equal(fresh.weight, trained.weight)
         True
     """
+    to_device = None if device is None else torch.device(device)
+    if mapped and to_device is not None and to_device.type != "cpu":
+        raise ValueError(f"mapped=True is for weights on the CPU, not on {to_device}: leave it out")
     source = open_weights(url, model_index, storage_options)
+    files = mappable(source) if mapped else None
     targets = ModelTargets(model)
     available, only = [*source.infos, *source.tied], reusable(only)
     unmatched = unmatched_patterns(only, available, source.where, strict)
@@ -101,11 +124,17 @@ def load_model(
     chosen = _once_each(matched.pairs, source, targets)
     _check(chosen, source, targets)
     _check_ties(matched.pairs, source, targets)
-    to_device = None if device is None else torch.device(device)
+    views: dict[str, torch.Tensor] = {}
+    if files is not None:
+        stored_as = dict(chosen)
+        views, chosen = _map(chosen, files, targets, dtype, to_device)
     # no error up to here has changed the model; every one from here on may have
     with torch.no_grad(), _mixture_on_failure(source.where, targets):
         targets.prepare([name for name, _ in chosen], dtype, to_device)
         targets.changed = True
+        targets.replace(views)
+        if files is not None:
+            read_ahead(files, {stored_as[name] for name in views})
         _read(source, [(stored, targets.tensors[name]) for name, stored in chosen], progress)
     return LoadReport([*matched.missing, *unmatched], matched.unexpected)
 
@@ -183,6 +212,7 @@ class ModelTargets:
         self.tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
         self.changed = False
         self._own: set[int] | None = None
+        self._storages: Counter[int] | None = None
         by_mark: dict[int, list[str]] = {}
         for name, tensor in self.tensors.items():
             by_mark.setdefault(id(tensor), []).append(name)
@@ -198,6 +228,42 @@ class ModelTargets:
         """Return all names of the tensor that has this one, in the model's order."""
         return self._names[name]
 
+    def placed(
+        self, name: str, dtype: WantedDtype, device: torch.device | None
+    ) -> tuple[torch.dtype, torch.device]:
+        """Return the dtype and device that a tensor has once it is loaded."""
+        tensor = self.tensors[name]
+        wanted = dtype(name) if callable(dtype) else dtype
+        to_dtype = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
+        return to_dtype, device or (torch.device("cpu") if tensor.is_meta else tensor.device)
+
+    def replace(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """Let tensors have other memory, of the same shape and under all of their names."""
+        slots = _slots_of(self._model) if memory else {}
+        for name, values in memory.items():
+            self._replace(name, values, slots)
+            # what refers to the old values must notice, as it does when they are written to
+            torch.autograd.graph.increment_version(self.tensors[name])
+
+    def has_own_memory(self, name: str) -> bool:
+        """Return whether a tensor shares its memory with no other, and is laid out as stored."""
+        tensor = self.tensors[name].detach()
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            return False
+        if not tensor.is_contiguous() or tensor.is_inference():
+            return False
+        if tensor.is_meta:
+            return True
+        if self._storages is None:
+            state = [*self._model.parameters(), *self._model.buffers()]
+            real = [t for t in state if type(t.detach()) is torch.Tensor and not t.is_meta]
+            plain = [t for t in real if t.layout == torch.strided]
+            self._storages = Counter(t.untyped_storage().data_ptr() for t in plain)
+        storage = tensor.untyped_storage()
+        # replaced, it would no longer be a part of what it is a view of now
+        alone = self._storages[storage.data_ptr()] == 1 and storage.nbytes() == tensor.nbytes
+        return (alone or not tensor.nbytes) and not storage.is_shared()
+
     def prepare(
         self, names: Iterable[str], dtype: WantedDtype, device: torch.device | None
     ) -> None:
@@ -205,9 +271,7 @@ class ModelTargets:
         changes = []
         for name in names:
             tensor = self.tensors[name]
-            wanted = dtype(name) if callable(dtype) else dtype
-            to_dtype = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
-            to_device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
+            to_dtype, to_device = self.placed(name, dtype, device)
             if to_dtype != tensor.dtype or to_device != tensor.device:
                 _check_move(tensor, name, to_device)
                 changes.append((name, to_dtype, to_device))
@@ -223,9 +287,10 @@ class ModelTargets:
         """Replace the memory of a tensor under all of its names."""
         tensor = self.tensors[name]
         # optimizers refer to the Parameter object: keep it where possible (not on the meta device)
-        if isinstance(tensor, torch.nn.Parameter) and not tensor.is_meta:
+        same = tensor.dtype == memory.dtype and tensor.device == memory.device
+        if not tensor.is_meta and (same or isinstance(tensor, torch.nn.Parameter)):
             tensor.data = memory
-            if tensor.grad is not None:
+            if tensor.grad is not None and not same:
                 tensor.grad = None  # its dtype or device differs from that of the parameter now
             return
         fresh: torch.Tensor = memory
@@ -332,6 +397,72 @@ def _alike(keys: Sequence[str], source: WeightSource) -> bool:
     with TransferProgress("comparing", sum(info.nbytes for info in infos), False) as bar:
         source.read(list(zip(keys, values, strict=True)), bar)
     return all(torch.equal(as_bytes(values[0]), as_bytes(value)) for value in values[1:])
+
+
+def _map(
+    chosen: Sequence[tuple[str, str]],
+    source: SafetensorsSource,
+    targets: ModelTargets,
+    dtype: WantedDtype,
+    device: torch.device | None,
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
+    """Return views of the files by the names of the model, and the pairs that must be copied."""
+    rounds: list[dict[str, str]] = []
+    used: dict[str, int] = {}
+    rest, reasons = [], []
+    for name, stored in chosen:
+        if reason := _unmappable(name, stored, source, targets, dtype, device):
+            rest.append((name, stored))
+            reasons.append(reason)
+            continue
+        # two tensors of the model that load the same one must not share its memory: another
+        # mapping of the file has pages of its own
+        turn = used[stored] = used.get(stored, 0) + 1
+        if turn > len(rounds):
+            rounds.append({})
+        rounds[turn - 1][name] = stored
+    shown = "; ".join(reasons[:_SHOWN])
+    more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    if reasons and not rounds:
+        raise CheckpointError(
+            f"mapped=True: no tensor of {source.where} can be mapped: {shown}{more}; nothing was "
+            "changed. Build the model with the stored dtypes, on the CPU or the meta device, or "
+            "leave mapped out"
+        )
+    if reasons:
+        nbytes = sum(source.infos[stored].nbytes for _, stored in rest)
+        warn(
+            f"mapped=True: {len(rest)} tensors ({nbytes} bytes) of {source.where} were copied into "
+            f"memory, they cannot be mapped: {shown}{more}",
+            CheckpointWarning,
+        )
+    views: dict[str, torch.Tensor] = {}
+    for names in rounds:
+        found = map_tensors(source, names.values())
+        views.update((name, found[stored]) for name, stored in names.items())
+    return views, rest
+
+
+def _unmappable(
+    name: str,
+    stored: str,
+    source: SafetensorsSource,
+    targets: ModelTargets,
+    dtype: WantedDtype,
+    device: torch.device | None,
+) -> str:
+    """Return why a tensor of the model cannot be a view of a file, "" if it can."""
+    to_dtype, to_device = targets.placed(name, dtype, device)
+    info = source.infos[stored]
+    if to_dtype != info.dtype:
+        return f"{name} is {to_dtype}, stored is {info.dtype}"
+    if to_device.type != "cpu":
+        return f"{name} is on {to_device}"
+    if not targets.has_own_memory(name):
+        return f"{name} shares its memory, or has another layout than the stored tensor"
+    if misaligned(source.slot(stored)[1]):
+        return f"{name} starts in the file where its elements may not be in memory"
+    return ""
 
 
 def _convertible(info: WeightInfo, tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.format.safetensors import DTYPES, MAX_HEADER, Slot, as_bytes, parse_header
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.storage.base import Span
-from checkpoint_io.storage.local import local_folder
+from checkpoint_io.storage.local import LocalStore, local_folder
+from checkpoint_io.storage.local_read import can_read_into
 from checkpoint_io.storage.open import RangeReader
 from checkpoint_io.weights.source import (
     STAGING,
@@ -27,6 +29,8 @@ from checkpoint_io.weights.source import (
 
 _SPAN = 16 * 1024 * 1024  # most bytes of one request
 _GAP = 64 * 1024  # unneeded bytes that are read along rather than split a request
+_LOCAL_SPAN = 4 * 1024 * 1024  # of a file on this machine: enough for a disk
+_MOST_VIEWS = 512  # places in memory that one request fills; Linux takes 1024
 _AT_ONCE = 8
 
 
@@ -56,7 +60,7 @@ class SafetensorsSource:
         self, where: str, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None = None
     ) -> None:
         self.where = where
-        self._files = files
+        self.files = files
         self._slots: dict[str, tuple[int, Slot]] = {}
         self.tied: dict[str, str] = {}
         for number, (metadata, slots) in enumerate(_headers(files)):
@@ -77,6 +81,21 @@ class SafetensorsSource:
             for key, (_, slot) in self._slots.items()
         }
 
+    def slot(self, key: str) -> tuple[int, Slot]:
+        """Return the number of the file that holds a tensor, and where it is in that file."""
+        return self._slots[key]
+
+    def local_bytes(self) -> dict[str, tuple[str, int]] | None:
+        """Return path and first byte of each tensor; None unless all files are local."""
+        folders = [local_folder(file.store) for file in self.files]
+        if any(folder is None for folder in folders):
+            return None
+        paths = [
+            os.path.join(folder or "", file.name)
+            for folder, file in zip(folders, self.files, strict=True)
+        ]
+        return {key: (paths[number], slot.begin) for key, (number, slot) in self._slots.items()}
+
     def read(self, wanted: Wanted, progress: TransferProgress) -> None:
         """Read file by file; stage, in blocks, what cannot be read directly into its target."""
         by_file: dict[int, list[tuple[Slot, str, torch.Tensor]]] = {}
@@ -91,9 +110,9 @@ class SafetensorsSource:
                     batch.append(read)
                     staged += read.end - read.begin if read.on_read else 0
                     if staged >= 2 * STAGING:
-                        _transfer(self._files[number], batch, progress)
+                        _transfer(self.files[number], batch, progress)
                         batch, staged = [], 0
-            _transfer(self._files[number], batch, progress)
+            _transfer(self.files[number], batch, progress)
 
     def _reads(self, slot: Slot, key: str, target: torch.Tensor) -> Iterator[_Read]:
         """Yield the reads that fill the target of one tensor."""
@@ -136,20 +155,49 @@ def _headers(files: Sequence[WeightFile]) -> Iterable[tuple[dict[str, str], dict
 def read_header(file: WeightFile) -> tuple[dict[str, str], dict[str, Slot]]:
     """Read and check the header of one safetensors file."""
     with file.open() as reader:
-        return parse_header(_header_bytes(reader, file.where), reader.size, file.where)
+        return header_of(reader, file.where)
 
 
-def _header_bytes(reader: RangeReader, where: str) -> bytes:
-    """Read the JSON at the start of a file."""
+def header_of(reader: RangeReader, where: str) -> tuple[dict[str, str], dict[str, Slot]]:
+    """Read and check the header of an open file."""
     length = int.from_bytes(bytes(reader.read(0, min(8, reader.size))), "little")
     if length > min(MAX_HEADER, reader.size - 8):
         raise CorruptCheckpointError(f"{where}: its header does not fit the file")
-    return bytes(reader.read(8, 8 + length))
+    return parse_header(bytes(reader.read(8, 8 + length)), reader.size, where)
 
 
 def _transfer(file: WeightFile, reads: Sequence[_Read], progress: TransferProgress) -> None:
     """Fetch the spans of some reads, and call their `on_read`."""
-    spans, shares = _plan(file.name, [read for read in reads if read.end > read.begin])
+    reads = [read for read in reads if read.end > read.begin or read.on_read is not None]
+    if isinstance(file.store, LocalStore) and can_read_into():
+        _read_into(file.store, file.name, reads, progress)
+    else:
+        _fetch(file, reads, progress)
+    for read in reads:
+        if read.on_read is not None:
+            read.on_read()
+
+
+def _read_into(
+    store: LocalStore, name: str, reads: Sequence[_Read], progress: TransferProgress
+) -> None:
+    """Read straight into the targets, without a buffer of a store in between."""
+    spans, shares = _plan(name, reads, min(_SPAN, _LOCAL_SPAN), 0)
+    views = [[_part(read, low, high) for read, low, high in share] for share in shares]
+    store.fetch_into(
+        spans, views, lambda index: progress.add(spans[index].end - spans[index].begin)
+    )
+
+
+def _part(read: _Read, low: int, high: int) -> memoryview[int]:
+    """Return the memory for some of the bytes of a read."""
+    memory: memoryview[int] = read.memory.numpy().data
+    return memory[low - read.begin : high - read.begin]
+
+
+def _fetch(file: WeightFile, reads: Sequence[_Read], progress: TransferProgress) -> None:
+    """Copy from the buffers of a store into the targets."""
+    spans, shares = _plan(file.name, reads, _SPAN, _GAP)
 
     def deliver(index: int, data: memoryview[int]) -> None:
         start = spans[index].begin
@@ -161,26 +209,23 @@ def _transfer(file: WeightFile, reads: Sequence[_Read], progress: TransferProgre
 
     if spans:
         file.store.fetch(spans, deliver)
-    for read in reads:
-        if read.on_read is not None:
-            read.on_read()
 
 
 def _plan(
-    name: str, reads: Sequence[_Read]
+    name: str, reads: Sequence[_Read], most: int, gap: int
 ) -> tuple[list[Span], list[list[tuple[_Read, int, int]]]]:
-    """Join neighbouring byte ranges and cut large ones into spans of limited size."""
+    """Join byte ranges that are `gap` bytes apart or less; cut them into spans of `most` bytes."""
     spans: list[Span] = []
     shares: list[list[tuple[_Read, int, int]]] = []
     for read in sorted(reads, key=lambda read: read.begin):
         low = read.begin
         while low < read.end:
             last = spans[-1] if spans else None
-            room = 0 if last is None else last.begin + _SPAN - low
-            if last is None or room <= 0 or not 0 <= low - last.end <= _GAP:
+            room = 0 if last is None or len(shares[-1]) >= _MOST_VIEWS else last.begin + most - low
+            if last is None or room <= 0 or not 0 <= low - last.end <= gap:
                 spans.append(Span(name, low, low))
                 shares.append([])
-                room = _SPAN
+                room = most
             high = min(read.end, low + room)
             spans[-1] = Span(name, spans[-1].begin, high)
             shares[-1].append((read, low, high))

@@ -13,9 +13,10 @@ import torch
 
 import accel_callbacks
 import accel_callbacks.callbacks
+import accel_callbacks.offload
 import accel_callbacks.utils
 
-LAZY = [accel_callbacks, accel_callbacks.callbacks]
+LAZY = [accel_callbacks, accel_callbacks.callbacks, accel_callbacks.offload]
 lazy = pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,7 @@ from checkpoint_io.storage import local, local_read, local_write
 from checkpoint_io.storage.base import Span
 from checkpoint_io.storage.buffers import BUFFER_BYTES, BufferPool, aligned
 from checkpoint_io.storage.local import LocalStore
-from checkpoint_io.storage.local_write import DirectOutput
+from checkpoint_io.storage.local_write import DirectOutput, switch_direct
 
 PIECE = 64 * 1024  # small pieces, so that every boundary is met without much data
 SIZES = [0, 1, 4095, 4096, 4097]
@@ -583,3 +585,86 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         os.truncate(tmp_path / "f", 1000)
         with pytest.raises(CorruptCheckpointError, match="truncated"):
             reader.read(0, 2**20)
+
+
+# --- reads straight into their targets -----------------------------------------------------
+
+needs_preadv = pytest.mark.skipif(not local_read.can_read_into(), reason="there is no preadv here")
+
+
+@needs_preadv
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("begin", [0, 1, 4095, 4096, 70_001])
+def test_views_are_filled_past_the_page_cache_and_through_it(
+    tmp_path: Path, begin: int, cold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = random.Random(0).randbytes(3 * 2**20 + 123)
+    (tmp_path / "f").write_bytes(content)
+    monkeypatch.setattr(local_read.LocalReader, "_first_reader", lambda *_: cold)
+    for end in (len(content), len(content) - 1, 2 * 2**20):  # of the file, or in a block
+        cuts = [begin, begin + 3, begin + 3, begin + 2**20 + 7, end]
+        memory = [bytearray(high - low) for low, high in itertools.pairwise(cuts)]
+        LocalStore(str(tmp_path)).fetch_into(
+            [Span("f", begin, end)], [[memoryview(part) for part in memory]], lambda index: None
+        )
+        assert b"".join(memory) == content[begin:end]
+
+
+@needs_preadv
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no direct IO")
+def test_a_filesystem_that_refuses_direct_reads_is_read_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, read, refused = random.Random(0).randbytes(2**20), os.preadv, []
+
+    def preadv(descriptor: int, views: Any, *rest: Any) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(descriptor)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return read(descriptor, views, *rest)
+
+    (tmp_path / "f").write_bytes(content)
+    monkeypatch.setattr(local_read.LocalReader, "_first_reader", lambda *_: True)
+    monkeypatch.setattr(local_read, "switch_direct", direct_or_skip)
+    monkeypatch.setattr(os, "preadv", preadv)
+    memory = bytearray(2**20)
+    LocalStore(str(tmp_path)).fetch_into(
+        [Span("f", 0, 2**20)], [[memoryview(memory)]], lambda index: None
+    )
+    assert refused
+    assert memory == content
+
+
+def direct_or_skip(descriptor: int, on: bool) -> bool:
+    if not switch_direct(descriptor, on):
+        pytest.skip("this filesystem has no direct IO")
+    return True
+
+
+@needs_preadv
+def test_only_the_first_reader_goes_past_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(3 * 2**20))
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    LocalStore(str(tmp_path)).forget("f")
+    with LocalStore(str(tmp_path)).open("f") as reader:
+        if not reader._first_reader(2**21 + 2**19):
+            pytest.skip("this filesystem does not tell what it has cached")
+        reader.read_into(2**20 + 5, [memoryview(bytearray(2**20))])
+        assert not reader._first_reader(2**20 + 5)  # the next one fills the cache
+        assert reader._first_reader(2**20 + 400_000)  # what was read directly is not in it
+
+
+@needs_preadv
+@pytest.mark.parametrize("cold", [True, False])
+def test_file_that_shrinks_while_views_are_filled(
+    tmp_path: Path, cold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(bytes(2**21))
+    monkeypatch.setattr(local_read.LocalReader, "_first_reader", lambda *_: cold)
+    with LocalStore(str(tmp_path)).open("f") as reader:
+        os.truncate(tmp_path / "f", 1000)
+        with pytest.raises(CorruptCheckpointError, match="truncated, ends at byte 1000"):
+            reader.read_into(0, [memoryview(bytearray(2**21))])

@@ -263,14 +263,16 @@ def test_one_of_several_models(tmp_path: Path) -> None:
         load_model_state(tmp_path, model_index=2)
 
 
+@pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("staged", [False, True])
 def test_tensors_of_many_sizes_arrive_bitwise(
-    tmp_path: Path, staged: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, staged: bool, into: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import checkpoint_io.weights.safetensors as source
     import checkpoint_io.weights.source
 
     monkeypatch.setattr(source, "_SPAN", 1000)  # so that small tensors cross its borders
+    monkeypatch.setattr(source, "can_read_into", lambda: into)
     monkeypatch.setattr(source, "_GAP", 100)
     monkeypatch.setattr(checkpoint_io.weights.source, "STAGING", 500)
     monkeypatch.setattr(source, "STAGING", 500)
@@ -296,15 +298,15 @@ def test_a_read_that_breaks_off_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     from checkpoint_io.storage.local import LocalStore
 
     save_model(trained().state_dict(), tmp_path, max_shard_size=200)
-    fetch = LocalStore.fetch
+    fetch_into = LocalStore.fetch_into
     calls = iter(range(100))
 
-    def failing(self: LocalStore, spans: Any, deliver: Any) -> None:
+    def failing(self: LocalStore, spans: Any, views: Any, filled: Any) -> None:
         if next(calls) == 1:
             raise OSError(5, "Input/output error")
-        fetch(self, spans, deliver)
+        fetch_into(self, spans, views, filled)
 
-    monkeypatch.setattr(LocalStore, "fetch", failing)
+    monkeypatch.setattr(LocalStore, "fetch_into", failing)
     with pytest.raises(TornLoadError, match="load weights again"):
         load_model(Tied(), tmp_path)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from accel_callbacks.cli import estimate_memory
@@ -299,3 +300,88 @@ def test_without_transformers_the_install_line(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["estimate-memory", "."]) == 2
     assert "pip install transformers" in capsys.readouterr().err
+
+
+# --- the plan -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """Weights of 8 blocks of 400 bytes, an embedding and a head of 2 kB."""
+    sizes = {"embed.weight": 500, "head.weight": 500}
+    sizes |= {f"blocks.{number}.mlp.weight": 100 for number in range(8)}
+    save_file(
+        {name: torch.zeros(count) for name, count in sizes.items()}, tmp_path / "a.safetensors"
+    )
+    return tmp_path
+
+
+PLANNED = ["--plan", "--max_memory", "0=6kB,cpu=1.7kB"]
+
+
+def test_a_plan_of_stored_weights(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate-memory", str(stored), *PLANNED]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{stored}: 7.2 kB, of which 2 kB are fetched for each pass"
+    assert lines[1:5] == [
+        "DEVICE  BUDGET  WEIGHTS  BUFFERS  RESERVE  LEFT",
+        "0       6 kB    5.2 kB   0 B      800 B    0 B",
+        "cpu     1.7 kB  800 B    0 B      800 B    100 B",
+        "disk    -       1.2 kB   0 B      0 B      -",
+    ]
+    assert lines[6].split() == ["UNITS", "COUNT", "SIZE", "DEVICE", "REASON"]
+    assert [line.split()[0] for line in lines[7:11]] == ["embed", "blocks.3", "blocks.5", "head"]
+    assert "does not fit cpu (400 B > 100 B left); runs on 0" in lines[9]
+
+
+def test_a_plan_as_json_and_of_a_file(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(stored / "a.safetensors"), *PLANNED, "--dtypes", "bf16", "--kv_cache", "80B"]
+    assert main(["estimate-memory", *words, "--activations=100B", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["bytes"], shown["offloaded"], shown["execution_device"]) == (3600, 0, 0)
+    assert shown["devices"][0] == {
+        "device": 0, "budget": 6000, "weights": 3600, "buffers": 0, "cache": 80, "window": 0,
+        "activations": 100, "reserve": 100, "left": 2220,
+    }  # fmt: skip
+    assert set(shown["device_map"].values()) == {0}
+    assert len(shown["units"]) == 10
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plan_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["own_models:make", "--plan", "--max_memory", "0=40B,1=64B", "--policy", "sequential"]
+    assert main(["estimate-memory", *words, "--every_unit"]) == 0
+    out = capsys.readouterr().out
+    assert "weight  1      64 B  1       does not fit 0 (64 B > 24 B left)" in out
+    assert "bias    1      16 B  0       fits" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--plan", "--max_memory", "cpu=1kB"], 1, "at least 4,000 bytes (4 kB) of cpu"),
+        (["--plan", "--max_memory", "gpu=1kB"], 2, "'gpu' is no device of a budget"),
+        (["--plan", "--max_memory", "0=lots"], 2, "the budget of 0: 'lots' is no size"),
+        (["--plan", "--max_memory", "8GB"], 2, "'8GB' is not DEVICE=SIZE"),
+        (["--plan", "--kv_cache", "much"], 2, "'much' is no size"),
+        (["--plan", "--dtypes", "int4"], 2, "int4 is not among fp32, fp16, bf16"),
+        (["--plan", "--parallelism", "dp_shard=2"], 2, "leave --parallelism out"),
+        (["--max_memory", "0=8GB"], 2, "--max_memory is for --plan"),
+    ],
+)
+def test_mistakes_of_plans_are_one_line(
+    stored: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    assert main(["estimate-memory", str(stored), *words]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_weights_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 99)
+    assert main(["estimate-memory", str(tmp_path), "--plan"]) == 1
+    assert "header" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").rename(tmp_path / "notes")
+    assert main(["estimate-memory", str(tmp_path), "--plan"]) == 1
+    assert "no model.safetensors" in capsys.readouterr().err

@@ -168,6 +168,23 @@ def large_model(printed: str, processes: int) -> None:
     assert number("accuracy in the last epoch:", printed) > 80
 
 
+def larger_than_memory(printed: str, processes: int) -> None:
+    assert "does not fit cpu" in printed
+    assert "the outputs of the model in memory: True" in printed
+    weights, on_disk = map(int, re.findall(r"(\d+) bytes of weights, of them (\d+)", printed)[0])
+    taken = int(re.findall(r"(\d+) bytes of memory", printed)[0])
+    assert weights / 2 < on_disk < weights
+    assert taken < 6_000_000 < weights / 2
+
+
+def adapter_on_a_large_model(printed: str, processes: int) -> None:
+    assert number("accuracy in the last epoch:", printed) > 80
+    on_disk, peak = re.findall(r"(\d+) bytes of the base on disk, (\d+)", printed)[0]
+    (saved,) = re.findall(r"(\d+) bytes of tensors", printed)
+    assert int(peak) < int(on_disk) / 2
+    assert int(saved) < int(on_disk) / 3
+
+
 def shard_a_model(printed: str, processes: int) -> None:
     whole = number("", printed.split(" weights;")[0].replace(",", ""))
     kept, states = (
@@ -188,6 +205,8 @@ CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "checkpoint_hooks.py": (checkpoint_hooks, ()),
     "evaluate_the_best.py": (evaluate_the_best, ()),
     "large_model.py": (large_model, ("--cpu",)),
+    "larger_than_memory.py": (larger_than_memory, ()),
+    "adapter_on_a_large_model.py": (adapter_on_a_large_model, ("--cpu",)),
     "local_sgd.py": (local_sgd, ()),
     "early_stopping_with_triggers.py": (early_stopping_with_triggers, ()),
     "profiling.py": (profiling, ()),

@@ -145,17 +145,17 @@ def bytes_read() -> Iterator[list[int]]:
     from checkpoint_io.storage.local import LocalStore
 
     sizes: list[int] = []
-    fetch = LocalStore.fetch
+    fetch_into = LocalStore.fetch_into
 
-    def counted(self: LocalStore, spans: Any, deliver: Any) -> Any:
+    def counted(self: LocalStore, spans: Any, views: Any, filled: Any) -> Any:
         sizes.extend(span.end - span.begin for span in spans)
-        return fetch(self, spans, deliver)
+        return fetch_into(self, spans, views, filled)
 
-    LocalStore.fetch = counted  # type: ignore[method-assign]
+    LocalStore.fetch_into = counted  # type: ignore[method-assign]
     try:
         yield sizes
     finally:
-        LocalStore.fetch = fetch  # type: ignore[method-assign]
+        LocalStore.fetch_into = fetch_into  # type: ignore[method-assign]
 
 
 def read_large(folder: str) -> tuple[int, int]:

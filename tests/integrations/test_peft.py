@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_callbacks import Accelerator
+from accel_callbacks import Accelerator, init_empty_weights
 from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.offload.dispatch import load_checkpoint_and_dispatch
+from checkpoint_io import save_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed: scripts/test_adapters")
 transformers = pytest.importorskip("transformers")
@@ -148,3 +150,27 @@ def test_the_how_to_runs(tmp_path, monkeypatch):
     namespace = {"__name__": "page"}
     for block in blocks:
         exec(block, namespace)
+
+
+def test_lora_trains_on_an_offloaded_base_as_on_a_resident_one(tmp_path):
+    save_model(language_model().state_dict(), str(tmp_path), max_shard_size=4000)
+    with init_empty_weights():
+        empty = language_model()
+    bases = [language_model(), load_checkpoint_and_dispatch(empty, tmp_path, {"": "disk"})]
+    words = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(2))
+    gradients, answers = [], []
+    for base in bases:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM",
+            init_lora_weights=False,
+        )  # fmt: skip
+        model = Accelerator(cpu=True).prepare(peft.get_peft_model(base, config))
+        model(input_ids=words, labels=words).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+        with torch.no_grad():
+            answers.append(model.generate(input_ids=words, max_new_tokens=4))
+    assert len(gradients[0]) == 8
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    assert torch.equal(*answers)

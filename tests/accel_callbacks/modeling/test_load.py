@@ -77,22 +77,19 @@ def test_one_device_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "text"),
     [
-        {"device_map": {"0": "cpu", "1": "disk"}},
-        {"device_map": {"": "disk"}},
-        {"device_map": {}},
-        {"device_map": "auto"},
-        {"offload_folder": "x"},
-        {"offload_state_dict": True},
-        {"offload_buffers": True},
-        {"offload_8bit_bnb": True},
+        ({"device_map": {}}, "has no device"),
+        ({"device_map": "auto"}, "is no mapping"),
+        ({"device_map": {"": "nowhere"}}, "is no device"),
+        ({"device_map": {"0": "disk"}}, r"no device for 1\.weight"),
+        ({"offload_8bit_bnb": True}, "load_and_quantize_model"),
     ],
     ids=str,
 )
-def test_what_comes_later_is_named(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_arguments_that_do_not_fit(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
     save_model(model().state_dict(), tmp_path)
-    with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.* is not supported yet"):
+    with pytest.raises(ValueError, match=text):
         load_checkpoint_in_model(model(), tmp_path, **arguments)
 
 
@@ -143,5 +140,21 @@ def test_the_arguments_are_those_of_accelerate() -> None:
         ("strict", False),
         ("full_state_dict", True),
         ("broadcast_from_rank0", False),
+        ("mapped", False),  # ours
     ]
     assert [one.name for one in parameters][:2] == ["model", "checkpoint"]
+
+
+def test_mapped_weights_are_views_of_the_file(tmp_path: Path) -> None:
+    trained = model()
+    save_model(trained.state_dict(), tmp_path)
+    with torch.device("meta"):
+        empty = model()
+    load_checkpoint_in_model(empty, tmp_path, device_map={"": "cpu"}, mapped=True)
+    assert same(trained, empty)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        empty[0].weight.zero_()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    with pytest.raises(ValueError, match="broadcast_from_rank0"):
+        load_checkpoint_in_model(empty, tmp_path, mapped=True, broadcast_from_rank0=True)

@@ -1,0 +1,171 @@
+"""Inputs that move to the device of the module that takes them, and outputs that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from accel_callbacks.data.device import send_to_device
+from accel_callbacks.offload.assignment import Assignment
+from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.utils.operations import find_device
+from accel_callbacks.warning import warn
+
+__all__ = ["AlignHook", "align", "guard_moves", "unalign"]
+
+_ATTRIBUTE = "_align_hook"
+_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")  # those that Accelerate guards
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+class AlignHook:
+    """Moves the inputs of a module to a device: a forward pre-hook and a forward hook.
+
+    Args:
+        device: where the module runs.
+        returns: move its output to where the first input tensor was.
+        skip_keys: keys of keyword arguments, and of dicts in the output, that are not moved.
+    """
+
+    def __init__(
+        self, device: torch.device, returns: bool = False, skip_keys: Collection[str] = ()
+    ) -> None:
+        self.device = device
+        self.returns = returns
+        self.skip_keys = frozenset(skip_keys)
+        self._from: list[torch.device | None] = []
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Register the hooks."""
+        self._handles = [
+            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self.after, always_call=True),
+        ]
+        vars(module)[_ATTRIBUTE] = self
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        vars(module).pop(_ATTRIBUTE, None)
+
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Move the inputs that are elsewhere."""
+        self._from.append(find_device((args, kwargs)) if self.returns else None)
+        return (
+            tuple(_moved(one, self.device, self.skip_keys) for one in args),
+            {
+                key: one if key in self.skip_keys else _moved(one, self.device, self.skip_keys)
+                for key, one in kwargs.items()
+            },
+        )
+
+    def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Move the output to where the input was."""
+        device = self._from.pop() if self._from else None
+        return output if device is None else _moved(output, device, self.skip_keys)
+
+
+def _moved(item: Any, device: torch.device, skip_keys: frozenset[str]) -> Any:
+    """Return the item itself, unless a tensor in it is elsewhere."""
+    if _is_there(item, device):
+        return item
+    return send_to_device(item, device, skip_keys=skip_keys)
+
+
+def _is_there(item: Any, device: torch.device) -> bool:
+    if isinstance(item, torch.Tensor):
+        return item.device == device
+    if isinstance(item, _PLAIN):
+        return True
+    if type(item) is dict:
+        return all(_is_there(one, device) for one in item.values())
+    if type(item) in (tuple, list):
+        return all(_is_there(one, device) for one in item)
+    return False
+
+
+def align(
+    model: torch.nn.Module, assignment: Assignment, skip_keys: str | Iterable[str] | None = None
+) -> None:
+    """Let inputs go to the device of each part of a model, and outputs back to the caller's.
+
+    Args:
+        model: the model.
+        assignment: where its weights are used.
+        skip_keys: keys of what is not moved.
+    """
+    skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
+    own: dict[int, list[torch.device]] = {}
+    for one in assignment.weights:
+        for slot in one.weight.slots:
+            own.setdefault(id(slot.module), []).append(one.device)
+    below: dict[int, set[torch.device]] = {}
+
+    def collect(module: torch.nn.Module) -> set[torch.device]:
+        if id(module) not in below:
+            below[id(module)] = found = set(own.get(id(module), ()))
+            for child in module.children():
+                found |= collect(child)
+        return below[id(module)]
+
+    def visit(module: torch.nn.Module) -> None:
+        # Modules in a part that is on one device too: who calls them may be elsewhere.
+        if _ATTRIBUTE in vars(module):  # a module with two names
+            return
+        if len(below[id(module)]) == 1 or id(module) in own:
+            device = next(iter(own.get(id(module), below[id(module)])))
+            AlignHook(device, False, skipped).attach(module)
+        for child in module.children():
+            visit(child)
+
+    AlignHook(assignment.main, True, skipped).attach(model)
+    if collect(model) - {assignment.main}:
+        for child in model.children():
+            visit(child)
+
+
+def unalign(model: torch.nn.Module) -> None:
+    """Remove what :func:`align` and :func:`guard_moves` have added."""
+    for module in model.modules():
+        hook = vars(module).get(_ATTRIBUTE)
+        if hook is not None:
+            hook.detach(module)
+        for name in _MOVES:
+            if isinstance(vars(module).get(name), _Guard):
+                del vars(module)[name]
+
+
+def guard_moves(model: torch.nn.Module) -> None:
+    """Let ``model.to(device)`` and the like warn, or raise if weights are offloaded."""
+    for name in _MOVES:
+        if hasattr(type(model), name):
+            vars(model)[name] = _Guard(_move, model, name)
+
+
+class _Guard(partial):  # type: ignore[type-arg]
+    """A guarded method of one model; copies and pickles with it."""
+
+
+def _move(model: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    target = _target(name, args, kwargs)
+    if any(isinstance(one, AbsentWeight) for one in (*model.parameters(), *model.buffers())):
+        raise RuntimeError(
+            "You can't move a model that has some modules offloaded to cpu or disk: dispatch it "
+            "again with another device_map, or give dtype= to load_checkpoint_and_dispatch. "
+            "accel_callbacks.utils.remove_hook_from_submodules(model) brings its weights back."
+        )
+    if target:
+        warn(
+            "You shouldn't move a model that is dispatched over several devices: its parts still "
+            "run where the device_map has put them."
+        )
+    return getattr(type(model), name)(model, *args, **kwargs)
+
+
+def _target(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call moves to a device."""
+    return name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None

@@ -1,0 +1,201 @@
+"""Layerwise casting: weights stored in a small dtype, and computed with in a larger one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accel_callbacks.offload.hooks import ModelHook, add_hook_to_module, outside_graphs
+from accel_callbacks.offload.tensors import Before, as_it_is, is_changed
+
+__all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
+
+_LAYERS = (
+    torch.nn.Conv1d,
+    torch.nn.Conv2d,
+    torch.nn.Conv3d,
+    torch.nn.ConvTranspose1d,
+    torch.nn.ConvTranspose2d,
+    torch.nn.ConvTranspose3d,
+    torch.nn.Linear,
+)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Store the floating-point tensors of a module in one dtype, and compute with them in another.
+
+    They are rounded once, when the hook is attached. Each forward gets copies in the dtype of the
+    computation; the stored tensors stay the module's parameters, so that optimizers keep them, and
+    gradients reach them. Buffers that a forward writes are rounded again;
+    what it writes into parameters is not kept.
+
+    Args:
+        storage_dtype: such as ``torch.float8_e4m3fn``.
+        compute_dtype: such as ``torch.bfloat16``.
+        non_blocking: do not wait for copies; has an effect for pinned memory only.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import LayerwiseCastingHook, add_hook_to_module
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> hook = LayerwiseCastingHook(torch.float8_e4m3fn, torch.float32, non_blocking=False)
+        >>> layer = add_hook_to_module(layer, hook)
+        >>> layer.weight.dtype, layer(torch.ones(1, 2)).dtype
+        (torch.float8_e4m3fn, torch.float32)
+    """
+
+    def __init__(
+        self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False
+    ) -> None:
+        for dtype in (storage_dtype, compute_dtype):
+            if not dtype.is_floating_point:
+                raise ValueError(f"{dtype} is no floating-point dtype, such as torch.bfloat16.")
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+        self._stored: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, Before]] = []
+        self._depth = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_stored": [], "_depth": 0}
+
+    def init_hook(self, module: Any) -> Any:
+        """Round to the dtype of storage."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Put copies in the dtype of the computation in the place of the stored tensors."""
+        self._cast(module)
+        return args, kwargs
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        """Put the stored tensors back."""
+        self._restore()
+        return output
+
+    def forward_failed(self, module: Any) -> None:
+        """Put the stored tensors back."""
+        self._restore()
+
+    def detach_hook(self, module: Any) -> Any:
+        """Convert the tensors to the dtype of the computation for good."""
+        self._depth = min(self._depth, 1)
+        self._restore()
+        return module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+
+    @outside_graphs
+    def _cast(self, module: torch.nn.Module) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        for owner in module.modules():
+            for slots in (owner._parameters, owner._buffers):
+                for name, tensor in slots.items():
+                    if tensor is None or not tensor.is_floating_point():
+                        continue
+                    copy = tensor.to(self.compute_dtype, non_blocking=self.non_blocking)
+                    held: Any = slots
+                    is_stored = isinstance(tensor, torch.nn.Parameter) or copy is tensor
+                    before = 0 if is_stored else as_it_is(copy, module.training)
+                    self._stored.append((held, name, tensor, copy, before))
+                    held[name] = copy
+
+    @outside_graphs
+    def _restore(self) -> None:
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        for slots, name, stored, copy, before in self._stored:
+            if slots[name] is not copy:
+                continue  # somebody has put a tensor of his own there
+            is_buffer = not isinstance(stored, torch.nn.Parameter)
+            if is_buffer and copy is not stored and is_changed(copy, before):
+                stored.copy_(copy)
+            slots[name] = stored
+        self._stored.clear()
+
+
+def attach_layerwise_casting_hooks(
+    module: torch.nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: type | tuple[type, ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear layers and convolutions in a small dtype.
+
+    A layer whose parameters are tied to another kind of module, such as an embedding, is left as it
+    is, and so is one that has such a hook.
+
+    Args:
+        module: the model, or one of these layers.
+        storage_dtype: such as ``torch.float8_e4m3fn``.
+        compute_dtype: such as ``torch.bfloat16``.
+        skip_modules_pattern: a regular expression, or several: modules in whose names one is found
+            are left as they are, with all in them.
+        skip_modules_classes: classes of modules that are left as they are.
+        non_blocking: do not wait for copies.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import attach_layerwise_casting_hooks
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+        >>> attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32)
+        >>> model[0].weight.dtype, model[1].weight.dtype
+        (torch.float8_e4m3fn, torch.float32)
+    """
+    patterns = (
+        [skip_modules_pattern]
+        if isinstance(skip_modules_pattern, str)
+        else list(skip_modules_pattern or ())
+    )
+    found: dict[int, torch.nn.Module] = {}
+
+    def visit(one: torch.nn.Module, name: str) -> None:
+        if skip_modules_classes is not None and isinstance(one, skip_modules_classes):
+            return
+        if any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(one, _LAYERS):
+            found[id(one)] = one
+            return
+        for key, child in one.named_children():
+            visit(child, f"{name}.{key}" if name else key)
+
+    visit(module, "")
+    layers = _untied(module, list(found.values()))
+    for layer in layers:
+        if not _casts(vars(layer).get("_hf_hook")):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(layer, hook, append=True)
+
+
+def _untied(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the layers whose parameters no other modules have."""
+    everywhere = _owners(model.modules())
+    ours = list(layers)
+    while True:  # a layer that is left out may be tied to one that is not
+        among = _owners(ours)
+        kept = [
+            layer
+            for layer in ours
+            if all(among[id(one)] == everywhere[id(one)] for one in layer.parameters())
+        ]
+        if len(kept) == len(ours):
+            return kept
+        ours = kept
+
+
+def _owners(modules: Any) -> Counter[int]:
+    return Counter(id(one) for owner in modules for one in owner._parameters.values())
+
+
+def _casts(hook: Any) -> bool:
+    return isinstance(hook, LayerwiseCastingHook) or any(map(_casts, getattr(hook, "hooks", ())))

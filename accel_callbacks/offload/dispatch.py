@@ -1,0 +1,634 @@
+"""Models on several devices, in host memory and on disk, under Accelerate's names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from accel_callbacks.modeling.compile import original
+from accel_callbacks.modeling.load import dtype_rule, load_checkpoint_in_model
+from accel_callbacks.offload.align import align, guard_moves, unalign
+from accel_callbacks.offload.assignment import (
+    Assigned,
+    Assignment,
+    Place,
+    Weight,
+    as_device,
+    assign,
+    assign_all,
+)
+from accel_callbacks.offload.attachment import (
+    Origin,
+    Stored,
+    attach,
+    detach,
+    noted_origin,
+    origins,
+    stored_by_name,
+)
+from accel_callbacks.offload.checkpoint_weights import load_spread
+from accel_callbacks.offload.offload_index import Index, stored_in_index
+from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.offload.residence import DEFAULTS, OffloadOptions
+from accel_callbacks.offload.source import StoredWeights
+from accel_callbacks.offload.spill import spill
+from accel_callbacks.offload.views import put_views, remove_views
+
+__all__ = ["cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"]
+
+Path = str | os.PathLike[str]
+Model = TypeVar("Model", bound=torch.nn.Module)
+_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_SHOWN = 5
+
+
+def load_checkpoint_and_dispatch(
+    model: Model,
+    checkpoint: Path,
+    device_map: str | Mapping[str, Place] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    offload_folder: Path | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    mapped: bool = False,
+    keep_trainable: bool | None = None,
+    options: OffloadOptions = DEFAULTS,
+) -> Model:
+    """Load a checkpoint into a model that is spread over devices, host memory and disk.
+
+    Weights on disk stay in the checkpoint's own files of safetensors, and are read from there while
+    their block runs, the next block ahead. All results are those of the model in memory.
+
+    Args:
+        model: the model, usually built in :func:`init_empty_weights`.
+        checkpoint: what :func:`load_checkpoint_in_model` takes.
+        device_map: where modules are, as name to device, ``"cpu"`` or ``"disk"``; or how to plan
+            it: ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``. By default the
+            model is loaded as it is.
+        max_memory: budgets of a plan, as device to bytes or text such as ``"8GB"``.
+        no_split_module_classes: names of classes whose modules are never split over devices, and
+            are fetched as a whole.
+        offload_folder: where weights on disk are written that are not in local safetensors; else
+            not needed.
+        offload_buffers: offload persistent buffers with the parameters.
+        dtype: a floating-point dtype, or its name, for the weights. What is on disk is converted
+            each time, unless it is stored so.
+        offload_state_dict: accepted for Accelerate; no state dict is made.
+        skip_keys: keys of inputs and outputs that are not moved between devices.
+        preload_module_classes: names of further classes that are fetched as a whole, since they use
+            the weights of their children directly.
+        force_hooks: move inputs even if all of the model is on one device.
+        strict: raise for missing or unexpected names instead of warning.
+        full_state_dict: accepted for Accelerate.
+        broadcast_from_rank0: only rank 0 reads; with one device for all of the model.
+        keep_in_fp32_modules: names of modules that stay in float32 whatever ``dtype`` is.
+        mapped: weights on the CPU are views of the mapped files, as with Accelerate: see
+            :func:`load_checkpoint_in_model`.
+        keep_trainable: parameters that require a gradient stay on their device whatever the map
+            says. By default they do if more bytes of the model are frozen than not, as those of an
+            adapter.
+        options: how offloaded weights are fetched.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the map does not cover the model, or an argument is invalid.
+        checkpoint_io.CheckpointError: weights are missing, damaged, or do not fit the model.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accel_callbacks import Accelerator, init_empty_weights
+        >>> from accel_callbacks import load_checkpoint_and_dispatch
+        >>> trained, folder = torch.nn.Linear(2, 2), tempfile.mkdtemp()
+        >>> Accelerator(cpu=True).save_model(trained, folder)
+        >>> with init_empty_weights():
+        ...     model = torch.nn.Linear(2, 2)
+        >>> model = load_checkpoint_and_dispatch(model, folder, device_map={"": "disk"})
+        >>> torch.equal(model(torch.ones(2)), trained(torch.ones(2)))
+        True
+    """
+    if isinstance(device_map, str):
+        device_map = _planned(
+            original(model), device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+        )
+    if device_map is None or broadcast_from_rank0:
+        load_checkpoint_in_model(
+            model,
+            checkpoint,
+            device_map=device_map,
+            offload_folder=offload_folder,
+            dtype=dtype,
+            offload_buffers=offload_buffers,
+            keep_in_fp32_modules=keep_in_fp32_modules,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+            mapped=mapped,
+        )
+    else:
+        load_spread(
+            original(model),
+            checkpoint,
+            device_map,
+            dtype_rule(dtype, keep_in_fp32_modules),
+            offload_folder,
+            offload_buffers,
+            strict,
+            mapped,
+        )
+    if device_map is None:
+        return model
+    whole = [*_listed_classes(no_split_module_classes), *_listed_classes(preload_module_classes)]
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=whole,
+        force_hooks=force_hooks,
+        keep_trainable=keep_trainable,
+        options=options,
+    )
+
+
+def _listed_classes(names: Iterable[str] | str | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _planned(
+    model: torch.nn.Module,
+    policy: str,
+    max_memory: Any,
+    no_split: Any,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, Place]:
+    """Return the device map by a policy."""
+    if policy not in _POLICIES:
+        raise ValueError(
+            f"device_map={policy!r} is no policy: use {', '.join(map(repr, _POLICIES))}, or a "
+            'mapping such as {"": "cpu"}.'
+        )
+    from accel_callbacks.offload.device_map import get_balanced_memory, infer_auto_device_map
+
+    if policy != "sequential":
+        max_memory = get_balanced_memory(
+            model,
+            max_memory=max_memory,
+            no_split_module_classes=no_split,
+            dtype=dtype,
+            low_zero=policy == "balanced_low_0",
+        )
+    found: Mapping[str, Place] = infer_auto_device_map(
+        model,
+        max_memory=max_memory,
+        no_split_module_classes=no_split,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+    return found
+
+
+def dispatch_model(
+    model: Model,
+    device_map: Mapping[str, Place],
+    main_device: Place | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: Path | None = None,
+    offload_index: Index | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    keep_trainable: bool | None = None,
+    options: OffloadOptions = DEFAULTS,
+) -> Model:
+    """Spread a model over devices, host memory and disk; what is offloaded comes while it runs.
+
+    Weights that are in memory and go to the disk are written once, into a subfolder of
+    ``offload_dir`` that is theirs. Those on the meta device are read from where they are: the
+    checkpoint of :func:`load_checkpoint_in_model`, ``offload_index``, or the index in
+    ``offload_dir``. A dispatched model may be dispatched again.
+
+    Args:
+        model: the model.
+        device_map: names of modules or tensors to devices, ``"cpu"`` or ``"disk"``.
+        main_device: where offloaded modules run; by default the first accelerator of the map, else
+            the CPU.
+        state_dict: weights that are held in host memory, by name, in place of the model's own.
+        offload_dir: where weights on disk are, or are written.
+        offload_index: where weights on disk are, as of Accelerate: name to ``safetensors_file`` and
+            ``weight_name``, or to ``dtype`` and ``shape`` of a file in ``offload_dir``.
+        offload_buffers: offload persistent buffers with the parameters.
+        skip_keys: keys of inputs and outputs that are not moved between devices.
+        preload_module_classes: names of classes that are fetched as a whole, besides the model's
+            blocks.
+        force_hooks: move inputs even if all of the model is on one device.
+        keep_trainable: parameters that require a gradient stay on their device whatever the map
+            says. By default they do if more bytes of the model are frozen than not.
+        options: how offloaded weights are fetched.
+
+    Returns:
+        The model, with the map as ``hf_device_map``.
+
+    Raises:
+        ValueError: the map does not cover the model, a weight has no values, or there is no folder
+            for weights in memory that go to the disk.
+        WeightReadError: a file of weights is missing or not what the index says.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accel_callbacks import dispatch_model
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        >>> before = model(torch.ones(1))
+        >>> model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tempfile.mkdtemp())
+        >>> model[1].weight
+        AbsentWeight(1.weight, on disk, shape=(1, 1), dtype=torch.float32)
+        >>> torch.equal(model(torch.ones(1)), before)
+        True
+    """
+    inner = original(model)
+    assignment = assign(inner, device_map, main_device, offload_buffers, keep_trainable)
+    given = None if offload_index is None else stored_in_index(offload_index, offload_dir)
+    known = _Known(inner, assignment.weights, given, offload_dir)
+    resident = not assignment.held and not assignment.on_disk
+    absent = any(known.is_absent(one) for one in assignment.weights)
+    if resident and not assignment.several and not force_hooks and not absent:
+        _release(inner)
+        device = assignment.weights[0].device if assignment.weights else assignment.main
+        model.to(device)
+    else:
+        hooked = assignment.several or force_hooks
+        _spread(
+            inner,
+            assignment,
+            known,
+            lambda weights: _spilled(weights, offload_dir),
+            state_dict,
+            preload_module_classes,
+            options,
+        )
+        if hooked:
+            align(inner, assignment, skip_keys)
+            guard_moves(inner)
+            put_views(inner, assignment.main, offload_buffers)
+    vars(inner)["hf_device_map"] = dict(device_map)
+    return model
+
+
+def cpu_offload(
+    model: Model,
+    execution_device: Place | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    keep_trainable: bool | None = None,
+    options: OffloadOptions = DEFAULTS,
+) -> Model:
+    """Keep the parameters of a model in host memory, and bring them to a device as they are needed.
+
+    Args:
+        model: the model.
+        execution_device: where it runs; by default the device of its first parameter.
+        offload_buffers: hold persistent buffers there, too.
+        state_dict: the weights that are held, by name, in place of the model's own.
+        preload_module_classes: names of classes that are fetched as a whole, besides the model's
+            blocks.
+        keep_trainable: see :func:`dispatch_model`.
+        options: how offloaded weights are fetched.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a weight has no values.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import cpu_offload
+        >>> model = cpu_offload(torch.nn.Linear(1, 1))
+        >>> model.weight
+        AbsentWeight(weight, in host memory, shape=(1, 1), dtype=torch.float32)
+        >>> model(torch.ones(1)).shape
+        torch.Size([1])
+    """
+    return _offload_all(
+        model,
+        "host",
+        execution_device,
+        offload_buffers,
+        state_dict,
+        preload_module_classes,
+        keep_trainable,
+        options,
+        None,
+    )
+
+
+def disk_offload(
+    model: Model,
+    offload_dir: Path,
+    execution_device: Place | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    keep_trainable: bool | None = None,
+    options: OffloadOptions = DEFAULTS,
+) -> Model:
+    """Keep the parameters of a model on disk, and read them as they are needed.
+
+    Those in memory are written once, into a subfolder that is theirs: two models share no files,
+    and the same weights are not written twice. Those on the meta device are read from the folder.
+
+    Args:
+        model: the model.
+        offload_dir: where weights are, or are written.
+        execution_device: where it runs; by default the device of its first parameter.
+        offload_buffers: offload persistent buffers with the parameters.
+        preload_module_classes: names of classes that are fetched as a whole, besides the model's
+            blocks.
+        keep_trainable: see :func:`dispatch_model`.
+        options: how offloaded weights are fetched.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a weight has no values.
+        WeightReadError: a file of weights is missing or not what the index says.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from accel_callbacks import disk_offload
+        >>> model = torch.nn.Linear(1, 1)
+        >>> before = model(torch.ones(1))
+        >>> torch.equal(disk_offload(model, tempfile.mkdtemp())(torch.ones(1)), before)
+        True
+    """
+    return _offload_all(
+        model,
+        "disk",
+        execution_device,
+        offload_buffers,
+        None,
+        preload_module_classes,
+        keep_trainable,
+        options,
+        offload_dir,
+    )
+
+
+def _offload_all(
+    model: Model,
+    place: str,
+    execution_device: Place | None,
+    offload_buffers: bool,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    block_classes: Sequence[str] | None,
+    keep_trainable: bool | None,
+    options: OffloadOptions,
+    folder: Path | None,
+) -> Model:
+    inner = original(model)
+    device = _device_of(inner) if execution_device is None else as_device(execution_device)
+    assignment = assign_all(inner, place, device, offload_buffers, keep_trainable)
+    known = _Known(inner, assignment.weights, None, folder)
+    _spread(
+        inner,
+        assignment,
+        known,
+        lambda weights: _spilled(weights, folder),
+        state_dict,
+        block_classes,
+        options,
+    )
+    align(inner, assignment)
+    guard_moves(inner)
+    put_views(inner, device, offload_buffers)
+    return model
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    return torch.device("cpu")
+
+
+class _Known:
+    """Where the values of weights are that are not in memory.
+
+    Args:
+        model: the model.
+        weights: where its weights go.
+        given: an index of the caller's, which counts more than values in memory.
+        folder: of which the index counts for weights without values.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        weights: Sequence[Assigned],
+        given: StoredWeights | None,
+        folder: Path | None,
+    ) -> None:
+        self._origins = origins(model)
+        self._given = given
+        self._indexed = given
+        lost = [one for one in weights if self.is_absent(one) and not self._is_known(one)]
+        if given is None and lost:
+            self._indexed = stored_in_index(None, folder)
+        #: Then it is this model's, and has its buffers, which are built with other values.
+        self._serves = self._indexed is not None and any(
+            self._in(self._indexed, one.weight) is not None for one in lost
+        )
+
+    def _is_known(self, one: Assigned) -> bool:
+        return id(one.weight.tensor) in self._origins
+
+    def is_absent(self, one: Assigned) -> bool:
+        """Return whether a weight has no values in memory."""
+        tensor = one.weight.tensor
+        return isinstance(tensor, AbsentWeight) or (tensor.is_meta and one.device.type != "meta")
+
+    def origin(self, one: Assigned) -> Origin | None:
+        """Return where a weight's values are; None in memory, or nowhere."""
+        weight = one.weight
+        if (found := self._origins.get(id(weight.tensor))) is not None:
+            return found
+        if self._indexed is None:
+            return noted_origin(weight.tensor) if one.place == "disk" else None
+        asked = self._given is not None and one.place == "disk"
+        buffer = self._serves and not weight.is_parameter and weight.persistent
+        if asked or buffer or self.is_absent(one):
+            return self._in(self._indexed, weight)
+        return None
+
+    @staticmethod
+    def _in(index: StoredWeights, weight: Weight) -> Stored | None:
+        for name in weight.names:
+            if (tensor := index.tensors.get(name)) is not None:
+                return Stored(tensor, index.identities[tensor.path])
+        return None
+
+
+def _spread(
+    model: torch.nn.Module,
+    assignment: Assignment,
+    known: _Known,
+    write: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Stored]],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    block_classes: Collection[str] | None,
+    options: OffloadOptions,
+) -> None:
+    """Bring all weights to where they go; everything is checked before anything changes."""
+    found: dict[str, Origin] = {}
+    skipped: set[str] = set()
+    lost: list[str] = []
+    for one in assignment.weights:
+        weight = one.weight
+        origin = known.origin(one)
+        if origin is None and one.place == "host":
+            origin = (
+                next((state_dict[n] for n in weight.names if n in state_dict), None)
+                if (state_dict)
+                else None
+            )
+        if origin is not None:
+            _check(weight, origin)
+            found[weight.name] = origin
+        elif isinstance(weight.tensor, AbsentWeight):
+            skipped.add(weight.name)  # it speaks for itself
+        elif known.is_absent(one):
+            lost.append(weight.name)
+    if lost:
+        raise ValueError(
+            f"{_listed(lost)}: on the meta device, without values, and nothing tells where they "
+            "are: load the model with load_checkpoint_and_dispatch, or give an offload_index=. "
+            "(Of buffers that no checkpoint has, build the model in init_empty_weights(), which "
+            "leaves them their values.)"
+        )
+    on_disk = [one for one in assignment.on_disk if one.weight.name not in skipped]
+    held = [one for one in assignment.held if one.weight.name not in skipped]
+    fresh = {
+        one.weight.name: one.weight.tensor.detach()
+        if one.weight.name not in found
+        else _as_tensor(found[one.weight.name])
+        for one in on_disk
+        if not isinstance(found.get(one.weight.name), Stored)
+    }
+    written = write(fresh) if fresh else {}
+    _release(model)
+    with torch.no_grad():
+        for one in assignment.resident:
+            if one.weight.name not in skipped:
+                _place(one.weight, one.device, found.get(one.weight.name))
+        values = {
+            one.weight.name: _on_host(one.weight.tensor, found.get(one.weight.name)) for one in held
+        }
+    stored: dict[str, Stored] = {}
+    for one in on_disk:
+        origin = written.get(one.weight.name) or found[one.weight.name]
+        assert isinstance(origin, Stored)
+        stored.update(dict.fromkeys(one.weight.names, origin))
+    if stored or values:
+        attach(
+            model,
+            stored_by_name(stored),
+            {name: values[one.weight.name] for one in held for name in one.weight.names},
+            {name for one in (*held, *on_disk) for name in one.weight.names},
+            assignment.main,
+            block_classes,
+            options,
+        )
+
+
+def _release(model: torch.nn.Module) -> None:
+    """Remove the hooks of an earlier dispatch, and leave placeholders."""
+    remove_views(model)
+    detach(model)
+    unalign(model)
+    vars(model).pop("hf_device_map", None)
+
+
+def _spilled(weights: Mapping[str, torch.Tensor], folder: Path | None) -> dict[str, Stored]:
+    if folder is None:
+        raise ValueError(
+            f"offload_dir= is needed: {_listed(weights)} are in memory, and go to the disk by the "
+            "device_map. (Weights of a checkpoint stay in its own files: use "
+            "load_checkpoint_and_dispatch.)"
+        )
+    stored = spill(weights, folder)
+    return {
+        name: Stored(stored.tensors[name], stored.identities[stored.tensors[name].path])
+        for name in weights
+    }
+
+
+def _check(weight: Weight, origin: Origin) -> None:
+    at = origin.tensor if isinstance(origin, Stored) else origin
+    where = f" in {origin.tensor.path}" if isinstance(origin, Stored) else ""
+    dtype, wanted = at.dtype, weight.tensor.dtype
+    if tuple(at.shape) != tuple(weight.tensor.shape):
+        raise ValueError(
+            f"{weight.name} is {list(weight.tensor.shape)}, and {list(at.shape)}{where}: these are "
+            "the weights of another model."
+        )
+    if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point):
+        raise ValueError(f"{weight.name} is {wanted}, and {dtype}{where}.")
+
+
+def _as_tensor(origin: Origin) -> torch.Tensor:
+    if isinstance(origin, Stored):
+        return stored_by_name({"": origin}).mapped("")
+    return origin.detach()
+
+
+def _place(weight: Weight, device: torch.device, origin: Origin | None) -> None:
+    """Put a weight on its device, as ``Module.to`` does."""
+    tensor = weight.tensor
+    if origin is None:
+        if tensor.device == device:
+            return
+        moved = tensor.detach().to(device)
+        same_type = torch._has_compatible_shallow_copy_type(tensor, moved)
+        if weight.is_parameter and same_type:  # an optimizer keeps it
+            tensor.data = moved
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(device)
+            return
+    else:
+        moved = _as_tensor(origin).to(device, tensor.dtype, copy=True)
+    if weight.is_parameter:
+        moved = torch.nn.Parameter(moved, tensor.requires_grad)
+    weight.put(moved)
+
+
+def _on_host(tensor: torch.Tensor, origin: Origin | None) -> torch.Tensor:
+    """Return the tensor that is held in host memory."""
+    if origin is None:
+        return tensor.detach().to("cpu")
+    value = _as_tensor(origin)
+    return value.to("cpu", tensor.dtype, copy=isinstance(origin, Stored))
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)

@@ -1,0 +1,965 @@
+"""Hooks around a module's forward, under Accelerate's names: weights that come for it and go.
+
+A hook replaces ``module.forward``, with its signature; ``module._hf_hook`` is the hook, and
+``module._old_forward`` the forward before. Hooks can be pickled and copied with their module.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from accel_callbacks.data.device import send_to_device
+from accel_callbacks.offload.folder import PrefixedDataset
+from accel_callbacks.offload.placeholder import ON_DISK, AbsentWeight
+from accel_callbacks.offload.sizes import get_non_persistent_buffers, named_module_tensors
+from accel_callbacks.offload.tensors import (
+    Before,
+    Device,
+    TiedParams,
+    as_device,
+    as_it_is,
+    is_absent,
+    is_changed,
+    is_quantizer,
+    move,
+    new_like,
+    set_module_tensor_to_device,
+    slot_of,
+    stand_in,
+)
+from accel_callbacks.utils.operations import find_device
+
+__all__ = [
+    "AlignDevicesHook",
+    "ModelHook",
+    "SequentialHook",
+    "add_hook_to_module",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "outside_graphs",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+]
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+#: What `dispatch_model` puts in front of methods of the module, as warnings.
+_MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """Keep a function out of compiled graphs, without the import of ``torch._dynamo``.
+
+    Example:
+        >>> from accel_callbacks.offload.hooks import outside_graphs
+        >>> outside_graphs(len)([1, 2])
+        2
+    """
+
+    disabled: list[Callable[..., Any]] = []  # no functools.cache: compiling would warn of it
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # then nothing is compiled
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class ModelHook:
+    """The base class of hooks: each method does nothing.
+
+    Unlike torch's own hooks, these see and may change the keyword arguments, and a module has one,
+    which a chain of hooks may be. Subclass it, and attach it with :func:`add_hook_to_module`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import ModelHook, add_hook_to_module
+        >>> class Doubled(ModelHook):
+        ...     def post_forward(self, module, output):
+        ...         return 2 * output
+        >>> layer = add_hook_to_module(torch.nn.Identity(), Doubled())
+        >>> layer(torch.ones(1))
+        tensor([2.])
+    """
+
+    #: The forward runs under ``torch.no_grad()``.
+    no_grad: bool = False
+
+    def init_hook(self, module: Any) -> Any:
+        """Return the module, prepared; called when the hook is attached."""
+        return module
+
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments and keyword arguments for the forward."""
+        return args, kwargs
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        """Return the output of the forward."""
+        return output
+
+    def forward_failed(self, module: Any) -> None:
+        """Clean up after a forward that raised; ``post_forward`` is not called then."""
+
+    def detach_hook(self, module: Any) -> Any:
+        """Return the module as it was before; called when the hook is removed."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one; each method calls theirs in order.
+
+    Args:
+        hooks: the hooks.
+
+    Example:
+        >>> from accel_callbacks.utils import ModelHook, SequentialHook
+        >>> len(SequentialHook(ModelHook(), ModelHook()).hooks)
+        2
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    @property
+    def no_grad(self) -> bool:  # type: ignore[override]
+        """Whether one of them asks for ``torch.no_grad()``."""
+        return any(hook.no_grad for hook in self.hooks)
+
+    def init_hook(self, module: Any) -> Any:
+        """Attach all."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Pass the arguments through all; those that have run clean up if one raises."""
+        done = 0
+        try:
+            for hook in self.hooks:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+                done += 1
+        except BaseException:
+            for hook in self.hooks[:done]:
+                hook.forward_failed(module)
+            raise
+        return args, kwargs
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        """Pass the output through all."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def forward_failed(self, module: Any) -> None:
+        """Clean up after a forward that raised."""
+        for hook in self.hooks:
+            hook.forward_failed(module)
+
+    def detach_hook(self, module: Any) -> Any:
+        """Detach all."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    hook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        if hasattr(hook, "forward_failed"):  # a class of Accelerate's has none
+            hook.forward_failed(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+def add_hook_to_module(module: _Module, hook: Any, append: bool = False) -> _Module:
+    """Attach a hook to a module: its ``forward`` calls it from now on, with the same signature.
+
+    Args:
+        module: changed in place.
+        hook: a :class:`ModelHook`.
+        append: keep the hook that is there, and call both in order. If ``False``, that one is
+            detached, so that weights that it has offloaded come back before this one is attached.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import ModelHook, add_hook_to_module
+        >>> layer = add_hook_to_module(torch.nn.Linear(2, 1), ModelHook())
+        >>> type(layer._hf_hook).__name__
+        'ModelHook'
+    """
+    own = vars(module)
+    before = own.get("_hf_hook")
+    if before is not None and append:
+        hook.init_hook(module)
+        own["_hf_hook"] = SequentialHook(before, hook)
+        if "_old_forward" not in own:  # of a dispatched module, which is served without one
+            own["_old_forward"] = module.forward
+            _set_forward(module, _around(module, own["_old_forward"]))
+        return module
+    if before is not None:
+        before.detach_hook(module)
+        del own["_hf_hook"]
+    if "_old_forward" not in own:
+        own["_old_forward"] = module.forward
+    module = hook.init_hook(module)
+    vars(module)["_hf_hook"] = hook
+    _set_forward(module, _around(module, own["_old_forward"]))
+    return module
+
+
+def _around(module: torch.nn.Module, forward: Any) -> Any:
+    """Return the forward with the hook, with name, docstring and signature of the one before."""
+    return functools.update_wrapper(functools.partial(_hooked_forward, module), forward)
+
+
+def _set_forward(module: torch.nn.Module, forward: Any) -> None:
+    if isinstance(module, torch.fx.GraphModule):
+        # Its `recompile` sets the forward of its class, which each has of its own.
+        is_method = getattr(forward, "__self__", None) is module
+        cls: Any = type(module)
+        cls.forward = forward.__func__ if is_method else staticmethod(forward)
+    else:
+        vars(module)["forward"] = forward
+
+
+def remove_hook_from_module(module: _Module, recurse: bool = False) -> _Module:
+    """Remove the hook of a module, and put its own ``forward`` back; without one, do nothing.
+
+    Args:
+        module: changed in place.
+        recurse: of all modules in it too.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import ModelHook, add_hook_to_module
+        >>> from accel_callbacks.utils import remove_hook_from_module
+        >>> layer = add_hook_to_module(torch.nn.Linear(2, 1), ModelHook())
+        >>> hasattr(remove_hook_from_module(layer), "_hf_hook")
+        False
+    """
+    own = vars(module)
+    if "_hf_hook" in own:
+        own["_hf_hook"].detach_hook(module)
+        del own["_hf_hook"]
+    if "_old_forward" in own:
+        forward = own.pop("_old_forward")
+        if getattr(forward, "__self__", None) is module and not isinstance(
+            module, torch.fx.GraphModule
+        ):
+            own.pop("forward", None)  # the method of the class
+        else:
+            _set_forward(module, forward)
+    for name in _MOVERS:
+        own.pop(name, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: torch.nn.Module) -> None:
+    """Remove the hooks of a module and of all modules in it.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import ModelHook, add_hook_to_module
+        >>> from accel_callbacks.utils import remove_hook_from_submodules
+        >>> model = torch.nn.Sequential(add_hook_to_module(torch.nn.Linear(2, 1), ModelHook()))
+        >>> remove_hook_from_submodules(model)
+        >>> hasattr(model[0], "_hf_hook")
+        False
+    """
+    remove_hook_from_module(module, recurse=True)
+
+
+class _Values:
+    """Put the values of offloaded weights in a state dict; an object, so that it can be pickled."""
+
+    def __init__(self, hook: AlignDevicesHook) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook.fill(*args)
+
+
+class _LostGradient:
+    """Raise in the backward pass, where the gradient of a fetched weight would be lost."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, gradient: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"{self._name} is offloaded, and its gradient would be lost: freeze it with "
+            "requires_grad_(False) before the model is offloaded, or keep its module on the device."
+        )
+
+
+class AlignDevicesHook(ModelHook):
+    """Bring inputs and weights of a module to one device, and offload the weights after it ran.
+
+    While they are offloaded, the module holds placeholders: a computation that uses one raises
+    AbsentWeightError with its name. All are fetched together, and go after a forward that raises,
+    too. What the forward writes into a fetched tensor in place is kept. ``state_dict()`` has the
+    values.
+
+    Args:
+        execution_device: where the forward runs; inputs and weights stay where they are if
+            ``None``.
+        offload: keep the weights in ``weights_map`` outside of the forward.
+        io_same_device: send the output to the device of the input.
+        weights_map: tensors by name in the module; copies on the CPU are made if it is ``None``.
+        offload_buffers: offload persistent buffers too.
+        place_submodules: for the tensors of all modules in it, not only its own.
+        skip_keys: keys of dicts in inputs and output whose values are not moved.
+        tied_params_map: copies of tied weights by data pointer and device, shared by hooks.
+
+    Raises:
+        ValueError: a weight to offload has other values in the folder of ``weights_map``; that
+            belongs to another model.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import AlignDevicesHook, add_hook_to_module
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> hook = AlignDevicesHook(execution_device="cpu", offload=True)
+        >>> layer = add_hook_to_module(layer, hook)
+        >>> type(layer.weight).__name__, layer(torch.ones(1, 2)).shape
+        ('AbsentWeight', torch.Size([1, 1]))
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Any] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: TiedParams | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self.param_original_devices: dict[str, torch.device] = {}
+        self.buffer_original_devices: dict[str, torch.device] = {}
+        self.tied_params_names: set[str] = set()
+        self._away: dict[str, torch.Tensor] = {}  # placeholders by name
+        self._names: dict[str, str] = {}  # in the model, for messages
+        self._here: dict[str, tuple[torch.Tensor, Before]] = {}  # fetched, and as they came
+        self._tied_keys: dict[str, int] = {}
+        self._noted: list[tuple[int, Any]] = []  # entries of `tied_params_map` made for a forward
+        self._depth = 0
+        self._handle: Any = None
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Data pointers mean nothing in another process.
+        tied: TiedParams | None = None if self.tied_params_map is None else {}
+        return {**vars(self), "tied_params_map": tied, "_tied_keys": {}, "_noted": []}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
+        from copy import deepcopy
+
+        new = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            shared = name in ("tied_params_map", "execution_device", "skip_keys")
+            vars(new)[name] = value if shared else deepcopy(value, memo)
+        return new
+
+    @property
+    def _is_meta(self) -> bool:
+        return self.execution_device is not None and str(self.execution_device) == "meta"
+
+    def init_hook(self, module: Any) -> Any:
+        """Place the tensors, or put placeholders in their slots."""
+        if self._is_meta:
+            self.tied_params_map = None
+        if self.offload:
+            self._offload(module)
+        elif self.execution_device is not None:
+            self._place(module, list(self._tensors(module)))
+        return module
+
+    def _tensors(self, module: Any, buffers: bool = True) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers by name; of tied ones, all names."""
+        deep = self.place_submodules
+        found = dict(module.named_parameters(recurse=deep, remove_duplicate=False))
+        if buffers:
+            found.update(module.named_buffers(recurse=deep, remove_duplicate=False))
+        return found
+
+    def _place(self, module: Any, names: Sequence[str]) -> None:
+        """Move tensors to the execution device; on "meta", plain ones that only have shapes."""
+        assert self.execution_device is not None
+        for name in names:
+            slots, key = slot_of(module, name)
+            if self._is_meta:
+                like = torch.empty(slots[key].shape, dtype=slots[key].dtype, device="meta")
+                is_parameter = isinstance(slots[key], torch.nn.Parameter)
+                grad = slots[key].requires_grad
+                slots[key] = torch.nn.Parameter(like, grad) if is_parameter else like
+            else:
+                set_module_tensor_to_device(
+                    module, name, self.execution_device, tied_params_map=self.tied_params_map
+                )
+
+    def _offload(self, module: Any) -> None:
+        everything = self._tensors(module)
+        self.original_devices = {
+            name: torch.device("meta") if is_absent(one) else one.device
+            for name, one in everything.items()
+        }
+        away = self._tensors(module, self.offload_buffers)
+        for name in get_non_persistent_buffers(module, self.place_submodules, True):
+            away.pop(name, None)
+        for layer in self._int8_layers(module):
+            if layer.state.CB is not None:  # a forward has taken them from the weight
+                layer.weight.CB, layer.weight.SCB = layer.state.CB, layer.state.SCB
+                layer.state.CB = layer.state.SCB = None
+        if self.weights_map is None:
+            self.weights_map = {name: _on_host(one) for name, one in away.items()}
+        check = getattr(self.weights_map, "check", None)
+        for name, tensor in away.items():
+            if check is not None and not is_absent(tensor):
+                check(name, tensor)
+        device = None if self.execution_device is None else as_device(self.execution_device)
+        for name, tensor in away.items():
+            if not is_absent(tensor) and tensor.data_ptr() in (self.tied_params_map or ()):
+                self.tied_params_names.add(name)
+                self._tied_keys[name] = tensor.data_ptr()
+            slots, key = slot_of(module, name)
+            self._names[name] = self._full_name(module, name)
+            slots[key] = self._away[name] = stand_in(
+                tensor, self._names[name], self._where(name), device
+            )
+        if self.execution_device is not None:
+            self._place(module, [name for name in everything if name not in away])
+        self._handle = module.register_state_dict_post_hook(_Values(self))
+
+    def _int8_layers(self, module: Any) -> list[Any]:
+        """Return the layers of bitsandbytes, which keep scales outside of their parameters."""
+        among = module.modules() if self.place_submodules else (module,)
+        return [one for one in among if type(one).__name__ == "Linear8bitLt"]
+
+    def _full_name(self, module: Any, name: str) -> str:
+        prefix = getattr(self.weights_map, "prefix", None)
+        return f"{type(module).__name__}.{name}" if prefix is None else f"{prefix}{name}"
+
+    def _where(self, name: str) -> str:
+        is_stored = getattr(self.weights_map, "is_stored", None)
+        return ON_DISK if is_stored is not None and is_stored(name) else "in the CPU's memory"
+
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Fetch the weights, and send the inputs to the execution device."""
+        if self.io_same_device:
+            self.input_device = _first_device(args, kwargs)
+        if self.offload:
+            self._fetch(module)
+        if self.execution_device is None:
+            return args, kwargs
+        return (
+            _sent(args, self.execution_device),
+            _sent(kwargs, self.execution_device, self.skip_keys),
+        )
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        """Drop the fetched weights, and send the output to the device of the input."""
+        if self.offload:
+            self._drop(module)
+        if self.io_same_device and self.input_device is not None:
+            output = _sent(output, self.input_device, self.skip_keys)
+        return output
+
+    def forward_failed(self, module: Any) -> None:
+        """Drop the fetched weights."""
+        if self.offload:
+            self._drop(module)
+
+    @outside_graphs
+    def _fetch(self, module: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        try:
+            self._bring(module)
+        except BaseException:
+            self._depth = 1
+            self._drop(module)
+            raise
+
+    def _bring(self, module: Any) -> None:
+        """Put values in the slots that hold our placeholders; what others have put there stays."""
+        wanted = []
+        for name, absent in self._away.items():
+            slots, key = slot_of(module, name)
+            if slots[key] is absent:
+                wanted.append((name, absent, slots, key))
+        values = _read(self.weights_map, [name for name, *_ in wanted])
+        device = as_device("cpu" if self.execution_device is None else self.execution_device)
+        for (name, absent, slots, key), value in zip(wanted, values, strict=True):
+            slots[key] = tensor = self._made(name, absent, value, device)
+            self._here[name] = tensor, as_it_is(tensor, module.training)
+
+    def _made(
+        self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        """Return the tensor for a slot: the stored one itself where it serves, else a copy."""
+        copies: MutableMapping[Any, torch.Tensor] | None = None
+        pointer = 0
+        if self.tied_params_map is not None:
+            pointer = self._tied_keys.get(name) or value.data_ptr()
+            copies = self.tied_params_map.get(pointer)
+            if copies is not None and self.execution_device in copies:
+                return copies[self.execution_device]
+        made = self._serving(name, absent, value, device)
+        if copies is not None:
+            copies[self.execution_device] = made
+            self._noted.append((pointer, self.execution_device))
+        return made
+
+    def _serving(
+        self, name: str, absent: torch.Tensor, value: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        if device.type == "meta":
+            like = torch.empty(absent.shape, dtype=absent.dtype, device="meta")
+            is_parameter = isinstance(absent, torch.nn.Parameter)
+            return torch.nn.Parameter(like, absent.requires_grad) if is_parameter else like
+        if not is_quantizer(value) and value.dtype != absent.dtype and value.shape == absent.shape:
+            value = value.to(absent.dtype)
+        same_kind = isinstance(value, torch.nn.Parameter) == isinstance(absent, torch.nn.Parameter)
+        if is_quantizer(value) and value.device == device:
+            return value
+        is_alike = same_kind and value.requires_grad == absent.requires_grad
+        if value.shape != absent.shape and not is_quantizer(value):
+            raise ValueError(
+                f"{self._names[name]} has shape {tuple(absent.shape)}, and what is stored has "
+                f"{tuple(value.shape)}: these are weights of another model."
+            )
+        if is_alike and move(value, device) is value:
+            return value
+        made = new_like(absent, value, device)
+        if made.requires_grad and torch.is_grad_enabled() and made.is_leaf:
+            made.register_hook(_LostGradient(self._names[name]))  # type: ignore[no-untyped-call]
+        statistics = _scales(self.weights_map, name, value)
+        if statistics is not None:
+            made.SCB = statistics.to(device)  # type: ignore[attr-defined]
+        return made
+
+    @outside_graphs
+    def _drop(self, module: Any) -> None:
+        """Put the placeholders back, and store what was changed in place."""
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        moved = False
+        for name, (tensor, before) in self._here.items():
+            slots, key = slot_of(module, name)
+            moved = moved or not _is_stored_object(self.weights_map, name, tensor)
+            if slots[key] is not tensor:
+                continue  # somebody has put a tensor of his own there
+            if is_changed(tensor, before):
+                self._store(name, tensor)
+            slots[key] = self._away[name]
+        for layer in self._int8_layers(module) if moved else ():
+            layer.state.CB = layer.state.SCB = None  # they hold the fetched weight
+        self._here.clear()
+        for pointer, device in self._noted:
+            if self.tied_params_map is not None:
+                self.tied_params_map.get(pointer, {}).pop(device, None)
+        self._noted.clear()
+
+    def _store(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a tensor that a forward has changed in place."""
+        if _is_stored_object(self.weights_map, name, tensor):
+            return
+        host = tensor.detach().to("cpu")
+        put = getattr(self.weights_map, "put", None)
+        if put is not None:
+            put(name, host)
+        elif isinstance(self.weights_map, MutableMapping):
+            self.weights_map[name] = host
+        else:
+            raise RuntimeError(
+                f"{name} was changed in place while it was fetched, and {type(self.weights_map)} "
+                "cannot store it: use a dict, or do not offload it."
+            )
+
+    def fill(
+        self, module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        """Put values in the place of placeholders in a state dict; a hook of torch's calls it."""
+        weights: Any = self.weights_map
+        read = getattr(weights, "mapped", weights.__getitem__)
+        for name, absent in self._away.items():
+            is_away = isinstance(state_dict.get(prefix + name), AbsentWeight)
+            if is_away and slot_is(module, name, absent):
+                state_dict[prefix + name] = read(name).detach()
+
+    def detach_hook(self, module: Any) -> Any:
+        """Bring the weights back to the devices where they were; what was absent stays absent."""
+        if not self.offload:
+            return module
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._depth = min(self._depth, 1)
+        self._drop(module)
+        for name, absent in self._away.items():
+            slots, key = slot_of(module, name)
+            if slots[key] is not absent:
+                continue
+            device = self.original_devices[name]
+            if device.type != "meta":
+                slots[key] = self._returned(name, absent, device)
+        for name, device in self.original_devices.items():
+            if name not in self._away and device.type != "meta":
+                set_module_tensor_to_device(module, name, device)
+        self._away.clear()
+        return module
+
+    def _returned(self, name: str, absent: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return the tensor for good; tied ones, which share a placeholder, get one."""
+        own = vars(absent)
+        if own.get("_returned") is None:
+            assert self.weights_map is not None
+            value = self.weights_map[name]
+            if value.dtype != absent.dtype and not is_quantizer(value):
+                value = value.to(absent.dtype)
+            is_same = isinstance(value, torch.nn.Parameter) and move(value, device) is value
+            made = value if is_same or is_quantizer(value) else new_like(absent, value, device)
+            vars(made).pop("_stand_in", None)
+            own["_returned"] = made
+        found: torch.Tensor = own["_returned"]
+        return found
+
+
+def slot_is(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a slot of a module holds exactly this tensor.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.hooks import slot_is
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> slot_is(layer, "bias", layer.bias)
+        True
+    """
+    slots, key = slot_of(module, name)
+    return slots[key] is tensor
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU: itself, if it is there."""
+    if is_absent(tensor):
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} on the meta device has no values to offload: "
+            "give weights_map, or load the weights first."
+        )
+    if tensor.device.type == "cpu":
+        return tensor
+    with torch.no_grad():  # a graph would keep the memory on the device
+        return tensor.to("cpu")
+
+
+def _read(weights: Any, names: Sequence[str]) -> list[torch.Tensor]:
+    """Return stored tensors, all with one request where the map has one for it."""
+    fetch = getattr(weights, "fetch", None)
+    return list(fetch(names)) if fetch is not None else [weights[name] for name in names]
+
+
+def _scales(weights: Any, name: str, value: torch.Tensor) -> torch.Tensor | None:
+    """Return the scales that are stored beside an int8 weight of bitsandbytes."""
+    if value.dtype != torch.int8 or is_quantizer(value) or "weight" not in name:
+        return None
+    scales = name.replace("weight", "SCB")
+    found: torch.Tensor | None = weights.get(scales)
+    return found
+
+
+def _is_stored_object(weights: Any, name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the one in the map, or shares its memory."""
+    held = getattr(weights, "held", None)
+    if held is None:
+        held = weights.get if isinstance(weights, dict) else lambda name: None
+    stored = held(name)
+    if stored is None or is_absent(stored) or is_absent(tensor):
+        return False
+    return stored is tensor or (
+        stored.device == tensor.device and stored.data_ptr() == tensor.data_ptr()
+    )
+
+
+def _first_device(args: Any, kwargs: Any) -> torch.device | None:
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, torch.Tensor):
+            return one.device
+    return _nested_device(args, kwargs)
+
+
+@outside_graphs
+def _nested_device(args: Any, kwargs: Any) -> torch.device | None:
+    return find_device([args, kwargs])
+
+
+def _sent(data: Any, device: Device, skip_keys: Any = None) -> Any:
+    """Return a structure on a device; tensors that are there need no function that graphs lack."""
+    if _is_there(data, device):
+        return data
+    return _send(data, device, skip_keys)
+
+
+def _is_there(data: Any, device: Device) -> bool:
+    if isinstance(data, torch.Tensor):
+        where = data.device
+        if isinstance(device, int):
+            return where.type != "cpu" and where.index == device
+        return where == torch.device(device)
+    if isinstance(data, (tuple, list)):
+        return all(_is_there(one, device) for one in data)
+    if type(data) is dict:
+        return all(_is_there(one, device) for one in data.values())
+    return data is None or isinstance(data, (bool, int, float, str))
+
+
+@outside_graphs
+def _send(data: Any, device: Device, skip_keys: Any) -> Any:
+    return send_to_device(data, as_device(device), skip_keys=skip_keys)
+
+
+def _has_tensors(module: torch.nn.Module) -> bool:
+    return any(True for _ in named_module_tensors(module, recurse=True))
+
+
+def attach_execution_device_hook(
+    module: torch.nn.Module,
+    execution_device: Device,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Attach a hook to each module with tensors that has none: its forward runs on a device.
+
+    Args:
+        module: the module, and all in it.
+        execution_device: where their tensors and inputs go.
+        skip_keys: keys of dicts in inputs and outputs whose values are not moved.
+        preload_module_classes: names of classes in whose modules it stops.
+        tied_params_map: see :class:`AlignDevicesHook`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.hooks import attach_execution_device_hook
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.ReLU())
+        >>> attach_execution_device_hook(model, "cpu")
+        >>> [hasattr(child, "_hf_hook") for child in model]
+        [True, False]
+    """
+    if not hasattr(module, "_hf_hook") and _has_tensors(module):
+        hook = AlignDevicesHook(
+            execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
+        )
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(
+            child, execution_device, skip_keys, preload_module_classes, tied_params_map
+        )
+
+
+def attach_align_device_hook(
+    module: torch.nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Attach an :class:`AlignDevicesHook` to each module that has tensors of its own.
+
+    Args:
+        module: the module, and all in it.
+        execution_device: where the forwards run.
+        offload: offload the weights after each forward.
+        weights_map: tensors by their names in the model.
+        offload_buffers: offload persistent buffers too.
+        module_name: the name of ``module`` in the model.
+        skip_keys: keys of dicts in inputs and outputs whose values are not moved.
+        preload_module_classes: names of classes whose modules fetch the weights of all modules in
+            them, because they use weights of children without calling these.
+            ``torch.nn.MultiheadAttention`` is one without being named.
+        tied_params_map: see :class:`AlignDevicesHook`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.hooks import attach_align_device_hook
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        >>> attach_align_device_hook(model, "cpu", offload=True)
+        >>> type(model[0].weight).__name__, model(torch.ones(1, 2)).shape
+        ('AbsentWeight', torch.Size([1, 1]))
+    """
+    preloads = isinstance(module, torch.nn.MultiheadAttention) or (
+        type(module).__name__ in (preload_module_classes or ())
+    )
+    whole = offload and preloads
+    if whole or any(True for _ in named_module_tensors(module)):
+        prefix = f"{module_name}." if module_name else ""
+        hook = AlignDevicesHook(
+            execution_device,
+            offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if whole:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            f"{module_name}.{name}" if module_name else name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: torch.nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Attach hooks to the blocks of a model, each with a device of its own.
+
+    Args:
+        module: the model, or a module of it.
+        execution_device: a device for all, or devices by the names of blocks.
+        offload: for all, or by the names of blocks.
+        weights_map: tensors by their names in the model.
+        offload_buffers: offload persistent buffers too.
+        module_name: the name of ``module`` in the model.
+        skip_keys: keys of dicts in inputs and outputs whose values are not moved.
+        preload_module_classes: see :func:`attach_align_device_hook`.
+        tied_params_map: see :class:`AlignDevicesHook`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.hooks import attach_align_device_hook_on_blocks
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> attach_align_device_hook_on_blocks(
+        ...     model, {"0": "cpu", "1": "cpu"}, {"0": False, "1": True}
+        ... )
+        >>> [type(layer.weight).__name__ for layer in model]
+        ['Parameter', 'AbsentWeight']
+    """
+    options: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    offloading: dict[str, Any] = {
+        "weights_map": weights_map,
+        "offload_buffers": offload_buffers,
+        "preload_module_classes": preload_module_classes,
+        **options,
+    }
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if offload:
+            attach_align_device_hook(
+                module, execution_device, True, module_name=module_name, **offloading
+            )
+        else:
+            hook = AlignDevicesHook(
+                execution_device, io_same_device=True, place_submodules=True, **options
+            )
+            add_hook_to_module(module, hook)
+        return
+    devices: Any
+    if isinstance(execution_device, Mapping):
+        devices = execution_device
+    else:
+        assert isinstance(offload, Mapping)
+        devices = dict.fromkeys(offload, execution_device)
+    leaving = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    is_root = module_name == ""
+    if module_name in devices and module_name in leaving:
+        device: Any = devices[module_name]
+        if leaving[module_name]:
+            attach_align_device_hook(module, device, True, module_name=module_name, **offloading)
+            if not hasattr(module, "_hf_hook"):
+                hook = AlignDevicesHook(device, io_same_device=is_root, **options)
+                add_hook_to_module(module, hook)
+            attach_execution_device_hook(
+                module, device, preload_module_classes=preload_module_classes, **options
+            )
+        else:
+            hook = AlignDevicesHook(
+                device,
+                io_same_device=is_root,
+                offload_buffers=offload_buffers,
+                place_submodules=True,
+                **options,
+            )
+            add_hook_to_module(module, hook)
+            attach_execution_device_hook(module, device, **options)
+    elif is_root:
+        hook = AlignDevicesHook(devices.get(""), io_same_device=True, **options)
+        add_hook_to_module(module, hook)
+    for name, child in module.named_children():
+        attach_align_device_hook_on_blocks(
+            child,
+            devices,
+            leaving,
+            module_name=name if is_root else f"{module_name}.{name}",
+            **offloading,
+        )

@@ -1,0 +1,84 @@
+"""Whether files fit the page cache: free host memory, within the control group's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["fits_page_cache", "free_host_memory"]
+
+_ROOT = Path("/")
+_SHARE = 0.9  # of the free memory; the rest is for activations
+
+
+def fits_page_cache(nbytes: int, root: Path = _ROOT) -> bool:
+    """Return whether files of this size are likely to stay in the page cache.
+
+    Args:
+        nbytes: of all files.
+        root: where ``proc`` and ``sys`` are.
+
+    Example:
+        >>> from accel_callbacks.offload.page_cache import fits_page_cache
+        >>> fits_page_cache(1)
+        True
+    """
+    free = free_host_memory(root)
+    return free is None or nbytes <= _SHARE * free
+
+
+def free_host_memory(root: Path = _ROOT) -> int | None:
+    """Return the bytes that this process can still use, the page cache included; None if unknown.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from accel_callbacks.offload.page_cache import free_host_memory
+        >>> free_host_memory(Path("no/such/folder")) is None
+        True
+    """
+    found = [*_available(root), *_left_in_groups(root)]
+    return min(found) if found else None
+
+
+def _available(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            yield int(value.split()[0]) * 1024
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield what each control group of this process leaves, of version 1 and 2."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = base / path.strip("/")
+        # In a container the path may be that of the host: its group is mounted as the base then.
+        for folder in [group, *group.parents]:
+            yield from _left(folder, *names)
+            if folder == base:
+                break
+
+
+def _left(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
+    limits, uses = _lines(folder / limit), _lines(folder / used)
+    if not limits or not uses or not limits[0].isdigit():  # "max" is no limit
+        return
+    stats = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
+    yield max(int(limits[0]) - int(uses[0]) + int(stats.get(cached, 0)), 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

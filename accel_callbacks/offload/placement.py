@@ -1,0 +1,296 @@
+"""Place sized items on devices of limited capacity: integers only, no names and no devices."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, compress, pairwise
+from operator import add
+
+__all__ = ["ELSEWHERE", "Items", "balance", "place"]
+
+ELSEWHERE = -1
+_TRIALS = 30_000  # items to look at in all, over the sizes of a window that are tried
+_GAIN = 100  # the part of all bytes that a trial must be able to gain
+
+
+@dataclass(frozen=True)
+class Items:
+    """What is placed, in order.
+
+    Args:
+        moved: bytes that go where the item is placed.
+        fixed: bytes that go with it, but to the first device if it is placed elsewhere: they are
+            needed while it computes, and are not fetched.
+        windows: bytes that the first device needs while it computes with an item from elsewhere.
+    """
+
+    moved: Sequence[int]
+    fixed: Sequence[int]
+    windows: Sequence[int]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each on a device of its own."""
+        return list(map(add, self.moved, self.fixed))
+
+
+def place(items: Items, capacities: Sequence[int], factor: int) -> list[int] | None:
+    """Return the device of each item, or `ELSEWHERE`; None if the first has no room for a window.
+
+    In order, from the first device on; what a device has no room for closes it, and gaps are filled
+    afterwards by what would be elsewhere. The first device keeps room for `factor` times the
+    largest window of what is elsewhere, if anything is.
+
+    Args:
+        items: what is placed.
+        capacities: bytes of each device.
+        factor: how many windows there are at a time.
+
+    Example:
+        >>> from accel_callbacks.offload.placement import Items, place
+        >>> items = Items(moved=[4, 4, 4], fixed=[0, 0, 0], windows=[4, 4, 4])
+        >>> place(items, [12], 1), place(items, [11], 1)
+        ([0, 0, 0], [0, -1, -1])
+    """
+    best = _best(items, capacities, factor)
+    least = _elsewhere(items, best)
+    total = sum(items.moved)
+    bound = total + sum(items.fixed) - sum(capacities) + factor * min(items.windows, default=0)
+    if least == 0 or bound > least - total // _GAIN:
+        return best
+    # The largest first waste least, and tear neighbours apart: only for a gain.
+    order = sorted(range(len(items.moved)), key=items.sizes.__getitem__, reverse=True)
+    sorted_items = Items(
+        *(
+            [values[number] for number in order]
+            for values in (items.moved, items.fixed, items.windows)
+        )
+    )
+    found = _best(sorted_items, capacities, factor)
+    if found is None or _elsewhere(sorted_items, found) >= least - total // _GAIN:
+        return best
+    where = [ELSEWHERE] * len(order)
+    for number, device in zip(order, found, strict=True):
+        where[number] = device
+    return where
+
+
+def _elsewhere(items: Items, where: Sequence[int] | None) -> int:
+    """Return the bytes that are elsewhere; more than there are if there is no placement."""
+    if where is None:
+        return 2 * sum(items.moved) + 1
+    return sum(compress(items.moved, (device == ELSEWHERE for device in where)))
+
+
+def _best(items: Items, capacities: Sequence[int], factor: int) -> list[int] | None:
+    """Return the placement with the fewest bytes elsewhere, over sizes of the window."""
+    room = sum(capacities) - sum(items.fixed)
+    total = sum(items.moved)
+    if total <= room:
+        whole = _fill(items, capacities, 0, 0)
+        if whole is not None and ELSEWHERE not in whole:
+            return whole
+    best: list[int] | None = None
+    least = 2 * total + 1
+    plain, windows = _in_order(items, capacities, factor)
+    for window, start in [(windows[0], plain), *((window, None) for window in windows)]:
+        # Even without gaps this much is elsewhere: what gains next to nothing is not tried.
+        if best is not None and total - (room - factor * window) > least - total // _GAIN:
+            continue
+        found = _fill(items, capacities, window, factor, start)
+        rest = _elsewhere(items, found)
+        if rest < least:
+            best, least = found, rest
+    return best
+
+
+def _in_order(items: Items, capacities: Sequence[int], factor: int) -> tuple[list[int], list[int]]:
+    """Place in plain order until nothing fits; return that, and sizes of the window to try."""
+    count = len(items.windows)
+    largest = list(accumulate(reversed(items.windows), max, initial=0))[::-1]
+    ends = [0, *accumulate(items.sizes)]
+    fixed = [0, *accumulate(items.fixed)]
+
+    def covered(first: int) -> list[int]:
+        """Return where each device ends if items from `first` on are elsewhere."""
+        room = capacities[0] - factor * largest[first] - (fixed[count] - fixed[first])
+        found = [max(0, bisect_right(ends, room) - 1)]
+        for capacity in capacities[1:]:
+            found.append(bisect_right(ends, ends[found[-1]] + capacity) - 1)
+        return found
+
+    # Fewer items elsewhere need no larger window: from above, the first fixed point is the best.
+    first, until = count, covered(count)
+    while until[-1] < first:
+        first = until[-1]
+        until = covered(first)
+    where = [ELSEWHERE] * count
+    for device, (begin, end) in enumerate(pairwise([0, *until])):
+        where[begin:end] = [device] * (end - begin)
+    plain = largest[first]
+    distinct = sorted(set(items.windows), reverse=True)
+    near = [size for size in distinct if size < plain] + [
+        size for size in reversed(distinct) if size > plain
+    ]
+    return where, [plain, *near[: _TRIALS // max(1, count)]]
+
+
+def _fill(
+    items: Items,
+    capacities: Sequence[int],
+    window: int,
+    factor: int,
+    start: Sequence[int] | None = None,
+) -> list[int] | None:
+    """Place items if a window of a size is kept; what needs a larger one must not be elsewhere.
+
+    With a start, only gaps are filled.
+    """
+    sizes = items.sizes
+    left = list(capacities)
+    left[0] -= factor * window + (sum(items.fixed) if factor else 0)
+    # On the first device fixed bytes are counted from the start: they are there in any case.
+    here = items.moved if factor else sizes
+    if start is None:
+        where = _next_fit(items, sizes, here, left, window, factor)
+    else:
+        where = list(start)
+        for number, device in enumerate(where):
+            if device != ELSEWHERE:
+                _take(items, sizes, here, left, number, device, factor)
+    waiting = [number for number, device in enumerate(where) if device == ELSEWHERE]
+    while waiting:
+        before = len(waiting)
+        waiting = _gaps(items, sizes, here, waiting, where, left, factor)
+        needed = max((items.windows[number] for number in waiting), default=0) if factor else 0
+        left[0] += factor * (window - needed)
+        if len(waiting) == before and needed == window:
+            break
+        window = needed
+    return where if left[0] >= 0 else None
+
+
+def _take(
+    items: Items,
+    sizes: Sequence[int],
+    here: Sequence[int],
+    left: list[int],
+    number: int,
+    device: int,
+    factor: int,
+) -> None:
+    """Count an item on a device."""
+    left[device] -= sizes[number] if device else here[number]
+    if device and factor:
+        left[0] += items.fixed[number]
+
+
+def _next_fit(
+    items: Items,
+    sizes: Sequence[int],
+    here: Sequence[int],
+    left: list[int],
+    window: int,
+    factor: int,
+) -> list[int]:
+    """Place items in order; what a device has no room for closes it."""
+    devices, device = len(left), 0
+    where = [ELSEWHERE] * len(sizes)
+    needed = [factor > 0 and one > window for one in items.windows]
+    held = sum(size for size, must in zip(sizes, needed, strict=True) if must)
+    free = sum(left)
+    for number, (size, must) in enumerate(zip(sizes, needed, strict=True)):
+        if must:
+            held -= size
+        elif size > free - held:
+            continue  # what must not be elsewhere needs the room
+        while device < devices and (size if device else here[number]) > left[device]:
+            free -= left[device]
+            device += 1
+        if device == devices:
+            break
+        free -= size if device else here[number]
+        left[device] -= size if device else here[number]
+        if device and factor:
+            left[0] += items.fixed[number]
+        where[number] = device
+    return where
+
+
+def _gaps(
+    items: Items,
+    sizes: Sequence[int],
+    here: Sequence[int],
+    waiting: Sequence[int],
+    where: list[int],
+    left: list[int],
+    factor: int,
+) -> list[int]:
+    """Put items where there still is room; return those for which there is none."""
+    rest = []
+    room = max(left)
+    for number in waiting:
+        device = ELSEWHERE
+        if here[number] <= room:
+            needs = ((sizes[number] if one else here[number]) for one in range(len(left)))
+            fitting = (one for one, need in enumerate(needs) if need <= left[one])
+            device = next(fitting, ELSEWHERE)
+        where[number] = device
+        if device == ELSEWHERE:
+            rest.append(number)
+        else:
+            _take(items, sizes, here, left, number, device, factor)
+            room = max(left)
+    return rest
+
+
+def balance(sizes: Sequence[int], capacities: Sequence[int], low_first: bool) -> list[int] | None:
+    """Place all items in order so that the fullest device holds least; None if not all fit.
+
+    Args:
+        sizes: bytes of each item.
+        capacities: bytes of each device.
+        low_first: the first device takes only what the others have no room for.
+
+    Example:
+        >>> from accel_callbacks.offload.placement import balance
+        >>> balance([1, 1, 1, 1], [4, 4], low_first=False)
+        [0, 0, 1, 1]
+    """
+    ends = [0, *accumulate(sizes)]
+    count, total = len(sizes), ends[-1]
+
+    def reached(limit: int, first: int = 0, start: int = 0) -> int:
+        for capacity in capacities[start:]:
+            first = bisect_right(ends, ends[first] + min(limit, capacity)) - 1
+        return first
+
+    if reached(total) < count:
+        return None
+    begin = 0
+    if low_first and len(capacities) > 1:
+        low, high = 0, count
+        while low < high:  # the fewest items for the first device
+            middle = (low + high) // 2
+            if reached(total, middle, 1) == count:
+                high = middle
+            else:
+                low = middle + 1
+        begin = low
+    start = 1 if low_first and len(capacities) > 1 else 0
+    low, high = 0, total
+    while low < high:
+        middle = (low + high) // 2
+        if reached(middle, begin, start) == count:
+            high = middle
+        else:
+            low = middle + 1
+    where = [0] * begin
+    for device in range(start, len(capacities)):
+        at = len(where)
+        end = bisect_right(ends, ends[at] + min(low, capacities[device])) - 1
+        where += [device] * (end - at)
+    return where

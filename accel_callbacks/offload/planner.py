@@ -1,0 +1,632 @@
+"""Plan on which device each unit of a model is, from numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from operator import add
+from typing import NamedTuple
+
+from accel_callbacks.errors import nearest
+from accel_callbacks.offload.budgets import Budget, Device, budgets_of
+from accel_callbacks.offload.placement import ELSEWHERE, Items, balance, place
+from accel_callbacks.offload.sizes import convert_file_size_to_int
+from accel_callbacks.offload.weights import Unit, Weights
+from accel_callbacks.utils.text import size_of, table
+
+__all__ = ["POLICIES", "DeviceUse", "Plan", "PlanError", "plan"]
+
+POLICIES = ("auto", "sequential", "balanced", "balanced_low_0")
+_NO_LIMIT = 1 << 62
+_STORES = ("cpu", "disk")
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What a plan does with one device, in bytes.
+
+    Args:
+        device: number or name.
+        budget: what it may hold; None for no limit.
+        weights: parameters on it.
+        buffers: buffers on it, those of offloaded units too where these stay.
+        cache: the share of the cache of keys and values.
+        window: kept free for offloaded units while they run.
+        activations: kept free for activations.
+
+    Example:
+        >>> from accel_callbacks.offload import DeviceUse
+        >>> DeviceUse(0, budget=10, weights=4, window=3).left
+        3
+    """
+
+    device: Device
+    budget: int | None
+    weights: int = 0
+    buffers: int = 0
+    cache: int = 0
+    window: int = 0
+    activations: int = 0
+
+    @property
+    def reserve(self) -> int:
+        """Bytes kept free: window and activations."""
+        return self.window + self.activations
+
+    @property
+    def used(self) -> int:
+        """Sum of all."""
+        return self.weights + self.buffers + self.cache + self.reserve
+
+    @property
+    def left(self) -> int | None:
+        """Bytes of the budget that nothing uses; None without a limit."""
+        return None if self.budget is None else self.budget - self.used
+
+
+@dataclass(frozen=True)
+class Plan:
+    """On which device each unit is, and why.
+
+    Args:
+        weights: what was planned.
+        where: the device of each unit.
+        devices: what is used of each device, in the order in which they are filled.
+        execution_device: where offloaded units run; None if nothing runs anywhere.
+        policy: how accelerators share what fits.
+        fits: no budget is exceeded.
+        short_by: if it does not fit, how many bytes more of a device would do, for each device of
+            which more would.
+
+    Example:
+        >>> from accel_callbacks.offload import plan
+        >>> found = plan({"a.w": 6, "b.w": 4, "c.w": 4}, {0: 10, "cpu": 20}, prefetch=0)
+        >>> found.device_map
+        {'a': 0, 'b': 'cpu', 'c': 'cpu'}
+        >>> print(found.explain("b"))
+        b: 4 B on cpu: does not fit 0 (4 B > 0 B left); runs on 0
+    """
+
+    weights: Weights
+    where: tuple[Device, ...]
+    devices: tuple[DeviceUse, ...]
+    execution_device: Device | None
+    policy: str
+    fits: bool = True
+    short_by: Mapping[Device, int] | None = None
+
+    @cached_property
+    def device_map(self) -> dict[str, Device]:
+        """The device of each unit by its name, as Accelerate's functions take it."""
+        return {u.name: device for u, device in zip(self.weights.units, self.where, strict=True)}
+
+    @cached_property
+    def offloaded(self) -> int:
+        """Bytes that are fetched each time that the model runs."""
+        return sum(
+            use.weights + use.buffers
+            for use in self.devices
+            if use.device != self.execution_device and use.device in _STORES
+        )
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        return groups_of(self.weights.units)
+
+    @cached_property
+    def _group_of(self) -> dict[int, list[int]]:
+        return {number: group for group in self._groups for number in group}
+
+    def explain(self, name: str) -> str:
+        """Return one line for each unit that a module or tensor has part in, with the reason.
+
+        Raises:
+            KeyError: there is no such name in the plan.
+
+        Example:
+            >>> from accel_callbacks.offload import plan
+            >>> print(plan({"a.w": 6}, {0: 10}).explain("a.w"))
+            a: 6 B on 0: fits
+        """
+        units = self.weights.units
+        chosen = [
+            number
+            for number, unit in enumerate(units)
+            if name in ("", unit.name) or unit.name.startswith(f"{name}.")
+        ]
+        if not chosen:  # a module or tensor inside of a unit
+            inside = [n for n, unit in enumerate(units) if name.startswith(f"{unit.name}.")]
+            chosen = inside[-1:]
+        if not chosen:
+            hint = nearest(name, [unit.name for unit in units])
+            raise KeyError(f"no unit of the plan is {name!r}, has it or is in it.{hint}")
+        return "\n".join(
+            f"{units[n].name}: {size_of(units[n].nbytes)} on {self.where[n]}: {self._reason(n)}"
+            for n in chosen
+        )
+
+    def _reason(self, number: int) -> str:
+        """Return why a unit is where it is."""
+        unit, device = self.weights.units[number], self.where[number]
+        group = self._group_of[number]
+        tied = [self.weights.units[one].name for one in group if one != number]
+        reasons = [f"tied to {', '.join(tied[:3])}"] if tied and self._together(number) else []
+        if unit.nbytes or unit.shared:
+            size = sum(self.weights.units[one].nbytes for one in group)
+            for use in self.devices:
+                if use.device == device:
+                    break
+                reasons.append(self._refused(use, size))
+        if device in _STORES and device != self.execution_device:
+            reasons.append(
+                "runs on nothing"
+                if self.execution_device is None
+                else f"runs on {self.execution_device}"
+            )
+        return "; ".join(filter(None, reasons)) or "fits"
+
+    def _together(self, number: int) -> bool:
+        return bool(self.weights.units[number].ties)
+
+    def _refused(self, use: DeviceUse, size: int) -> str:
+        """Return why a unit is not on a device that is filled earlier."""
+        if self.policy != "sequential" and use.used and not self.offloaded:
+            return f"{use.device} has its share"
+        if use.left is not None and size > use.left:
+            return f"does not fit {use.device} ({size_of(size)} > {size_of(max(0, use.left))} left)"
+        if not use.used:
+            return f"{use.device} is not used: it has no room for a window"
+        return f"after units that do not fit {use.device}"
+
+    def table(self, *, every_unit: bool = False) -> str:
+        """Return the plan as text: a line for each device, then one for each run of units.
+
+        Args:
+            every_unit: a line for each unit, also where neighbours are alike.
+
+        Example:
+            >>> from accel_callbacks.offload import plan
+            >>> print(plan({"a.w": 6, "b.w": 4}, {0: 10, "cpu": 20}).table())
+            DEVICE  BUDGET  WEIGHTS  BUFFERS  RESERVE  LEFT
+            0       10 B    10 B     0 B      0 B      0 B
+            cpu     20 B    0 B      0 B      0 B      20 B
+            disk    -       0 B      0 B      0 B      -
+            <BLANKLINE>
+            UNITS   COUNT  SIZE  DEVICE  REASON
+            a to b  2      10 B  0       fits
+        """
+        head = ["DEVICE", "BUDGET", "WEIGHTS", "BUFFERS", "CACHE", "RESERVE", "LEFT"]
+        rows = [
+            [
+                str(use.device),
+                _text(use.budget),
+                size_of(use.weights),
+                size_of(use.buffers),
+                size_of(use.cache),
+                size_of(use.reserve),
+                _text(use.left),
+            ]
+            for use in self.devices
+        ]
+        if not any(use.cache for use in self.devices):
+            rows = [[cell for at, cell in enumerate(row) if at != 4] for row in rows]
+            head.remove("CACHE")
+        units = table(
+            ("UNITS", "COUNT", "SIZE", "DEVICE", "REASON"),
+            [
+                (name, str(count), size_of(nbytes), str(device), reason)
+                for name, count, nbytes, device, reason in self.runs(every_unit)
+            ],
+        )
+        return f"{table(head, rows)}\n\n{units}"
+
+    def runs(self, every_unit: bool = False) -> Iterator[tuple[str, int, int, Device, str]]:
+        """Yield names, count, bytes, device and reason of neighbours that are on one device.
+
+        Args:
+            every_unit: yield each alone.
+
+        Example:
+            >>> from accel_callbacks.offload import plan
+            >>> list(plan({"a.w": 6, "b.w": 4}, {0: 10}).runs())
+            [('a to b', 2, 10, 0, 'fits')]
+        """
+        units = self.weights.units
+        sized = [n for n, unit in enumerate(units) if unit.nbytes or unit.shared]
+        reasons = {n: self._reason(n) for n in sized}
+        # The number in the key keeps units apart that are to have a line each.
+        keys = groupby(sized, lambda n: (self.where[n], _kind(reasons[n]), n if every_unit else -1))
+        for (device, _, _), numbers in keys:
+            run = list(numbers)
+            first, last = units[run[0]].name, units[run[-1]].name
+            name = first if len(run) == 1 else f"{first} to {last}"
+            yield name, len(run), sum(units[n].nbytes for n in run), device, reasons[run[0]]
+
+
+def _kind(reason: str) -> str:
+    """Return a reason without its figures."""
+    return "".join(one for one in reason.partition("(")[0] if not one.isdigit())
+
+
+def _text(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "-"
+    return size_of(nbytes) if nbytes >= 0 else f"-{size_of(-nbytes)}"
+
+
+class PlanError(ValueError):
+    """No placement keeps the budgets; the message has the smallest budget that would do.
+
+    ``plan`` holds what fits without room to run the rest.
+
+    Example:
+        >>> from accel_callbacks.offload import PlanError, plan
+        >>> try:
+        ...     plan({"a.w": 6, "b.w": 6}, {"cpu": 5}, prefetch=0)
+        ... except PlanError as error:
+        ...     print(error.plan.short_by)
+        {'cpu': 1}
+    """
+
+    def __init__(self, text: str, plan: Plan) -> None:
+        super().__init__(text)
+        self.plan = plan
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[str, Plan]]:
+        return type(self), (str(self), self.plan)
+
+
+class _Request(NamedTuple):
+    """What stays the same while budgets are tried."""
+
+    weights: Weights
+    groups: list[list[int]]
+    items: Items
+    cache: list[int]
+    policy: str
+    factor: int
+    activations: int
+    keep_buffers: bool
+
+
+class _Placed(NamedTuple):
+    """The device of each group; None for one that has no bytes."""
+
+    where: list[Device]
+    execution: Device | None
+    windows: Mapping[Device, int]
+    fits: bool
+
+
+def plan(
+    weights: Weights | Mapping[str, int],
+    budgets: Mapping[Device, int | float | str | None] | Iterable[Budget],
+    policy: str = "auto",
+    *,
+    activations: int | str = 0,
+    kv_cache: int | str = 0,
+    prefetch: int = 1,
+    offload_buffers: bool = False,
+) -> Plan:
+    """Plan on which device each unit of a model is.
+
+    Accelerators are filled first, then ``"cpu"``, then ``"disk"``, which has no limit if no budget
+    is given for it. Units that are not on an accelerator run on the first one: it keeps a window
+    free for the largest of them and those that are fetched ahead, and their buffers. Units that
+    share a parameter are on one device. If keeping a large unit makes for a smaller window, it is
+    kept. The same arguments in any order give the same plan; nothing here looks at hardware.
+
+    Args:
+        weights: the units of a model, or bytes by the names of tensors.
+        budgets: bytes, or text such as ``"8GB"``, by device; see ``get_max_memory``.
+        policy: how accelerators share a model that they hold whole. ``"sequential"`` fills one
+            after the other, ``"balanced"`` (also ``"auto"``) leaves the fullest as much room as
+            possible, ``"balanced_low_0"`` puts on the first what the others do not hold. A model
+            that they do not hold whole fills them in each case.
+        activations: bytes that each device needs to compute.
+        kv_cache: bytes of the cache of keys and values, for all blocks. A block's share is where
+            the block runs.
+        prefetch: offloaded units that are fetched ahead of the one that runs.
+        offload_buffers: buffers of offloaded units are fetched too.
+
+    Raises:
+        PlanError: nothing keeps the budgets.
+        ValueError: an argument that is invalid.
+
+    Example:
+        >>> from accel_callbacks.offload import plan
+        >>> sizes = {f"blocks.{number}.mlp.weight": 4 for number in range(4)}
+        >>> plan(sizes, {0: 8, 1: 8}).device_map
+        {'blocks.0': 0, 'blocks.1': 0, 'blocks.2': 1, 'blocks.3': 1}
+    """
+    if policy not in POLICIES:
+        raise ValueError(
+            f"policy={policy!r} is not one of {', '.join(POLICIES)}.{nearest(policy, POLICIES)}"
+        )
+    if prefetch < 0:
+        raise ValueError(f"prefetch={prefetch!r}: a number of units from 0 on.")
+    if isinstance(weights, Mapping):
+        weights = Weights.of_sizes(weights)
+    known = budgets_of(
+        budgets
+        if isinstance(budgets, Mapping)
+        else {budget.device: budget.nbytes for budget in budgets}
+    )
+    request = _request(
+        weights,
+        policy,
+        1 + prefetch,
+        convert_file_size_to_int(activations),
+        convert_file_size_to_int(kv_cache),
+        not offload_buffers,
+    )
+    placed = _place(request, known)
+    if placed.fits:
+        return _plan(request, known, placed)
+    short = _short_by(request, known)
+    found = _plan(request, known, placed, short)
+    raise PlanError(_message(found, known), found)
+
+
+def offloaded_bytes(weights: Weights, budgets: Mapping[Device, int]) -> int:
+    """Return what a sequential plan without prefetch offloads; all bytes if there is none.
+
+    Example:
+        >>> from accel_callbacks.offload import Weights
+        >>> from accel_callbacks.offload.planner import offloaded_bytes
+        >>> weights = Weights.of_sizes({"a.w": 4, "b.w": 4})
+        >>> offloaded_bytes(weights, {0: 8}), offloaded_bytes(weights, {0: 7})
+        (0, 8)
+    """
+    known = budgets_of(budgets)
+    request = _request(weights, "sequential", 1, 0, 0, True)
+    placed = _place(request, known)
+    return _plan(request, known, placed).offloaded if placed.fits else weights.nbytes
+
+
+def _request(
+    weights: Weights, policy: str, factor: int, activations: int, cache: int, keep_buffers: bool
+) -> _Request:
+    """Sum up sizes by groups of units that are on one device."""
+    units = weights.units
+    parameters = [unit.parameters for unit in units]
+    buffers = [unit.buffers for unit in units]
+    windows = [unit.parameters + unit.shared for unit in units]
+    holders = [n for n, unit in enumerate(units) if unit.is_block]
+    holders = holders or [n for n, nbytes in enumerate(parameters) if nbytes]
+    caches = [0] * len(units)
+    for at, number in enumerate(holders):
+        caches[number] = cache // len(holders) + (at < cache % len(holders))
+    moved, fixed = (
+        (parameters, buffers)
+        if keep_buffers
+        else (list(map(add, parameters, buffers)), [0] * len(units))
+    )
+    if not keep_buffers:
+        windows = list(map(add, windows, buffers))
+    fixed = list(map(add, fixed, caches))
+    held = list(map(add, map(add, windows, buffers), caches))
+    groups = [group for group in groups_of(units) if any(held[n] for n in group)]
+    if len(groups) < len(units):  # otherwise each unit is a group, in their order
+        moved, fixed, caches = (
+            [sum([values[n] for n in group]) for group in groups]
+            for values in (moved, fixed, caches)
+        )
+        windows = [max([windows[n] for n in group]) for group in groups]
+    items = Items(moved, fixed, windows)
+    return _Request(weights, groups, items, caches, policy, factor, activations, keep_buffers)
+
+
+def groups_of(units: Sequence[Unit]) -> list[list[int]]:
+    """Return the numbers of units that share a parameter, directly or over others, in order.
+
+    Example:
+        >>> from accel_callbacks.offload import Unit
+        >>> from accel_callbacks.offload.planner import groups_of
+        >>> groups_of(
+        ...     [Unit("a", 1, ties=("w",)), Unit("b", 1), Unit("c", 0, shared=1, ties=("w",))]
+        ... )
+        [[0, 2], [1]]
+    """
+    leader = list(range(len(units)))
+
+    def find(number: int) -> int:
+        while leader[number] != number:
+            leader[number] = leader[leader[number]]
+            number = leader[number]
+        return number
+
+    holder: dict[str, int] = {}
+    tied = [number for number, unit in enumerate(units) if unit.ties]
+    if not tied:
+        return [[number] for number in leader]
+    for number in tied:
+        for tie in units[number].ties:
+            one, other = find(number), find(holder.setdefault(tie, number))
+            leader[max(one, other)] = min(one, other)
+    groups: dict[int, list[int]] = {}
+    for number in range(len(units)):
+        groups.setdefault(find(number), []).append(number)
+    return list(groups.values())
+
+
+def _place(request: _Request, budgets: Sequence[Budget]) -> _Placed:
+    """Place on accelerators, then on the host, then on disk."""
+    sizes = {b.device: _NO_LIMIT if b.nbytes is None else b.nbytes for b in budgets}
+    fast = [b.device for b in budgets if b.device not in _STORES and sizes[b.device]]
+    for start in range(len(fast)):
+        placed = _on_accelerators(request, sizes, fast[start:])
+        if placed is not None and _shows_execution(placed):
+            return placed
+    for device in fast:  # only to run what is elsewhere
+        placed = _on_accelerators(request, sizes, [device])
+        if placed is not None:
+            return placed
+    if sizes.get("cpu"):
+        room = sizes["cpu"] - request.activations
+        where = place(request.items, [room], request.factor) if room >= 0 else None
+        if where is not None:
+            return _stored(request, sizes, where, ["cpu"], "cpu")
+    if not request.groups:
+        return _Placed([], next(iter([*fast, "cpu"])), {}, True)
+    first: Device | None = fast[0] if fast else "cpu" if sizes.get("cpu") else None
+    if first is None:
+        return _Placed(["disk"] * len(request.groups), None, {}, False)
+    devices = fast or ["cpu"]
+    where = place(request.items, [sizes[device] for device in devices], 0)
+    found = _stored(request, sizes, where or [], devices, first, with_windows=False)
+    return found._replace(fits=False)
+
+
+def _shows_execution(placed: _Placed) -> bool:
+    """Return whether a device map tells where offloaded units run: on its first accelerator."""
+    return placed.execution in placed.where or set(placed.where).isdisjoint(_STORES)
+
+
+def _on_accelerators(
+    request: _Request, sizes: Mapping[Device, int], fast: Sequence[Device]
+) -> _Placed | None:
+    """Place what accelerators hold, of which the first runs the rest; None if it has no room."""
+    rooms = [sizes[device] - request.activations for device in fast]
+    if rooms[0] < 0:
+        return None
+    rooms = [max(0, room) for room in rooms]
+    where = None
+    if request.policy != "sequential":
+        where = balance(request.items.sizes, rooms, request.policy == "balanced_low_0")
+    if where is None:
+        where = place(request.items, rooms, request.factor)
+    return None if where is None else _stored(request, sizes, where, fast, fast[0])
+
+
+def _stored(
+    request: _Request,
+    sizes: Mapping[Device, int],
+    where: Sequence[int],
+    devices: Sequence[Device],
+    execution: Device,
+    with_windows: bool = True,
+) -> _Placed:
+    """Place what no device that computes holds: on the host, then on disk."""
+    items, factor = request.items, request.factor
+    rest = [n for n, device in enumerate(where) if device == ELSEWHERE]
+    found: list[Device] = [devices[device] for device in where]
+    for number in rest:
+        found[number] = "disk"
+    windows = {execution: factor * max((items.windows[n] for n in rest), default=0)}
+    fits = True
+    if rest and execution != "cpu" and sizes.get("cpu"):
+        waiting = Items(
+            [items.moved[n] for n in rest], [0] * len(rest), [items.windows[n] for n in rest]
+        )
+        # What comes from disk goes through the host's memory.
+        held = place(waiting, [sizes["cpu"]], factor if with_windows else 0)
+        fits = held is not None
+        for number, device in zip(rest, held or [ELSEWHERE] * len(rest), strict=True):
+            found[number] = "disk" if device == ELSEWHERE else "cpu"
+        staged = [items.windows[n] for n in rest if found[n] == "disk"]
+        windows["cpu"] = factor * max(staged, default=0)
+    on_disk = sum(items.moved[n] for n in rest if found[n] == "disk")
+    return _Placed(found, execution, windows, fits and on_disk <= sizes["disk"])
+
+
+def _plan(
+    request: _Request,
+    budgets: Sequence[Budget],
+    placed: _Placed,
+    short: Mapping[Device, int] | None = None,
+) -> Plan:
+    """Return the plan of a placement, with what it uses of each device."""
+    units = request.weights.units
+    where: list[Device | None] = [None] * len(units)
+    weights, buffers, cache = ({budget.device: 0 for budget in budgets} for _ in range(3))
+    for group, device, share in zip(request.groups, placed.where, request.cache, strict=True):
+        cache[_of_fixed(True, device, placed)] += share
+        of_buffers = _of_fixed(request.keep_buffers, device, placed)
+        for number in group:
+            where[number] = device
+            weights[device] += units[number].parameters
+            buffers[of_buffers] += units[number].buffers
+    computing = {placed.execution} if request.groups else set()
+    computing |= {device for device in placed.where if device not in _STORES}
+    uses = tuple(
+        DeviceUse(
+            budget.device,
+            budget.nbytes,
+            weights[budget.device],
+            buffers[budget.device],
+            cache[budget.device],
+            placed.windows.get(budget.device, 0),
+            request.activations if budget.device in computing else 0,
+        )
+        for budget in budgets
+    )
+    return Plan(
+        request.weights,
+        tuple(_next_to(where, placed.execution)),
+        uses,
+        placed.execution,
+        request.policy,
+        placed.fits,
+        short,
+    )
+
+
+def _of_fixed(keep: bool, device: Device, placed: _Placed) -> Device:
+    """Return where the buffers and the cache of a unit are."""
+    offloaded = device in _STORES and device != placed.execution
+    return placed.execution if keep and offloaded and placed.execution is not None else device
+
+
+def _next_to(where: Sequence[Device | None], default: Device | None) -> Iterator[Device]:
+    """Yield the devices; modules without tensors are where the unit before them is."""
+    last = next((device for device in where if device is not None), default)
+    for device in where:
+        last = last if device is None else device
+        yield "cpu" if last is None else last
+
+
+def _short_by(request: _Request, budgets: Sequence[Budget]) -> dict[Device, int]:
+    """Return for single devices how many bytes more would do."""
+    enough = sum(request.items.sizes) + request.activations
+    enough += request.factor * max(request.items.windows, default=0)
+    short: dict[Device, int] = {}
+    fast = [budget.device for budget in budgets if budget.device not in _STORES]
+    given = {budget.device: budget.nbytes for budget in budgets}
+    for device in [*fast[:1], "cpu", "disk"]:
+        now = given.get(device)
+        if device not in given or now is None:
+            continue
+
+        def fits(nbytes: int, device: Device = device) -> bool:
+            tried = [Budget(b.device, nbytes) if b.device == device else b for b in budgets]
+            return _place(request, tried).fits
+
+        low, high = now, max(now, enough)
+        if not fits(high):
+            continue
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        short[device] = high - now
+    return short
+
+
+def _message(found: Plan, budgets: Sequence[Budget]) -> str:
+    """Return why nothing fits, and the smallest budgets that would do."""
+    given = {budget.device: budget.nbytes or 0 for budget in budgets}
+    sized = [unit for unit in found.weights.units if unit.nbytes]
+    largest = max(sized, key=lambda unit: unit.nbytes + unit.shared)
+    what = (
+        f"The model ({size_of(found.weights.nbytes)}, its largest unit {largest.name!r} with "
+        f"{size_of(largest.nbytes + largest.shared)}) does not fit the budgets"
+    )
+    if not found.short_by:
+        return f"{what}: give one to a device that computes, as {{0: '8GB'}} or {{'cpu': '16GB'}}."
+    ways = " or ".join(
+        f"{given[device] + more:,} bytes ({size_of(given[device] + more)}) of {device}"
+        for device, more in found.short_by.items()
+    )
+    return f"{what}. With the other budgets as they are, it needs at least {ways}."

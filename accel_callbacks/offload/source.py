@@ -1,0 +1,645 @@
+"""Weights in local files: where each tensor's bytes are, and reads that fill memory with them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from accel_callbacks._siblings import require_neighbour
+
+__all__ = [
+    "FileIdentity",
+    "Reads",
+    "StoredTensor",
+    "StoredWeights",
+    "WeightReadError",
+    "plan_reads",
+]
+
+_PIECE = 8 << 20  # bytes of one read
+_AT_ONCE = 2  # reads of a unit: the disk has the next one before the last one has ended
+_PAGE = 4096  # what O_DIRECT asks of addresses, lengths and offsets
+_ALIGNMENT = 64  # as torch allocates, so that kernels give the same bits
+_GAP = 1 << 20  # bytes of other tensors that are read along past the page cache
+_VIEWS = 512  # of one readv; the limit is 1024
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+_Opened = TypeVar("_Opened")
+
+
+class WeightReadError(RuntimeError):
+    """Stored weights cannot be read, or are not those that the model was dispatched with.
+
+    Example:
+        >>> from accel_callbacks.offload.source import WeightReadError
+        >>> issubclass(WeightReadError, RuntimeError)
+        True
+    """
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a local file.
+
+    Args:
+        path: the file.
+        begin: offset of its first byte.
+        dtype: as it is stored.
+        shape: as it is stored.
+    """
+
+    path: str
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class FileIdentity(NamedTuple):
+    """What tells one version of a file from another.
+
+    Args:
+        size: in bytes.
+        modified: nanoseconds.
+        head: a digest of its first bytes, the header of a safetensors file; empty of other files.
+    """
+
+    size: int
+    modified: int
+    head: str
+
+    @classmethod
+    def of(cls, path: str) -> FileIdentity:
+        """Return the identity of a file.
+
+        Raises:
+            WeightReadError: it cannot be read.
+        """
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                length = int.from_bytes(file.read(8), "little")
+                file.seek(0)
+                head = hashlib.sha256(file.read(8 + min(length, _PIECE))).hexdigest()
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                raise
+            raise WeightReadError(
+                f"{path}: {error.strerror}: its weights are streamed from there; put the file back."
+            ) from None
+        return cls(status.st_size, status.st_mtime_ns, head)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Tensors in local files, by name.
+
+    Args:
+        tensors: where they are.
+        identities: of their files, by path.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    identities: Mapping[str, FileIdentity] = field(default_factory=dict)
+    _maps: weakref.WeakValueDictionary[str, mmap.mmap] = field(
+        default_factory=weakref.WeakValueDictionary, repr=False, compare=False
+    )
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: str | os.PathLike[str]) -> StoredWeights:
+        """Return the tensors of a checkpoint in local safetensors files; tied names included.
+
+        Args:
+            checkpoint: what ``load_checkpoint_in_model`` takes.
+
+        Raises:
+            ValueError: it is not in local safetensors files.
+            checkpoint_io.CheckpointError: it is missing or damaged.
+        """
+        require_neighbour("checkpoint_io")
+        from checkpoint_io.weights import open_weights
+
+        source = open_weights(checkpoint, 0, None)
+        locate = getattr(source, "local_bytes", None)
+        found = locate() if locate is not None else None
+        if found is None:
+            raise ValueError(
+                f"{os.fspath(checkpoint)}: weights are streamed from local safetensors files only. "
+                "Copy it to a local disk, or convert it with `accel merge-weights`; or give no "
+                "part of the model to the disk."
+            )
+        tensors = {
+            name: StoredTensor(path, begin, source.infos[name].dtype, source.infos[name].shape)
+            for name, (path, begin) in found.items()
+        }
+        tensors.update({name: tensors[kept] for name, kept in source.tied.items()})
+        return cls(tensors).identified()
+
+    def identified(self) -> StoredWeights:
+        """Return the same with the identities of all files as they are now."""
+        paths = sorted({one.path for one in self.tensors.values()})
+        return StoredWeights(self.tensors, {path: FileIdentity.of(path) for path in paths})
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor as a view of its mapped file: no memory, until it is read or written to.
+
+        What is written to it does not reach the file.
+        """
+        stored = self.tensors[name]
+        if not stored.nbytes:
+            return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        memory = self._maps.get(stored.path)
+        if memory is None:  # one mapping for all tensors of a file, as long as one of them lives
+            with self.open(stored.path) as file:
+                memory = _map(file.fileno())
+            self._maps[stored.path] = memory
+        whole = memoryview(memory)
+        if stored.begin + stored.nbytes > len(whole):
+            raise WeightReadError(
+                f"{stored.path}: truncated, {name} ends at byte {stored.begin + stored.nbytes} of "
+                f"{len(whole)}. Copy the file again."
+            )
+        # A storage of its own, so that torch.save writes this tensor and not the file.
+        part = torch.frombuffer(
+            whole[stored.begin : stored.begin + stored.nbytes], dtype=torch.uint8
+        )
+        if part.data_ptr() % stored.dtype.itemsize:
+            part = part.clone()
+        return part.view(stored.dtype).view(stored.shape)
+
+    def open(self, path: str, flags: int = 0) -> OpenFile:
+        """Open one of the files; raise WeightReadError if it is another than at first."""
+        return OpenFile(path, self.identities.get(path), flags)
+
+    def at(self, path: str, position: int) -> str:
+        """Return which tensor has this byte, with its file, for errors."""
+        for name, stored in self.tensors.items():
+            if stored.path == path and 0 <= position - stored.begin < max(stored.nbytes, 1):
+                return f"{name} in {path}"
+        return path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the mapped files."""
+        return {**self.__dict__, "_maps": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _maps=weakref.WeakValueDictionary())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeights:
+        """Return the same: it does not change."""
+        return self
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    """Map a whole file; what is written to the memory does not reach it."""
+    if sys.platform != "linux":
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    # Without a reserve, which Linux refuses for files that are larger than memory and swap.
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE | no_reserve, prot=protection)
+
+
+class OpenFile:
+    """A file that is open for reading, and is the one that it was.
+
+    Args:
+        path: the file.
+        identity: what it was; not checked if None.
+        flags: of :func:`os.open`.
+
+    Raises:
+        WeightReadError: it cannot be opened, or is another file than it was.
+    """
+
+    def __init__(self, path: str, identity: FileIdentity | None, flags: int = 0) -> None:
+        self.path = path
+        self.identity = identity
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | _FLAGS | flags)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, *_NO_DESCRIPTORS):
+                raise
+            raise WeightReadError(
+                f"{path}: {error.strerror}: the weights of a dispatched model are streamed from "
+                "there; put the file back."
+            ) from None
+        try:
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
+
+    def check(self) -> None:
+        """Raise WeightReadError if the file has changed since the model was dispatched."""
+        status, was = os.fstat(self._descriptor), self.identity
+        if was is not None and (status.st_size, status.st_mtime_ns) != was[:2]:
+            raise WeightReadError(
+                f"{self.path} has changed since the model was dispatched ({was.size} bytes then, "
+                f"{status.st_size} now): its weights are other ones. Dispatch the model again."
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+class _Piece(NamedTuple):
+    """Bytes of a file that go to consecutive places in memory."""
+
+    path: str
+    begin: int
+    ends: tuple[tuple[int, int], ...]  # (place in memory, number of bytes), in the file's order
+    needed: int  # bytes; the rest may be past the end of the file
+
+
+class _Move(NamedTuple):
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Reads:
+    """How to fill one buffer with some tensors.
+
+    Args:
+        nbytes: of the buffer.
+        places: offset of each tensor in the buffer, by name.
+        pieces: what to read.
+        moves: tensors to move after reading, first to last.
+        direct: read past the page cache.
+        stored_bytes: of the tensors, without what is read along.
+    """
+
+    nbytes: int
+    places: Mapping[str, int]
+    pieces: Sequence[_Piece]
+    moves: Sequence[_Move]
+    direct: bool
+    stored_bytes: int
+
+
+def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool) -> Reads:
+    """Return how to fill a buffer with tensors, each at a multiple of 64 bytes.
+
+    Args:
+        tensors: what is wanted.
+        direct: past the page cache, where whole pages are read.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.source import StoredTensor, plan_reads
+        >>> wanted = {"a": StoredTensor("f", 100, torch.float32, (3,))}
+        >>> reads = plan_reads(wanted, direct=False)
+        >>> reads.nbytes, dict(reads.places), len(reads.pieces)
+        (64, {'a': 0}, 1)
+    """
+    unique: dict[StoredTensor, list[str]] = {}
+    for name, stored in tensors.items():
+        unique.setdefault(stored, []).append(name)
+    ordered = sorted(unique, key=lambda stored: (stored.path, stored.begin))
+    plan = _plan_direct if direct and _DIRECT else _plan_buffered
+    nbytes, places, pieces, moves = plan(ordered)
+    return Reads(
+        nbytes,
+        {name: places[stored] for stored, names in unique.items() for name in names},
+        pieces,
+        moves,
+        bool(direct and _DIRECT),
+        sum(stored.nbytes for stored in ordered),
+    )
+
+
+_Planned = tuple[int, dict[StoredTensor, int], list[_Piece], list[_Move]]
+
+
+def _plan_buffered(ordered: Sequence[StoredTensor]) -> _Planned:
+    """Read each tensor to its place; neighbours in a file with one call."""
+    places: dict[StoredTensor, int] = {}
+    pieces: list[_Piece] = []
+    position = 0
+    for stored in ordered:
+        places[stored] = position
+        done = 0
+        while done < stored.nbytes:
+            length = min(_PIECE, stored.nbytes - done)
+            begin, end = stored.begin + done, (position + done, length)
+            last = pieces[-1] if pieces else None
+            size = sum(n for _, n in last.ends) if last else 0
+            if (
+                last is not None
+                and (last.path, last.begin + size) == (stored.path, begin)
+                and size + length <= _PIECE
+                and len(last.ends) < _VIEWS
+            ):
+                pieces[-1] = last._replace(ends=(*last.ends, end), needed=size + length)
+            else:
+                pieces.append(_Piece(stored.path, begin, (end,), length))
+            done += length
+        position = _up(position + stored.nbytes, _ALIGNMENT)
+    return position, places, pieces, []
+
+
+def _plan_direct(ordered: Sequence[StoredTensor]) -> _Planned:
+    """Read whole pages, and move tensors that are not aligned in their file."""
+    runs: list[list[StoredTensor]] = []
+    for stored in ordered:
+        last = runs[-1][-1] if runs else None
+        gap = -1 if last is None else stored.begin - (last.begin + last.nbytes)
+        if last is not None and last.path == stored.path and gap <= _GAP:
+            runs[-1].append(stored)
+        else:
+            runs.append([stored])
+    places: dict[StoredTensor, int] = {}
+    pieces: list[_Piece] = []
+    moves: list[_Move] = []
+    position = 0
+    for run in runs:
+        low, high = run[0].begin, max(one.begin + one.nbytes for one in run)
+        begin = low - low % _PAGE
+        aligned = all(one.begin % _ALIGNMENT == 0 for one in run)
+        # Tensors only move towards the front, each by less than the room that is left for it.
+        start = _up(position + (0 if aligned else _ALIGNMENT * len(run)), _PAGE)
+        for offset in range(0, high - begin, _PIECE):
+            needed = min(_PIECE, high - begin - offset)
+            ends = ((start + offset, _up(needed, _PAGE)),)
+            pieces.append(_Piece(run[0].path, begin + offset, ends, needed))
+        at = position
+        for one in run:
+            read_to = start + one.begin - begin
+            places[one] = read_to if aligned else at
+            if not aligned:
+                last_move = moves[-1] if moves else None
+                if last_move is not None and (
+                    (last_move.source + last_move.nbytes, last_move.target + last_move.nbytes)
+                    == (read_to, at)
+                ):
+                    moves[-1] = last_move._replace(nbytes=last_move.nbytes + one.nbytes)
+                else:
+                    moves.append(_Move(read_to, at, one.nbytes))
+                at = _up(at + one.nbytes, _ALIGNMENT)
+        position = start + _up(high - begin, _PAGE)
+    return position, places, pieces, moves
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+class Reader:
+    """Fills buffers from files, which stay open in between.
+
+    Args:
+        weights: the files, with what they were.
+        on_progress: called with the number of bytes after each read.
+    """
+
+    _MOST_FILES = 64
+
+    def __init__(
+        self, weights: StoredWeights, on_progress: Callable[[int], None] = lambda count: None
+    ) -> None:
+        self._weights = weights
+        self._on_progress = on_progress
+        self._files: dict[tuple[str, bool], OpenFile] = {}
+        self._in_use: list[OpenFile] = []
+        self._lock = threading.Lock()
+        self.reading: str | None = None  # the file, for the message of one who waits
+
+    def fill(self, reads: Reads, memory: torch.Tensor) -> int:
+        """Read tensors into a buffer; return the number of bytes that were read.
+
+        Args:
+            reads: how.
+            memory: bytes in host memory, page-aligned.
+
+        Raises:
+            WeightReadError: a file is damaged, gone, or another than it was.
+        """
+        view, base = memory.numpy().data, memory.data_ptr()
+
+        def read(piece: _Piece) -> int:
+            targets = [view[at : at + length] for at, length in piece.ends]
+            return self._read(piece, targets, reads.direct)
+
+        total, moves = 0, deque(reads.moves)
+        self.reading = reads.pieces[0].path if reads.pieces else None
+        for piece, count in zip(reads.pieces, _in_order(read, reads.pieces), strict=True):
+            total += count
+            # While the next pieces are read. Targets may overlap with sources, but not with them.
+            _move(moves, base, piece.ends[-1][0] + piece.needed)
+        self.reading = None
+        return total
+
+    def _read(self, piece: _Piece, targets: list[memoryview[int]], direct: bool) -> int:
+        with self._use(piece.path, direct) as file:
+            self.reading = piece.path
+            return self._read_from(file, piece, targets, direct)
+
+    def _read_from(
+        self, file: OpenFile, piece: _Piece, targets: list[memoryview[int]], direct: bool
+    ) -> int:
+        if not direct and sys.platform not in ("win32", "darwin") and hasattr(os, "posix_fadvise"):
+            # As one request: read-ahead fills the page cache in steps, up to twice as slowly.
+            os.posix_fadvise(file.fileno(), piece.begin, piece.needed, os.POSIX_FADV_WILLNEED)
+        wanted, done = sum(map(len, targets)), 0
+        while done < wanted:
+            try:
+                count = _readv(file.fileno(), targets, piece.begin + done)
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:  # this file system has no direct reads
+                    return self._read(piece, targets, False)
+                where = self._weights.at(piece.path, piece.begin + done)
+                raise WeightReadError(
+                    f"{where}: {error.strerror} at byte {piece.begin + done}: check the disk"
+                ) from None
+            done += count
+            with self._lock:
+                self._on_progress(count)
+            targets = list(_after(targets, count))
+            if not count or (direct and count % _PAGE):  # the end of the file
+                break
+        if done < piece.needed:
+            file.check()
+            raise WeightReadError(
+                f"{self._weights.at(piece.path, piece.begin + done)}: truncated, it ends at byte "
+                f"{piece.begin + done}; it was complete when the model was dispatched. Copy the "
+                "file again."
+            )
+        file.check()
+        return done
+
+    @contextmanager
+    def _use(self, path: str, direct: bool) -> Iterator[OpenFile]:
+        """Keep a file open, which the other thread closes for want of descriptors otherwise."""
+        with self._lock:
+            file = self._open(path, direct)
+            self._in_use.append(file)
+        try:
+            yield file
+        finally:
+            with self._lock:
+                self._in_use.remove(file)
+
+    def _open(self, path: str, direct: bool) -> OpenFile:
+        file = self._files.pop((path, direct), None)
+        if file is None:
+            while len(self._files) >= self._MOST_FILES:
+                self._close_one()
+            self._check_head(path)
+            try:
+                file = self._opened(path, _DIRECT if direct else 0)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                file = self._opened(path, 0)
+            if (
+                not direct
+                and sys.platform not in ("win32", "darwin")
+                and hasattr(os, "posix_fadvise")
+            ):
+                # Reads twice as far ahead as for others.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._files[path, direct] = file
+        file.check()
+        return file
+
+    def _check_head(self, path: str) -> None:
+        """Raise WeightReadError if a file has another header, whatever its size and time are."""
+        was = self._weights.identities.get(path)
+        if was is None or not was.head:
+            return
+        if self._retried(lambda: FileIdentity.of(path)).head != was.head:
+            raise WeightReadError(
+                f"{path} has changed since the model was dispatched: its header is another one. "
+                "Dispatch the model again."
+            )
+
+    def _opened(self, path: str, flags: int) -> OpenFile:
+        return self._retried(lambda: self._weights.open(path, flags))
+
+    def _retried(self, open_it: Callable[[], _Opened]) -> _Opened:
+        """Open a file; where there are no descriptors left, close one that is kept open."""
+        while True:
+            try:
+                return open_it()
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTORS:
+                    raise
+                if all(file in self._in_use for file in self._files.values()):
+                    raise WeightReadError(
+                        f"{error.filename}: {error.strerror}: raise the limit with `ulimit -n`, or "
+                        "close files that are not needed."
+                    ) from None
+                self._close_one()
+
+    def _close_one(self) -> None:
+        unused = (key for key, file in self._files.items() if file not in self._in_use)
+        self._files.pop(next(unused)).close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def _in_order(read: Callable[[_Piece], int], pieces: Sequence[_Piece]) -> Iterator[int]:
+    """Yield the result of each read, in order, with some at a time on threads."""
+    if len(pieces) < 2:
+        yield from map(read, pieces)
+        return
+    left = deque(range(len(pieces)))
+    results: list[SimpleQueue[int | BaseException]] = [SimpleQueue() for _ in pieces]
+
+    def work() -> None:
+        while left:
+            try:
+                number = left.popleft()
+            except IndexError:
+                return
+            try:
+                results[number].put(read(pieces[number]))
+            except BaseException as error:
+                left.clear()
+                results[number].put(error)
+
+    # Not of a pool, whose threads the end of the process waits for, even if the disk hangs.
+    threads = [
+        threading.Thread(target=work, name=f"offload-reader-{number}", daemon=True)
+        for number in range(min(_AT_ONCE, len(pieces)))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for result in results:
+            found = result.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        left.clear()
+        for thread in threads:
+            thread.join()
+
+
+def _move(moves: deque[_Move], base: int, end: int) -> None:
+    """Move towards the front what has been read up to that place in memory."""
+    while moves and moves[0].source < end:
+        move = moves.popleft()
+        nbytes = min(move.nbytes, end - move.source)
+        ctypes.memmove(base + move.target, base + move.source, nbytes)
+        if nbytes < move.nbytes:
+            rest = _Move(move.source + nbytes, move.target + nbytes, move.nbytes - nbytes)
+            moves.appendleft(rest)
+
+
+def _after(targets: Sequence[memoryview[int]], count: int) -> Iterator[memoryview[int]]:
+    """Yield what is left of the targets after that many bytes."""
+    for target in targets:
+        if count >= len(target):
+            count -= len(target)
+        else:
+            yield target[count:]
+            count = 0
+
+
+def _readv(descriptor: int, targets: Sequence[memoryview[int]], offset: int) -> int:
+    """Read into several places; return the number of bytes."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, targets, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    data = os.read(descriptor, len(targets[0]))
+    targets[0][: len(data)] = data
+    return len(data)

@@ -1,0 +1,602 @@
+"""Single tensors of a module: put on a device, aligned with it, tied, collected in a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from accel_callbacks.distributed.topology import own_accelerator
+from accel_callbacks.memory import clear_device_cache
+from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError, placeholder
+
+__all__ = [
+    "align_module_device",
+    "as_device",
+    "as_it_is",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
+    "id_tensor_storage",
+    "is_absent",
+    "is_changed",
+    "is_quantizer",
+    "move",
+    "new_like",
+    "offload_hook",
+    "recursive_getattr",
+    "retie_parameters",
+    "set_module_tensor_to_device",
+    "slot_of",
+    "stand_in",
+]
+
+Device = int | str | torch.device
+#: Data pointer of a tied weight to its copies by device, filled in as they are made.
+TiedParams = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
+
+Before = int | torch.Tensor  # a version, or a copy
+
+_KIND = "_stands_for"
+
+
+def as_device(place: Device) -> torch.device:
+    """Return a device; a number is that of an accelerator.
+
+    Example:
+        >>> from accel_callbacks.offload.tensors import as_device
+        >>> as_device("cpu")
+        device(type='cpu')
+    """
+    if not isinstance(place, int):
+        return torch.device(place)
+    kind = own_accelerator()
+    if kind is None:
+        raise ValueError(f'there is no accelerator {place} on this machine; "cpu" is the CPU')
+    return torch.device(kind.type, place)
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute by its path, such as ``"layers.0.weight"``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import recursive_getattr
+        >>> recursive_getattr(torch.nn.Sequential(torch.nn.Linear(2, 1)), "0.out_features")
+        1
+    """
+    for part in attr.split("."):
+        obj = getattr(obj, part)
+    return obj
+
+
+def slot_of(module: torch.nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
+    """Return the dict that holds a parameter or buffer of a module, and the key in it.
+
+    Raises:
+        ValueError: there is none of this name.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import slot_of
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> slot_of(torch.nn.Sequential(layer), "0.bias")[0] is layer._parameters
+        True
+    """
+    path, _, name = tensor_name.rpartition(".")
+    try:
+        owner = module.get_submodule(path) if path else module
+    except AttributeError:
+        owner = None
+    for slots in () if owner is None else (owner._parameters, owner._buffers):
+        if slots.get(name) is not None:
+            return slots, name
+    raise ValueError(f"{type(module).__name__} has no parameter or buffer named {tensor_name!r}.")
+
+
+def is_absent(tensor: Any) -> bool:
+    """Return whether a tensor has no values: a placeholder, or one on the meta device.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import is_absent
+        >>> is_absent(torch.ones(1)), is_absent(torch.ones(1, device="meta"))
+        (False, True)
+    """
+    return isinstance(tensor, AbsentWeight) or (isinstance(tensor, torch.Tensor) and tensor.is_meta)
+
+
+def stand_in(
+    tensor: torch.Tensor, name: str, place: str, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return the placeholder of a tensor, which knows what kind of parameter it stands for.
+
+    Tensors that are one object get one placeholder, so that tied parameters stay tied.
+
+    Args:
+        tensor: a parameter or buffer, or a placeholder, which is returned as it is.
+        name: its name in the model, for messages.
+        place: where its values are, for messages.
+        device: where its module runs; where the tensor is, if ``None``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import stand_in
+        >>> weight = torch.nn.Linear(2, 1).weight
+        >>> stand_in(weight, "weight", "on disk") is stand_in(weight, "head.weight", "on disk")
+        True
+    """
+    if isinstance(tensor, AbsentWeight):
+        return tensor
+    own = vars(tensor)
+    if own.get("_stand_in") is None:
+        made = placeholder(tensor, name, place, tensor.device if device is None else device)
+        setattr(made, _KIND, (type(tensor), {k: v for k, v in own.items() if k != "_stand_in"}))
+        own["_stand_in"] = made
+    found: torch.Tensor = own["_stand_in"]
+    return found
+
+
+def new_like(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a value on a device as what it replaces: a parameter of its class, or a buffer.
+
+    A value that is a parameter of a class of its own, such as a quantized one, moves by its own
+    ``to``. What is there already is not copied.
+
+    Args:
+        old: the parameter, buffer or placeholder in whose place it comes.
+        value: the values, of the dtype that they are to have.
+        device: the target device.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import new_like
+        >>> old = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        >>> new_like(old, torch.ones(2), torch.device("cpu"))
+        Parameter containing:
+        tensor([1., 1.])
+    """
+    kind, attributes = _kind_of(old)
+    if not isinstance(old, torch.nn.Parameter):
+        return move(value, device)
+    if is_quantizer(value):
+        return move(value, device)
+    if kind is torch.nn.Parameter or not issubclass(kind, torch.nn.Parameter):
+        # A traceable subclass, such as torchao's, is a parameter by a mark: its data has the class.
+        made = torch.nn.Parameter(move(value.detach(), device), old.requires_grad)
+        vars(made).update({k: v for k, v in attributes.items() if k not in ("_stand_in", _KIND)})
+        return made
+    kept = {k: v for k, v in attributes.items() if k not in ("_stand_in", "_is_hf_initialized")}
+    # bitsandbytes quantizes in `to`, its constructors take what their parameters have noted.
+    return move(kind(value.detach(), requires_grad=old.requires_grad, **kept), device)
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[type, dict[str, Any]]:
+    """Return the class and the attributes of a tensor, or of what a placeholder stands for."""
+    if not isinstance(tensor, AbsentWeight):
+        return type(tensor), vars(tensor)
+    found: tuple[type, dict[str, Any]] = vars(tensor).get(_KIND) or (torch.nn.Parameter, {})
+    return found
+
+
+def is_quantizer(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter of a class of its own, whose ``to`` does more.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import is_quantizer
+        >>> is_quantizer(torch.nn.Parameter(torch.ones(1)))
+        False
+    """
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(
+        tensor, AbsentWeight
+    )
+    return not is_plain and issubclass(type(tensor), torch.nn.Parameter)
+
+
+def move(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device, the same one if it is there.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import move
+        >>> one = torch.ones(1)
+        >>> move(one, torch.device("cpu")) is one
+        True
+    """
+    is_there = value.device.type == device.type and device.index in (None, value.device.index)
+    if is_there and not is_quantizer(value):
+        return value
+    # CUDA orders copies from pageable memory on its stream; MPS does not.
+    return value.to(device, non_blocking=device.type == "cuda")
+
+
+def as_it_is(tensor: torch.Tensor, training: bool) -> Before:
+    """Return what tells later whether a tensor was written in place.
+
+    Args:
+        tensor: a parameter or buffer.
+        training: its module is in training mode.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import as_it_is, is_changed
+        >>> buffer = torch.ones(1)
+        >>> before = as_it_is(buffer, training=False)
+        >>> is_changed(buffer.zero_(), before)
+        True
+    """
+    if not isinstance(tensor, torch.nn.Parameter) and (training or tensor.is_inference()):
+        # Batch norm counts no version of what it writes; tensors of inference_mode have none.
+        return tensor.clone()
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_changed(tensor: torch.Tensor, before: Before) -> bool:
+    """Return whether a tensor was written in place, see :func:`as_it_is`.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import as_it_is, is_changed
+        >>> is_changed(torch.ones(1), as_it_is(torch.ones(1), training=True))
+        False
+    """
+    if isinstance(before, torch.Tensor):
+        return not torch.equal(tensor, before)
+    return not tensor.is_inference() and tensor._version != before
+
+
+def set_module_tensor_to_device(
+    module: torch.nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedParams | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = False,
+) -> None:
+    """Put a parameter or buffer of a module on a device, with other values if they are given.
+
+    On ``"meta"`` it becomes a placeholder: a computation with it raises AbsentWeightError.
+
+    Args:
+        module: the module, or one that contains it.
+        tensor_name: the name of the tensor in it, with dots.
+        device: a device, or the number of an accelerator.
+        value: the values; required for a tensor that has none.
+        dtype: the dtype that floating-point values get; that of the tensor before, if ``None``.
+        fp16_statistics: the scales of an int8 weight of bitsandbytes.
+        tied_params_map: copies of tied weights by data pointer and device: one that is there is
+            used, one that is made is noted.
+        non_blocking: do not wait for copies from pinned memory.
+        clear_cache: give cached memory of the device back, which costs more than the rest of this.
+
+    Raises:
+        ValueError: there is no such tensor, it has no values, or ``value`` has another shape.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import set_module_tensor_to_device
+        >>> layer = torch.nn.Linear(2, 1, device="meta")
+        >>> set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(1, 2))
+        >>> layer.weight
+        Parameter containing:
+        tensor([[1., 1.]], requires_grad=True)
+    """
+    slots, key = slot_of(module, tensor_name)
+    old = slots[key]
+    target = as_device(device)
+    known = _tied(tied_params_map, value if value is not None else old)
+    if known is not None and device in known:
+        slots[key] = known[device]
+        return
+    if target.type == "meta":
+        slots[key] = _on_meta(old, tensor_name, dtype)
+        return
+    if value is None:
+        if is_absent(old):
+            raise ValueError(f"{tensor_name} has no values: give `value` to put it on {device}.")
+        wanted = _dtype(dtype) or old.dtype
+        is_there = old.device.type == target.type and target.index in (None, old.device.index)
+        if is_there and wanted == old.dtype:
+            return  # the same parameter, so that optimizers and tied modules keep it
+        source = old if is_quantizer(old) else _cast(old.detach(), wanted, non_blocking)
+    else:
+        source = _checked(old, tensor_name, value, _dtype(dtype), non_blocking)
+    new = new_like(old, source, target)
+    if fp16_statistics is not None:
+        new.SCB = fp16_statistics.to(new.device)  # type: ignore[attr-defined]
+    slots[key] = new
+    if known is not None:
+        known[device] = new
+    if clear_cache and target.type not in ("cpu", "meta"):
+        clear_device_cache()
+
+
+def _tied(
+    tied: TiedParams | None, tensor: torch.Tensor
+) -> MutableMapping[Any, torch.Tensor] | None:
+    """Return the copies of a tied weight by device, None if it is not tied."""
+    if not tied or is_absent(tensor):
+        return None
+    return tied.get(tensor.data_ptr())
+
+
+def _on_meta(old: torch.Tensor, name: str, dtype: str | torch.dtype | None) -> torch.Tensor:
+    wanted = _dtype(dtype)
+    if isinstance(old, AbsentWeight) and wanted in (None, old.dtype):
+        return old
+    if wanted is not None and wanted != old.dtype and old.is_floating_point():
+        like = torch.empty(old.shape, dtype=wanted, device="meta")
+        is_parameter = isinstance(old, torch.nn.Parameter)
+        old = torch.nn.Parameter(like, old.requires_grad) if is_parameter else like
+    return stand_in(old, name, "on the meta device", torch.device("meta"))
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f'dtype={dtype!r} is no dtype of torch, such as "bfloat16".')
+    return found
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype, non_blocking: bool = False) -> torch.Tensor:
+    """Convert floating-point values; integers and booleans stay."""
+    if value.dtype == dtype or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return value.to(dtype, non_blocking=non_blocking)
+
+
+def _checked(
+    old: torch.Tensor,
+    name: str,
+    value: torch.Tensor,
+    dtype: torch.dtype | None,
+    non_blocking: bool,
+) -> torch.Tensor:
+    """Return the values for a tensor in its dtype; raise if they are not of its shape."""
+    kind, _ = _kind_of(old)
+    packed = "Params4bit" in (kind.__name__, type(value).__name__)
+    if value.shape != old.shape and not packed:
+        raise ValueError(
+            f"{name} has shape {tuple(old.shape)}, and the value that it is to get has "
+            f"{tuple(value.shape)}: these are weights of another model."
+        )
+    if is_quantizer(value):
+        return value
+    if dtype is not None:
+        return _cast(value, dtype, non_blocking)
+    return value.to(old.dtype, non_blocking=non_blocking)
+
+
+def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
+    """Make the parameters of each group one again, the first of them that has values.
+
+    Args:
+        model: the model.
+        tied_params: groups of names, from ``find_tied_parameters``.
+
+    Raises:
+        ValueError: parameters of a group have different shapes; nothing was changed.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import retie_parameters
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> retie_parameters(model, [["0.weight", "1.weight"]])
+        >>> model[0].weight is model[1].weight
+        True
+    """
+    changes = []
+    for group in tied_params:
+        slots = {name: slot_of(model, name) for name in group}
+        tensors = {name: held[key] for name, (held, key) in slots.items()}
+        if len({tensor.shape for tensor in tensors.values()}) > 1:
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            raise ValueError(f"parameters of different shapes cannot be tied: {shapes}")
+        one = next((tensor for tensor in tensors.values() if not is_absent(tensor)), None)
+        if one is not None:
+            changes += [(held, key, one) for held, key in slots.values()]
+    for held, key, one in changes:
+        held[key] = one
+
+
+def offload_hook(module: torch.nn.Module) -> Any:
+    """Return the hook that offloads a module, also one in a chain of hooks; None without one.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import offload_hook
+        >>> offload_hook(torch.nn.Linear(2, 1)) is None
+        True
+    """
+    pending = [getattr(module, "_hf_hook", None)]
+    while pending:
+        hook = pending.pop()
+        if getattr(hook, "offload", False) is True:
+            return hook
+        pending.extend(getattr(hook, "hooks", ()))
+    return None
+
+
+def has_offloaded_params(module: torch.nn.Module) -> bool:
+    """Return whether a hook of this module itself, not of its children, offloads its tensors.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import has_offloaded_params
+        >>> has_offloaded_params(torch.nn.Linear(2, 1))
+        False
+    """
+    return offload_hook(module) is not None
+
+
+@contextmanager
+def align_module_device(
+    module: torch.nn.Module, execution_device: Device | None = None
+) -> Iterator[None]:
+    """Context manager: a module's own parameters are on a device.
+
+    Offloaded ones are fetched, and written back if they were changed in place. Others move, and
+    come back as the parameters that they were, with their changes.
+
+    Args:
+        module: the module; its children are left alone.
+        execution_device: where; if ``None``, that of the hook, and a module without one is left
+            alone.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import align_module_device
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with align_module_device(layer, "cpu"):
+        ...     layer.weight.device
+        device(type='cpu')
+    """
+    hook = offload_hook(module)
+    if hook is not None:
+        own = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            hook.pre_forward(module)
+            try:
+                yield
+            finally:
+                hook.post_forward(module, None)
+        finally:
+            hook.execution_device = own
+    elif execution_device is not None:
+        with _moved(module, as_device(execution_device)):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _moved(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Put copies on a device in place of parameters; take their changes over at the end."""
+    moved: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
+    slots: dict[str, Any] = module._parameters
+    try:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_absent(parameter) and device.type != "meta":
+                raise AbsentWeightError(
+                    f"{name} of {type(module).__name__} has no values: load them first, with "
+                    "load_checkpoint_in_model(model, path)."
+                )
+            set_module_tensor_to_device(module, name, device)
+            if slots[name] is not parameter:
+                moved[name] = parameter, slots[name], slots[name]._version
+        yield
+    finally:
+        for name, (own, copy, version) in moved.items():
+            held = slots.get(name)
+            if held is not None and held is copy and held._version == version:
+                slots[name] = own
+            elif held is not None and not is_absent(held):
+                with torch.no_grad():
+                    own.copy_(held)
+                slots[name] = own
+
+
+def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole state dict of an offloaded model, on the CPU.
+
+    Tied parameters are one tensor in it.
+
+    Raises:
+        AbsentWeightError: a weight is on the meta device, and no hook knows its values.
+        MemoryError: the model does not fit the CPU's memory.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import get_state_dict_offloaded_model
+        >>> list(get_state_dict_offloaded_model(torch.nn.Linear(2, 1)))
+        ['weight', 'bias']
+    """
+    groups: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first = {name: groups.setdefault(id(tensor), name) for name, tensor in named}
+    with ExitStack() as stack:
+        try:
+            for module in model.modules():
+                if has_offloaded_params(module):
+                    stack.enter_context(align_module_device(module, "cpu"))
+            state = model.state_dict()
+            found = {name: _on_cpu(name, value) for name, value in state.items()}
+        except MemoryError:
+            raise MemoryError(
+                "the model must fit the CPU's memory for a state dict of all of it"
+            ) from None
+    return {name: found.get(first.get(name, name), value) for name, value in found.items()}
+
+
+def _on_cpu(name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_absent(value):
+        raise AbsentWeightError(
+            f"{name} has no values: load them before the state dict is taken, with "
+            "load_checkpoint_in_model(model, path)."
+        )
+    return value.to("cpu")
+
+
+def get_state_dict_from_offload(
+    module: torch.nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Device | None = "cpu",
+) -> dict[str, Any]:
+    """Fill the entries of a state dict that one module holds, in place.
+
+    Args:
+        module: the module; it may be offloaded.
+        module_name: the name in the model of one of its tensors, such as ``"layers.0.weight"``.
+        state_dict: entries by name; only those that are there are filled.
+        device_to_put_offload: the device for what is offloaded.
+
+    Returns:
+        ``state_dict``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.offload.tensors import get_state_dict_from_offload
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> filled = get_state_dict_from_offload(layer, "head.weight", {"head.bias": ""})
+        >>> torch.equal(filled["head.bias"], layer.bias)
+        True
+    """
+    root, dot, _ = module_name.rpartition(".")
+    where = device_to_put_offload if has_offloaded_params(module) else None
+    with align_module_device(module, where):
+        for key, tensor in module.state_dict().items():
+            if f"{root}{dot}{key}" in state_dict:
+                state_dict[f"{root}{dot}{key}"] = tensor
+    return state_dict
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return device, address and size of a tensor's storage, which identify it while it lives.
+
+    All tensors on the meta device have address 0.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.utils import id_tensor_storage
+        >>> one = torch.ones(2)
+        >>> id_tensor_storage(one) == id_tensor_storage(one[1:])
+        True
+    """
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()

@@ -1,0 +1,319 @@
+"""What others look for in a dispatched module, as ``module._hf_hook``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_callbacks.data.device import send_to_device
+from accel_callbacks.offload.align import AlignHook
+from accel_callbacks.offload.attachment import note_origin, same_bits
+from accel_callbacks.offload.folder import PrefixedDataset
+from accel_callbacks.offload.hooks import AlignDevicesHook
+from accel_callbacks.offload.offload_index import names_in
+from accel_callbacks.offload.placeholder import AbsentWeight
+from accel_callbacks.offload.residence import Offload, offload_hooks
+from accel_callbacks.offload.units import FetchUnit, Slot
+
+__all__ = ["DispatchHook", "OffloadWeights", "put_views", "remove_views"]
+
+
+class OffloadWeights(Mapping[str, torch.Tensor]):
+    """The offloaded weights of a model by name, those on disk first.
+
+    Args:
+        offload: where they are.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks import cpu_offload
+        >>> layer = cpu_offload(torch.nn.Linear(1, 1))
+        >>> list(layer._hf_hook.weights_map.dataset)
+        ['weight', 'bias']
+    """
+
+    def __init__(self, offload: Offload) -> None:
+        self.offload = offload
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.offload.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        held = self.offload.held
+        yield from (name for name in self.offload.stored.tensors if name not in held)
+        yield from held
+
+    def __len__(self) -> int:
+        return len({*self.offload.stored.tensors, *self.offload.held})
+
+    @property
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        """Those in host memory."""
+        return self.offload.held
+
+    @property
+    def index(self) -> dict[str, dict[str, Any]]:
+        """Where those on disk are, as an index of Accelerate's tells it."""
+        stored = self.offload.stored
+        found: dict[str, dict[str, Any]] = {}
+        keys: dict[str, Mapping[int, str]] = {}
+        for name, tensor in stored.tensors.items():
+            if name in self.offload.held:
+                continue
+            entry: dict[str, Any] = {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+            }
+            if stored.identities[tensor.path].head:  # of a safetensors file
+                if tensor.path not in keys:
+                    keys[tensor.path] = names_in(tensor.path)
+                entry["safetensors_file"] = tensor.path
+                entry["weight_name"] = keys[tensor.path].get(tensor.begin, name)
+            found[name] = entry
+        return found
+
+
+class _OwnWeights(PrefixedDataset):
+    """The weights of one module."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefixedDataset:
+        return _OwnWeights(deepcopy(self.dataset, memo), self.prefix)
+
+
+class _Dispatched:
+    """A dispatched model and the hooks that serve it.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._hooks = list(offload_hooks(model))
+
+    def end_unused(self) -> None:
+        """Remove the hooks that have nothing to bring, and the guards when there is none left."""
+        unused = [one for one in self._hooks if not any(unit.slots for _, unit in one.units)]
+        for hook in unused:
+            hook.detach()
+        self._hooks = [one for one in self._hooks if one not in unused]
+        if unused and not self._hooks:
+            for module in self._model.modules():
+                if (guard := vars(module).get("_offload_guard")) is not None:
+                    guard.off()
+
+
+class _Served(NamedTuple):
+    """An offloaded weight of a module."""
+
+    offload: Offload
+    unit: FetchUnit
+    name: str
+
+    def put(self, tensor: torch.Tensor, instead_of: torch.Tensor | None) -> None:
+        """Put a tensor where another one is."""
+        for slot in self.unit.slots[self.name]:
+            if slot.get() is instead_of:
+                slot.put(tensor)
+
+
+class DispatchHook(AlignDevicesHook):
+    """A view of how a dispatched module is served; the engine does the work.
+
+    Its methods do what those of Accelerate's hook do: bring the module's own weights, take them
+    back, and end their offloading. A weight that was changed meanwhile stays: in host memory if it
+    was held there, else in the module.
+
+    Args:
+        module: the module.
+        served: its own offloaded weights, by their key in it.
+        device: where it runs.
+        dispatched: the model.
+        offload_buffers: buffers are offloaded too.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        served: Mapping[str, _Served],
+        device: torch.device,
+        dispatched: _Dispatched,
+        offload_buffers: bool = False,
+    ) -> None:
+        super().__init__(device, bool(served), offload_buffers=offload_buffers)
+        self._module = module
+        self._dispatched = dispatched
+        self._served = dict(served)
+        self._lent: dict[str, tuple[AbsentWeight, torch.Tensor]] = {}
+        self._own_map: PrefixedDataset | None = None
+        for key, one in self._served.items():
+            if self._own_map is None:
+                prefix = one.name[: len(one.name) - len(key)]
+                self._own_map = _OwnWeights(OffloadWeights(one.offload), prefix)
+            held = one.name in one.offload.held
+            self.original_devices[key] = torch.device("cpu" if held else "meta")
+        self.weights_map = self._own_map
+
+    def _align(self) -> AlignHook | None:
+        module: torch.nn.Module | None = self.__dict__.get("_module")
+        return None if module is None else vars(module).get("_align_hook")
+
+    @property
+    def io_same_device(self) -> bool:
+        """Whether the output is sent to the device of the input."""
+        align = self._align()
+        return align is not None and align.returns
+
+    @io_same_device.setter
+    def io_same_device(self, value: bool) -> None:
+        align = self._align()
+        if align is not None:
+            align.returns = value
+        elif value:
+            device = torch.device(self.execution_device or "cpu")
+            AlignHook(device, True).attach(self._module)
+
+    @property
+    def skip_keys(self) -> Any:
+        """Keys of what is not moved."""
+        align = self._align()
+        return sorted(align.skip_keys) if align is not None and align.skip_keys else None
+
+    @skip_keys.setter
+    def skip_keys(self, value: Any) -> None:
+        align = self._align()
+        if align is not None:
+            align.skip_keys = frozenset([value] if isinstance(value, str) else value or ())
+
+    def init_hook(self, module: Any) -> Any:
+        """Return the module: it is served already."""
+        return module
+
+    def pre_forward(self, module: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Bring the module's own weights; send the inputs to the execution device."""
+        if self.offload and module is self._module:
+            self._fetch(module)
+        if self.execution_device is None:
+            return args, kwargs
+        device = torch.device(self.execution_device)
+        return send_to_device(args, device), send_to_device(
+            kwargs, device, skip_keys=self.skip_keys
+        )
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        """Take the weights back."""
+        if self.offload and module is self._module:
+            self._drop(module)
+        return output
+
+    def forward_failed(self, module: Any) -> None:
+        """Take the weights back."""
+        self.post_forward(module, None)
+
+    def _fetch(self, module: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        device = torch.device(self.execution_device or "cpu")
+        with torch.no_grad():
+            for key, one in self._served.items():
+                stands = _slot(module, key).get()
+                if isinstance(stands, AbsentWeight):
+                    value = one.offload.tensor(one.name).to(device, copy=True)
+                    lent = _as(stands, value)
+                    one.put(lent, stands)
+                    self._lent[key] = stands, lent
+
+    def _drop(self, module: Any) -> None:
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        for key, (stands, lent) in self._lent.items():
+            one = self._served[key]
+            now = _slot(module, key).get()
+            if now is None:
+                self._keep(key, lent, lent)
+            elif now is lent and same_bits(lent, one.offload.tensor(one.name)):
+                one.put(stands, lent)
+            elif now is lent and one.name in one.offload.held:
+                one.offload.hold(one.name, lent.detach())
+                one.put(stands, lent)
+            else:
+                self._keep(key, now, lent)
+        self._lent.clear()
+        self.weights_map = self._own_map
+
+    def _keep(self, key: str, tensor: torch.Tensor, instead_of: torch.Tensor) -> None:
+        """Let a weight be resident."""
+        one = self._served.pop(key)
+        one.put(tensor, instead_of)
+        self.original_devices[key] = tensor.device
+        one.unit.slots.pop(one.name, None)
+        one.unit.placeholders.pop(one.name, None)
+        self.offload = bool(self._served)
+
+    def detach_hook(self, module: Any) -> Any:
+        """Give the module its own weights: those in host memory, and views of mapped files."""
+        if module is not self._module:
+            return module
+        self._depth = min(self._depth, 1)
+        self._drop(module)
+        for key, one in list(self._served.items()):
+            stands = _slot(module, key).get()
+            if isinstance(stands, AbsentWeight):
+                if one.name in one.offload.held:
+                    given = _as(stands, one.offload.writable(one.name))
+                else:
+                    given = _as(stands, one.offload.tensor(one.name))
+                    note_origin(given, one.offload.stored, one.name)
+                self._keep(key, given, stands)
+        if (align := self._align()) is not None:
+            align.detach(module)
+        self._dispatched.end_unused()
+        return module
+
+
+def _slot(module: torch.nn.Module, key: str) -> Slot:
+    return Slot(module, key, key in module._parameters)
+
+
+def _as(stands: AbsentWeight, value: torch.Tensor) -> torch.Tensor:
+    if isinstance(stands, torch.nn.Parameter):
+        return torch.nn.Parameter(value, stands.is_trained)
+    return value
+
+
+def put_views(model: torch.nn.Module, device: torch.device, offload_buffers: bool = False) -> None:
+    """Give a dispatched model and its parts a hook for others to look at.
+
+    Args:
+        model: the model.
+        device: where modules with offloaded weights run.
+        offload_buffers: buffers are offloaded too.
+    """
+    served: dict[int, dict[str, _Served]] = {}
+    dispatched = _Dispatched(model)
+    for hook in offload_hooks(model):
+        for _, unit in hook.units:
+            for name, slots in unit.slots.items():
+                for slot in slots:
+                    own = served.setdefault(id(slot.module), {})
+                    own[slot.key] = _Served(hook.offload, unit, name)
+    for module in model.modules():
+        own, align = served.get(id(module), {}), vars(module).get("_align_hook")
+        if own or align is not None or module is model:
+            where = align.device if align is not None and not own else device
+            view = DispatchHook(module, own, where, dispatched, offload_buffers)
+            vars(module)["_hf_hook"] = view
+
+
+def remove_views(model: torch.nn.Module) -> None:
+    """Remove what :func:`put_views` has put, and nothing else."""
+    for module in model.modules():
+        if isinstance(vars(module).get("_hf_hook"), DispatchHook):
+            del vars(module)["_hf_hook"]

@@ -1,0 +1,53 @@
+"""The free host memory, as the system and the control groups say."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_callbacks.offload.page_cache import fits_page_cache, free_host_memory
+
+
+def system(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 100 kB\nMemAvailable:    50 kB\n"}
+V2 = {
+    **MEMINFO,
+    "proc/self/cgroup": "0::/job/step\n",
+    "sys/fs/cgroup/job/memory.max": "30720\n",
+    "sys/fs/cgroup/job/memory.current": "20480\n",
+    "sys/fs/cgroup/job/memory.stat": "anon 10240\ninactive_file 1024\n",
+    "sys/fs/cgroup/job/step/memory.max": "max\n",
+    "sys/fs/cgroup/job/step/memory.current": "20480\n",
+}
+V1 = {
+    **MEMINFO,
+    "proc/self/cgroup": "5:cpu,cpuacct:/\n4:memory:/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "8192\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "9000\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        pytest.param(MEMINFO, 50 * 1024, id="system"),
+        pytest.param(V2, 11 * 1024, id="group above"),
+        pytest.param(V1, 0, id="version 1"),
+        pytest.param({}, None, id="unknown"),
+    ],
+)
+def test_the_least_of_all_limits(tmp_path, files, free):
+    assert free_host_memory(system(tmp_path, files)) == free
+
+
+def test_files_fit_with_room_for_activations(tmp_path):
+    root = system(tmp_path, MEMINFO)
+    assert fits_page_cache(46_000, root)
+    assert not fits_page_cache(48_000, root)
+    assert fits_page_cache(10**15, tmp_path / "unknown")
