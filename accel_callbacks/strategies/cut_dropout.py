@@ -25,7 +25,7 @@ def draws_random_numbers(model: torch.nn.Module) -> bool:
         (True, False)
     """
     for module in model.modules():
-        if "dropout" in type(module).__name__.lower() and getattr(module, "p", 0):
+        if "dropout" in type(module).__name__.lower() and getattr(module, "p", None):
             return True
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float) and value > 0:

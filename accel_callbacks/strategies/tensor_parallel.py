@@ -191,7 +191,7 @@ def reduce_partial_gradients(model: torch.nn.Module) -> None:
         if all(one.is_replicate() for one in target.placements):
             frozen = not parameter.requires_grad
             parameter.requires_grad_(True)  # a hook that it has once it is unfrozen
-            parameter.register_hook(_summed)
+            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
             if frozen:
                 parameter.requires_grad_(False)
 

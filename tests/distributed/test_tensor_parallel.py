@@ -29,7 +29,6 @@ from accel_callbacks.callbacks import (
     GradientNorm,
     ModelSummary,
     NonFinite,
-    NonFiniteError,
     WeightAveraging,
 )
 
