@@ -783,8 +783,8 @@ class Accelerator(ProcessControl, MediaLogging):
         """Return a context for the loss of logits whose vocabulary is cut, and its backward.
 
         For a head with the style ``"colwise_loss_parallel"`` in the plan of tensor parallelism: no
-        rank holds the logits of all words. The loss is ``cross_entropy``; it is a DTensor, and ``loss.full_tensor()`` is plain.
-        Without tensor parallelism it does nothing.
+        rank holds the logits of all words. The loss is ``cross_entropy``, a DTensor, of which
+        ``loss.full_tensor()`` is a plain one. Without tensor parallelism it does nothing.
 
         Example:
             >>> import torch

@@ -20,6 +20,7 @@ from accel_callbacks import (
     LocalSGD,
     ParallelismConfig,
     TorchTensorParallelConfig,
+    apply_activation_checkpointing,
     init_empty_weights,
     load_checkpoint_in_model,
 )
@@ -27,9 +28,9 @@ from accel_callbacks.callbacks import (
     EMA,
     Freeze,
     GradientNorm,
-    ModelSummary,
     NonFinite,
     WeightAveraging,
+    summarize,
 )
 
 pytestmark = [
@@ -198,8 +199,6 @@ def assert_alike(result: Any, wanted: Any, places: float = 2e-6) -> None:
 
 @pytest.mark.parametrize("plan", ["ends", "torch", "loss", "sequence", "sequence loss"])
 def test_losses_gradients_and_weights_are_those_of_one_process(pool, plan):
-    if plan == "torch":  # a tied embedding is whole in it
-        pass
     first, second = pool.run(trains, "tp2", plan)
     assert first == second
     assert_alike(first, alone())
@@ -244,3 +243,407 @@ def test_optimizers_step_alike_with_all_kernels(pool, pool_of_4, layout, optimiz
     ranks = pool if layout == "tp2" else pool_of_4
     result, _ = ranks.run(kernels, layout, optimizer, name)[0]
     assert_alike(result, alone(optimizer), 1e-5)
+
+
+# --- what differs between ranks in silence ---------------------------------------------------
+
+
+class Masked(torch.nn.Module):
+    """Dropout of a whole activation, of a cut one, and of a whole one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 64, bias=False)
+        self.down = torch.nn.Linear(64, 4, bias=False)
+        self.drop = torch.nn.Dropout(0.5)
+        self.masks: list[list[bool]] = []
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        self.masks.append((self.drop(torch.ones_like(x)) != 0).flatten().tolist())
+        return self.drop(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropped(x)
+        return self.dropped(self.down(self.dropped(self.up(x))))
+
+
+MLP = {"up": "colwise", "down": "rowwise"}
+
+
+def masks_of(plan: dict[str, str]) -> list[list[bool]]:
+    accel = accelerator("tp2", plan)
+    torch.manual_seed(0)
+    model = accel.prepare(Masked())
+    for _ in range(2):
+        accel.backward(model(torch.ones(8, 4)).sum())
+    model.eval()
+    model(torch.ones(8, 4))
+    return model.masks[:6], torch.rand(1).item()
+
+
+def test_dropout_of_whole_activations_is_alike_and_of_cut_ones_is_not(pool):
+    (first, after), (second, also_after) = pool.run(masks_of, MLP)
+    for number, (mine, other) in enumerate(zip(first, second, strict=True)):
+        assert (mine == other) == (number % 3 != 1)
+    assert first[1] != first[4]
+    assert after == also_after
+
+
+def recomputed(checkpointing: bool) -> list[list]:
+    accel = accelerator("tp2", "ends")
+    torch.manual_seed(0)
+    model = LM(dropout=0.3)
+    if checkpointing:
+        apply_activation_checkpointing(model)
+    model = accel.prepare(model)
+    torch.manual_seed(1)
+    for batch in tokens(8):
+        loss_of(accel, model, batch[None])
+    return [full(parameter.grad).tolist() for parameter in model.parameters()]
+
+
+def test_blocks_that_are_computed_again_draw_the_same_numbers(pool):
+    assert pool.run(recomputed, True) == pool.run(recomputed, False)
+
+
+def warned_by(function: Any, *args: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*args)
+    return [str(one.message) for one in caught]
+
+
+def own_batches(apart: bool) -> list[str]:
+    def train() -> None:
+        accel = accelerator("tp2", "ends")
+        model = LM()
+        model, optimizer = accel.prepare(model, make("SGD", model))
+        batch = torch.stack(tokens(8)[4 * accel.process_index * apart :][:4])
+        loss_of(accel, model, batch)
+        optimizer.step()
+
+    return [text for text in warned_by(train) if "different" in text]
+
+
+def test_ranks_of_one_model_that_get_different_batches_are_told(pool):
+    assert pool.run(own_batches, False) == [[], []]
+    for texts in pool.run(own_batches, True):
+        assert "different losses" in texts[0]
+        assert "prepare() returned" in texts[0]
+
+
+def partial_gradients(style: str | None) -> list[Any]:
+    plan = plan_named("ends")
+    plan.pop("blocks.*.attn.q_norm")
+    if style:
+        plan["blocks.*.attn.q_norm"] = style
+
+    def train() -> None:
+        accel = accelerator("tp2", plan)
+        model = LM()
+        model, optimizer = accel.prepare(model, make("SGD", model))
+        loss_of(accel, model, torch.stack(tokens(4)))
+        optimizer.step()
+
+    return [text for text in warned_by(train) if "different" in text]
+
+
+def test_whole_parameters_with_partial_gradients_are_named(pool):
+    assert pool.run(partial_gradients, "replicated_with_grad_allreduce") == [[], []]
+    for texts in pool.run(partial_gradients, None):
+        assert "'blocks.0.attn.q_norm.weight'" in texts[0]
+        assert "replicated_with_grad_allreduce" in texts[0]
+
+
+def too_long(length: int) -> None:
+    accel = accelerator("tp2", "sequence")
+    model = accel.prepare(LM())
+    loss_of(accel, model, torch.stack(tokens(2, length)))
+
+
+def test_sequences_that_the_ranks_cannot_share_are_refused(pool):
+    for kind, text in pool.outcomes(too_long, 7):
+        assert kind == "ValueError"
+        assert "sequence of 7" in text
+
+
+# --- the parts of an Accelerator --------------------------------------------------------------
+
+
+def with_callbacks(layout: str) -> dict[str, Any]:
+    norms = GradientNorm(per_layer=1)
+    freeze, ema = Freeze({"blocks.0.*": 2}), EMA(decay=0.5)
+    mean = WeightAveraging()
+    accel = accelerator(layout, "ends", callbacks=[norms, freeze, ema, NonFinite(), mean])
+    torch.manual_seed(0)
+    model = LM()
+    loader = DataLoader(tokens(32), 8 // accel.data_world)
+    model, optimizer, loader = accel.prepare(model, make("SGD", model), loader)
+    result: dict[str, Any] = {"norms": [], "frozen": []}
+    with accel.run("callbacks"):
+        for batch in loader:
+            with accel.accumulate(model):
+                loss_of(accel, model, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+            result["norms"].append(float(accel.current_run.callback_metrics["grad_norm"]))
+            result["frozen"].append(full(accel.unwrap_model(model).blocks[0].norm_1.bias).tolist())
+        for name, averages in (("ema", ema), ("mean", mean)):
+            state = averages.state_dict()["average"]
+            result[name] = {key: full(value).tolist() for key, value in state.items()}
+        summary = summarize(accel.unwrap_model(model))
+    result["summary"] = [layer.parameters for layer in summary.layers]
+    return result
+
+
+def test_callbacks_see_the_whole_model(pool):
+    first, second = pool.run(with_callbacks, "tp2")
+    assert first == second
+    assert_alike(first, with_callbacks("one"))
+
+
+@pytest.mark.slow
+def test_callbacks_see_the_whole_model_under_fsdp_too(pool_of_4):
+    results = pool_of_4.run(with_callbacks, "2x2")
+    assert all(result == results[0] for result in results)
+    assert_alike(results[0], with_callbacks("one"), 1e-5)
+
+
+def spoils(weight: torch.Tensor, value: float) -> None:
+    """Put a value into the gradient of this rank's part."""
+    weight.register_post_accumulate_grad_hook(
+        lambda one: one.grad.to_local()[0, 0].fill_(value) and None
+    )
+
+
+def with_nan(layout: str) -> str:
+    accel = accelerator(layout, "ends", callbacks=[NonFinite()])
+    torch.manual_seed(0)
+    model = LM()
+    model, optimizer = accel.prepare(model, make("SGD", model))
+    if accel.process_index == 1:
+        spoils(model.blocks[0].up_proj.weight, float("nan"))
+    loss_of(accel, model, torch.stack(tokens(4)))
+    try:
+        optimizer.step()
+    except FloatingPointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_nan_in_the_part_of_one_rank_stops_all(pool):
+    texts = pool.run(with_nan, "tp2")
+    assert all(texts)
+    assert "blocks.0.up_proj.weight" in texts[1]
+
+
+def scaled(layout: str) -> list[Any]:
+    accel = accelerator(layout, "ends", mixed_precision="fp16")
+    torch.manual_seed(0)
+    model = LM()
+    model, optimizer = accel.prepare(model, make("SGD", model))
+    before = full(model.blocks[0].up_proj.weight)
+    loss_of(accel, model, torch.stack(tokens(4)))
+    if accel.process_index == 1:
+        model.blocks[0].up_proj.weight.grad.to_local()[0, 0] = float("inf")
+    optimizer.step()
+    skipped = torch.equal(before, full(model.blocks[0].up_proj.weight))
+    optimizer.zero_grad()
+    loss_of(accel, model, torch.stack(tokens(4)))
+    optimizer.step()
+    moved = not torch.equal(before, full(model.blocks[0].up_proj.weight))
+    return [skipped, moved, accel.scaler.get_scale()]
+
+
+def test_an_overflow_in_the_part_of_one_rank_skips_the_step_on_all(pool):
+    first, second = pool.run(scaled, "tp2")
+    assert first == second == [True, True, 2.0**15]
+
+
+def starts_empty(layout: str, folder: str) -> list[Any]:
+    accel = accelerator(layout, "ends")
+    torch.manual_seed(0)
+    whole = LM()
+    with init_empty_weights():
+        model = LM()
+        model.head.weight = model.embed.weight
+    model, optimizer = accel.prepare(model, make("SGD", model))
+    load_checkpoint_in_model(model, f"{folder}/plain", strict=True)
+    state = accel.get_state_dict(model, all_ranks=True)
+    same = all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
+    accel.save_model(model, f"{folder}/again")
+    loss_of(accel, model, torch.stack(tokens(4)))
+    optimizer.step()
+    with accel.full_parameters(model, writeback=True):
+        shape = tuple(model.blocks[0].up_proj.weight.shape)
+        model.blocks[0].up_proj.weight.data.fill_(accel.process_index + 1.0)
+    written = full(model.blocks[0].up_proj.weight)
+    tied = accel.unwrap_model(model).head.weight is model.embed.weight
+    return [same, shape, bool((written == 1).all()), tied]
+
+
+def test_empty_models_are_filled_saved_and_seen_whole(pool, tmp_path):
+    torch.manual_seed(0)
+    plain = LM()
+    Accelerator(cpu=True).save_model(plain, tmp_path / "plain")
+    for result in pool.run(starts_empty, "tp2", str(tmp_path)):
+        assert result == [True, (32, 8), True, True]
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in saved.items())
+
+
+def refusals(layout: str) -> list[str]:
+    accel = accelerator(layout, "ends")
+    model = LM()
+    texts = []
+
+    def note(call: Any) -> None:
+        with pytest.raises(ValueError, match="") as error:
+            call()
+        texts.append(str(error.value))
+
+    note(lambda: accel.prepare(model, torch.optim.LBFGS(model.parameters())))
+    model = accel.prepare(LM())
+    note(lambda: LocalSGD(accel, model, 2).__enter__())
+    note(lambda: accel.join_uneven_inputs([model]).__enter__())
+    note(lambda: accelerator("tp2").prepare(torch.nn.Linear(2, 2)))
+    note(lambda: accelerator("tp2").prepare(LM()))
+    packed = torch.nn.ModuleDict({"qkv": torch.nn.Linear(2, 6)})
+    note(lambda: accelerator("tp2", {"qkv": "colwise"}).prepare(packed))
+    odd = torch.nn.ModuleDict({"up": torch.nn.Linear(2, 3)})
+    note(lambda: accelerator("tp2", {"up": "colwise"}).prepare(odd))
+    note(lambda: accelerator("tp2", {"up": "columnwise"}).prepare(odd))
+    note(lambda: accelerator("tp2", {"down": "colwise"}).prepare(odd))
+    conv = torch.nn.ModuleDict({"up": torch.nn.Conv1d(2, 2, 1)})
+    note(lambda: accelerator("tp2", {"up": "colwise"}).prepare(conv))
+    replicas = ParallelismConfig(dp_replicate_size=2, tp_size=2)
+    note(lambda: Accelerator(cpu=True, parallelism_config=replicas))
+    return texts
+
+
+def test_what_cannot_work_is_refused_with_what_to_do(pool):
+    for texts in pool.run(refusals, "tp2"):
+        for text, part in zip(
+            texts,
+            (
+                "LBFGS",
+                "LocalSGD",
+                "join_uneven_inputs",
+                "no layers with the usual names",
+                "'blocks.*.attn.q_proj': 'colwise'",
+                "several layers in one",
+                "has 3 rows",
+                "'colwise'",
+                "'down'",
+                "Conv1d",
+                "",
+            ),
+            strict=True,
+        ):
+            assert part in text
+
+
+def two_models(layout: str) -> list[Any]:
+    """In any order of prepare, and an optimizer of both that stepped before."""
+    accel = accelerator(layout, "ends")
+    torch.manual_seed(0)
+    first, second = LM(), LM()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1, momentum=0.9)
+    batch = torch.stack(tokens(8))
+    F.cross_entropy((first(batch) + second(batch)).flatten(0, 1), batch.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer = accel.prepare(optimizer)
+    second = accel.prepare(second)
+    first = accel.prepare(first)
+    for _ in range(2):
+        logits = (first(batch) + second(batch)).flatten(0, 1)
+        accel.backward(F.cross_entropy(logits, batch.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [accel.get_state_dict(one, all_ranks=True) for one in (first, second)]
+    return {str(n): {k: v.tolist() for k, v in one.items()} for n, one in enumerate(states)}
+
+
+def test_two_models_and_an_optimizer_that_comes_first(pool):
+    for result in pool.run(two_models, "tp2"):
+        assert_alike(result, two_models("one"))
+
+
+@pytest.mark.slow
+def test_two_models_and_an_optimizer_that_comes_first_under_fsdp(pool_of_4):
+    for result in pool_of_4.run(two_models, "2x2"):
+        assert_alike(result, two_models("one"), 1e-5)
+
+
+class Beside(torch.nn.Module):
+    """A cut part that FSDP is told to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        self.out = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.down(torch.tanh(self.up(x))))
+
+
+def ignored_by_fsdp(layout: str) -> dict[str, Any]:
+    options = {}
+    if layout != "one":
+        plugin = FullyShardedDataParallelPlugin(ignored_modules="up|down")
+        options = {"fsdp_plugin": plugin}
+    accel = accelerator(layout, MLP, **options)
+    torch.manual_seed(0)
+    model = Beside()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(data, 8 // accel.data_world)
+    model, optimizer, loader = accel.prepare(model, optimizer, loader)
+    for batch in loader:
+        accel.backward((model(batch) - batch).square().mean())
+        accel.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accel.get_state_dict(model, all_ranks=True)
+    return {name: value.tolist() for name, value in state.items()}
+
+
+@pytest.mark.slow
+def test_cut_parameters_that_fsdp_ignores_are_averaged_over_data(pool_of_4):
+    for result in pool_of_4.run(ignored_by_fsdp, "2x2"):
+        assert_alike(result, ignored_by_fsdp("one"))
+
+
+def low_precision(layout: str) -> list[str]:
+    plugin = FullyShardedDataParallelPlugin()
+    accel = accelerator(layout, "ends", fsdp_plugin=plugin, mixed_precision="bf16")
+    model = accel.prepare(LM().bfloat16())
+    loss_of(accel, model, torch.stack(tokens(4)))
+    return sorted(
+        {str(one.dtype) for one in model.parameters()}
+        | {str(one.to_local().dtype) for one in model.parameters()}
+    )
+
+
+@pytest.mark.slow
+def test_cut_weights_of_few_bits_get_float32_masters_under_fsdp_too(pool_of_4):
+    assert pool_of_4.run(low_precision, "2x2") == [["torch.float32"]] * 4
+
+
+@pytest.mark.slow
+def test_empty_models_under_fsdp(pool_of_4, tmp_path):
+    torch.manual_seed(0)
+    plain = LM()
+    Accelerator(cpu=True).save_model(plain, tmp_path / "plain")
+    for result in pool_of_4.run(starts_empty, "2x2", str(tmp_path)):
+        assert result == [True, (32, 8), True, True]
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in saved.items())
+
+
+@pytest.mark.slow
+def test_a_nan_or_an_overflow_on_one_rank_under_fsdp(pool_of_4):
+    assert all(pool_of_4.run(with_nan, "2x2"))
+    results = pool_of_4.run(scaled, "2x2")
+    assert results == [[True, True, 2.0**15]] * 4
