@@ -32,6 +32,7 @@ from accel_callbacks.callbacks import (
     WeightAveraging,
     summarize,
 )
+from accel_callbacks.strategies.tensor_parallel import parallelize
 
 pytestmark = [
     pytest.mark.distributed,
@@ -204,7 +205,7 @@ def test_losses_gradients_and_weights_are_those_of_one_process(pool, plan):
     assert_alike(first, alone())
 
 
-@pytest.mark.parametrize("plan", ["ends", "sequence"])
+@pytest.mark.parametrize("plan", ["ends", "sequence loss"])
 def test_clipping_by_value_and_windows(pool, plan):
     """Gradients of norms in a cut sequence are sums, and clipped as sums."""
     first, second = pool.run(trains, "tp2", plan, "SGD", "value", 3)
@@ -647,3 +648,53 @@ def test_a_nan_or_an_overflow_on_one_rank_under_fsdp(pool_of_4):
     assert all(pool_of_4.run(with_nan, "2x2"))
     results = pool_of_4.run(scaled, "2x2")
     assert results == [[True, True, 2.0**15]] * 4
+
+
+def brings_its_own(layout: str, cut: bool) -> dict[str, Any]:
+    """A model with a plan, as those of transformers; or that its user has cut already."""
+    accel = accelerator(layout)
+    torch.manual_seed(0)
+    model = LM(words=32)
+    model._tp_plan = plan_named("ends")
+    if cut and layout != "one":
+        torch.manual_seed(accel.process_index)
+        for norm in (model.norm, model.blocks[0].norm_1):  # built apart on each rank
+            torch.nn.init.normal_(norm.bias, std=0.0 if accel.is_main_process else 1.0)
+        parallelize(model, model._tp_plan, accel.torch_device_mesh["tp"])
+    model, optimizer = accel.prepare(model, make("SGD", model))
+    loader = accel.prepare(DataLoader(tokens(16, words=32), 8 // accel.data_world))
+    for batch in loader:
+        loss_of(accel, model, batch)
+        accel.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accel.get_state_dict(model, all_ranks=True)
+    return {name: value.tolist() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_models_with_a_plan_of_their_own_and_cut_ones_are_prepared(pool, cut):
+    for result in pool.run(brings_its_own, "tp2", cut):
+        assert_alike(result, brings_its_own("one", False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [False, True])
+def test_models_that_are_cut_already_are_sharded(pool_of_4, cut):
+    for result in pool_of_4.run(brings_its_own, "2x2", cut):
+        assert_alike(result, brings_its_own("one", False), 1e-5)
+
+
+def cut_elsewhere() -> None:
+    accel = accelerator("2x2")
+    model = LM()
+    other = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+    parallelize(model, {"blocks.*.up_proj": "colwise", "blocks.*.down_proj": "rowwise"}, other)
+    accel.prepare(model)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_cut_over_another_mesh_is_refused(pool_of_4):
+    for kind, text in pool_of_4.outcomes(cut_elsewhere):
+        assert kind == "ValueError"
+        assert 'torch_device_mesh["tp"]' in text
