@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -365,7 +365,7 @@ class ParallelismConfig(KwargsHandler):
         plain |= {name: getattr(self, name) for name in _BACKENDS}
         for axis in _HANDLERS:
             handler = getattr(self, f"{axis}_handler")
-            plain[f"{axis}_handler"] = None if handler is None else asdict(handler)
+            plain[f"{axis}_handler"] = None if handler is None else handler.to_plain()
         return plain
 
     def fitted(self, world_size: int, *, sharded: bool) -> ParallelismConfig:

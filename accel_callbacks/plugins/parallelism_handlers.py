@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from accel_callbacks.plugins.base import KwargsHandler
@@ -39,6 +39,14 @@ class TorchTensorParallelConfig(KwargsHandler):
     enable_async_tp: bool = False
     plan: Mapping[str, Any] | None = None
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options as plain values; a ``ParallelStyle`` of torch by its class."""
+        plan = self.plan and {
+            name: style if isinstance(style, str) else type(style).__name__
+            for name, style in self.plan.items()
+        }
+        return {"enable_async_tp": self.enable_async_tp, "plan": plan}
+
 
 @dataclass(frozen=True)
 class TorchContextParallelConfig(KwargsHandler):
@@ -65,6 +73,10 @@ class TorchContextParallelConfig(KwargsHandler):
             raise ValueError(
                 f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown; use one of {_ROTATIONS}."
             )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options as plain values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -106,3 +118,7 @@ class DeepSpeedSequenceParallelConfig(KwargsHandler):
                 f"sp_attn_implementation={attention!r} cannot divide sequences; use one of "
                 f"{_ATTENTION} or a flash attention kernel of the hub."
             )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options as plain values."""
+        return asdict(self)

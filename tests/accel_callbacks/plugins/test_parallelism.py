@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from accel_callbacks import (
     Accelerator,
@@ -143,8 +144,18 @@ def test_a_config_as_json_is_plain():
     assert plain == {
         **{"dp_replicate_size": 1, "dp_shard_size": 2, "cp_size": 1, "sp_size": 1, "tp_size": 2},
         **{"cp_backend": "torch", "sp_backend": "deepspeed"},
-        **{"tp_handler": {"enable_async_tp": False}, "cp_handler": None, "sp_handler": None},
+        **{
+            "tp_handler": {"enable_async_tp": False, "plan": None},
+            "cp_handler": None,
+            "sp_handler": None,
+        },
     }
+
+
+def test_a_plan_as_json_is_plain():
+    plan = {"up": ColwiseParallel(), "down": "rowwise"}
+    config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
+    assert config.to_json()["tp_handler"]["plan"] == {"up": "ColwiseParallel", "down": "rowwise"}
 
 
 def test_a_config_is_copied_without_its_meshes():
@@ -186,7 +197,7 @@ def test_a_plugin_needs_an_axis_to_shard_over():
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_data_ranks_are_those_of_the_mesh(copies):
-    config = ParallelismConfig(dp_replicate_size=8 // copies, tp_size=copies)
+    config = ParallelismConfig(dp_shard_size=8 // copies, tp_size=copies)
     for rank in range(8):
         topology = Topology(torch.device("cpu"), rank=rank, world_size=8)
         with axes_without_engine():
@@ -195,7 +206,7 @@ def test_data_ranks_are_those_of_the_mesh(copies):
         assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
         assert strategy.averaged_over == 8 // copies
         assert list(strategy.data_ranks) == list(range(0, 8, copies))
-    for axis in ("tp", "cp", "sp"):
+    for axis in ("cp", "sp"):
         with pytest.raises(ValueError, match=f"leave {axis}_size out"):
             create_strategy(topology, parallelism=ParallelismConfig(**{f"{axis}_size": 8}))
 
