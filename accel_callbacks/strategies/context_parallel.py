@@ -301,7 +301,7 @@ class ContextParallel:
                 raise ValueError(
                     f"{name} got labels inside of {_WHAT}, and would shift them inside of the part "
                     "of each rank: pass shift_labels too, made before as torch.nn.functional.pad("
-                    "labels, (0, 1), value=-100)[:, 1:], and name both among the buffers."
+                    "labels, (0, 1), value=-100)[:, 1:].contiguous(), and name both among the buffers."
                 )
         if kwargs.get("attention_mask") is not None:
             self._check_mask(kwargs["attention_mask"])
