@@ -165,7 +165,9 @@ class ContextParallel:
         unit = 2 * ranks if self._options.load_balance else ranks
         if length % unit == 0 and length:
             return length
-        why = "2 * cp_size, to balance causal attention" if self._options.load_balance else "cp_size"
+        why = (
+            "2 * cp_size, to balance causal attention" if self._options.load_balance else "cp_size"
+        )
         shorter = f", or cut to {length // unit * unit}" if length >= unit else ""
         raise ValueError(
             f"{_WHAT}: sequences of a length of {length} cannot be cut over {ranks} ranks: it must "

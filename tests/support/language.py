@@ -17,9 +17,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = [one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1)]
-        seen = F.scaled_dot_product_attention(
-            *heads, dropout_p=self.dropout, is_causal=self.causal
-        )
+        seen = F.scaled_dot_product_attention(*heads, dropout_p=self.dropout, is_causal=self.causal)
         return self.out(seen.transpose(1, 2).flatten(2))
 
 
