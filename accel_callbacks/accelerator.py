@@ -734,7 +734,7 @@ class Accelerator(ProcessControl, MediaLogging):
 
         Losses are then of each rank's tokens: give their sum to ``backward``, with their number as
         ``normalizer``, where ranks may have different numbers of them. Positions must be among the
-        buffers, because tokens are not in order: a rank has a piece of the start and one of the end.
+        buffers, because a rank has a piece of the start of each sequence and one of its end.
 
         Args:
             buffers: the tensors that have a dimension of tokens, such as inputs, labels and

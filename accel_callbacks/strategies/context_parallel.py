@@ -36,7 +36,7 @@ def token_order(length: int, ranks: int, *, load_balance: bool = True) -> torch.
         >>> token_order(8, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    positions = torch.arange(length)
+    positions = torch.arange(length, device="cpu")
     if not load_balance:
         return positions
     pieces = positions.chunk(2 * ranks)
@@ -298,13 +298,13 @@ class ContextParallel:
                 "positions from 0 on each rank: pass position_ids=torch.arange(length).repeat("
                 "batch, 1), and name it among the buffers, with a buffer_seq_dim of 1."
             )
-        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-            if getattr(model, "loss_type", None) == "ForCausalLM" or name.endswith("LMHeadModel"):
-                raise ValueError(
-                    f"{name} got labels inside of {_WHAT}, and would shift them inside of the part "
-                    "of each rank: pass shift_labels too, made before as torch.nn.functional.pad("
-                    "labels, (0, 1), value=-100)[:, 1:].contiguous(), and name both among the buffers."
-                )
+        shifts = getattr(model, "loss_type", None) == "ForCausalLM" or name.endswith("LMHeadModel")
+        if shifts and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            raise ValueError(
+                f"{name} got labels inside of {_WHAT}, and would shift them inside of the part of "
+                "each rank: pass shift_labels too, made before as torch.nn.functional.pad(labels, "
+                "(0, 1), value=-100)[:, 1:].contiguous(), and name both among the buffers."
+            )
         if kwargs.get("attention_mask") is not None:
             self._check_mask(kwargs["attention_mask"])
             kwargs["attention_mask"] = None

@@ -193,7 +193,7 @@ def refused(case: str) -> str:
     tokens = torch.ones(1, length, dtype=torch.long)
     positions = torch.arange(length).view(1, -1)
     buffers, dims = [tokens, positions], [1, 1]
-    with ring_on_cpu(), as_before(), pytest.raises((ValueError, RuntimeError)) as caught:
+    with ring_on_cpu(), as_before(), pytest.raises((ValueError, RuntimeError)) as caught:  # noqa: PT012
         if case == "nothing":
             buffers, dims = [], []
         elif case == "dims":

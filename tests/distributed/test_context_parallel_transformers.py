@@ -13,7 +13,12 @@ from accel_callbacks import Accelerator, ParallelismConfig
 from tests.support.ring_attention import ring_on_cpu
 from tests.support.sharded import quiet
 
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
+# Slow, because each process imports transformers; what is refused is also tested without it.
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 LENGTH, VOCABULARY = 16, 32
 COMMON = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
@@ -88,7 +93,7 @@ def losses(kind: str, cp_size: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_losses_are_those_of_one_process(pool, kind):
     expected = losses(kind, 1)
     assert expected[0] != pytest.approx(expected[-1], abs=1e-2)
@@ -113,7 +118,7 @@ def refused(case: str) -> str:
     with (
         ring_on_cpu(),
         accel.maybe_context_parallel(list(named.values()), [1] * len(named)),
-        pytest.raises(ValueError) as caught,
+        pytest.raises(ValueError) as caught,  # noqa: PT011
     ):
         model(**batch)
     return str(caught.value)

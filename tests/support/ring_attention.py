@@ -20,9 +20,7 @@ class _Ring(torch.autograd.Function):
     """torch's ring over the kernels of the CPU."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Any, key: Any, value: Any, is_causal: bool, scale: Any, group: Any
-    ):
+    def forward(ctx: Any, query, key, value, is_causal: bool, scale: Any, group: Any):
         out, lse = _attention._templated_ring_attention(
             group,
             2,
