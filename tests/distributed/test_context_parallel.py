@@ -21,6 +21,7 @@ from accel_callbacks import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     TorchContextParallelConfig,
+    TorchTensorParallelConfig,
 )
 from tests.support.language import VOCABULARY, LanguageModel
 from tests.support.ring_attention import ring_on_cpu
@@ -35,9 +36,12 @@ def accelerator(
     sizes: dict[str, int], *, rotation: str = "allgather", balanced: bool = True, **options: Any
 ) -> Accelerator:
     quiet()
-    handler = {}
+    handler: dict[str, Any] = {}
     if sizes.get("cp_size", 1) > 1:
         handler = {"cp_handler": TorchContextParallelConfig(rotation, balanced)}
+    if sizes.get("tp_size", 1) > 1:
+        plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+        handler["tp_handler"] = TorchTensorParallelConfig(plan=plan)
     return Accelerator(
         cpu=True,
         timeout=timedelta(seconds=30),
@@ -310,6 +314,7 @@ def on_four(sizes: dict[str, int], sharded: bool) -> dict[str, Any]:
         ({"cp_size": 2, "dp_shard_size": 2}, True),
         ({"cp_size": 2, "dp_replicate_size": 2}, False),
         ({"cp_size": 2, "dp_replicate_size": 2}, True),
+        ({"cp_size": 2, "tp_size": 2}, False),
     ],
 )
 def test_four_ranks_train_as_one(pool_of_4, sizes, sharded):

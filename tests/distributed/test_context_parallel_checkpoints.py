@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that share sequences: saved and loaded on other layouts, also in a window."""
+"""Checkpoints of ranks that share sequences, loaded on other layouts, also in an open window."""
 
 from __future__ import annotations
 
