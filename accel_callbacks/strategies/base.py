@@ -188,6 +188,11 @@ class Strategy(ABC):
         """Compute blocks again in backward if the options say so; before the model is compiled."""
         return None
 
+    def watch_calls(self, model: torch.nn.Module) -> None:
+        """Check how a new model is called from now on, also one that is only evaluated."""
+        if self._context is not None:
+            self._context.adopt(model)
+
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap a model for training on this topology; it is on the device already."""
@@ -211,9 +216,6 @@ class Strategy(ABC):
         Returns:
             The objects to be used in their place, in the same order.
         """
-        if self._context is not None:
-            for model in models:
-                self._context.adopt(model)
         return SetUp([self.wrap(model) for model in models], list(optimizers), list(schedulers))
 
     def gather_through(

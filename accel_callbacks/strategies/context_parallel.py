@@ -122,7 +122,8 @@ class ContextParallel:
 
         options = _attention._cp_options
         before = options.enable_load_balance, options.rotate_method
-        plain, math = F.scaled_dot_product_attention, torch.backends.cuda.math_sdp_enabled()
+        plain = F.scaled_dot_product_attention
+        math = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
         options.enable_load_balance = self._options.load_balance
         _attention.set_rotate_method(self._options.cp_comm_strategy or "allgather")
         # Its operations have other rules for sharded tensors, which know no order of tokens.

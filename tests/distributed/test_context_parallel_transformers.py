@@ -105,7 +105,7 @@ def refused(case: str) -> str:
     accel = accelerator(2)
     kind = "mistral" if case == "window" else "gpt2"
     options = {"attn_implementation": "eager"} if case == "eager" else {}
-    model = accel.prepare(model_of(kind, **options))
+    model = accel.prepare_model(model_of(kind, **options), evaluation_mode=case == "positions")
     padded = {"left": (3, "start")}.get(case, (0,))
     batch = batch_of(*padded)
     if case == "positions":
