@@ -43,7 +43,7 @@ def accelerator(copies: int = 1, *, config: dict[str, Any] | None = None, **opti
     arrangement = None
     if copies > 1:
         replicas = int(os.environ["WORLD_SIZE"]) // copies
-        arrangement = ParallelismConfig(dp_replicate_size=replicas, tp_size=copies)
+        arrangement = ParallelismConfig(dp_replicate_size=replicas, sp_size=copies)
     with axes_without_engine():
         return Accelerator(
             cpu=True,
@@ -587,7 +587,7 @@ def test_a_mesh_belongs_to_its_process_group(run_on):
     [
         ({"dp_shard_size": 3}, "arranges 3 ranks, and this run has 2"),
         ({"tp_size": 2, "dp_replicate_size": 2}, "accel launch --num_processes 4"),
-        ({"tp_size": 2}, "not in this version"),
+        ({"sp_size": 2}, "not in this version"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_one_error_on_all_ranks(pool, sizes, text):

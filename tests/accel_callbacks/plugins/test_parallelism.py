@@ -197,7 +197,7 @@ def test_a_plugin_needs_an_axis_to_shard_over():
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_data_ranks_are_those_of_the_mesh(copies):
-    config = ParallelismConfig(dp_shard_size=8 // copies, tp_size=copies)
+    config = ParallelismConfig(dp_replicate_size=8 // copies, sp_size=copies)
     for rank in range(8):
         topology = Topology(torch.device("cpu"), rank=rank, world_size=8)
         with axes_without_engine():
@@ -206,9 +206,27 @@ def test_data_ranks_are_those_of_the_mesh(copies):
         assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
         assert strategy.averaged_over == 8 // copies
         assert list(strategy.data_ranks) == list(range(0, 8, copies))
-    for axis in ("cp", "sp"):
-        with pytest.raises(ValueError, match=f"leave {axis}_size out"):
-            create_strategy(topology, parallelism=ParallelismConfig(**{f"{axis}_size": 8}))
+    with pytest.raises(ValueError, match="leave sp_size out"):
+        create_strategy(topology, parallelism=ParallelismConfig(sp_size=8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharded", "name"),
+    [
+        ({"cp_size": 8}, False, "ddp"),
+        ({"cp_size": 4, "dp_replicate_size": 2}, False, "ddp"),
+        ({"cp_size": 8}, True, "fsdp"),
+        ({"cp_size": 4, "dp_shard_size": 2}, False, "fsdp"),
+        ({"cp_size": 4, "tp_size": 2}, False, "fsdp"),
+    ],
+)
+def test_losses_are_averaged_over_the_ranks_of_a_sequence_too(sizes, sharded, name):
+    topology = Topology(torch.device("cpu"), rank=5, world_size=8)
+    plugin = FullyShardedDataParallelPlugin() if sharded else None
+    strategy = create_strategy(topology, None, ParallelismConfig(**sizes), plugin)
+    assert strategy.name == name
+    assert strategy.data_world == 8 // sizes["cp_size"] // sizes.get("tp_size", 1)
+    assert strategy.averaged_over == strategy.loss_world == 8 // sizes.get("tp_size", 1)
 
 
 # --- the Accelerator --------------------------------------------------------------------------
