@@ -84,6 +84,7 @@ from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import AcceleratorState, GradientState
 from accel_callbacks.strategies import create_strategy
+from accel_callbacks.strategies.tensor_plan import propose_plan
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
 from accel_callbacks.warning import warn
@@ -783,6 +784,51 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     accel.backward(model(torch.ones(1, 1)).sum())
         """
         return self.strategy.no_sync(model)
+
+    def loss_parallel(self) -> AbstractContextManager[Any]:
+        """Return a context for the loss of logits whose vocabulary is cut, and its backward.
+
+        For a head with the style ``"colwise_loss_parallel"`` in the plan of tensor parallelism: no
+        rank holds the logits of all words. The loss is ``cross_entropy``; it is a DTensor, and ``loss.full_tensor()`` is plain.
+        Without tensor parallelism it does nothing.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True)
+            >>> model = accel.prepare(torch.nn.Linear(2, 3))
+            >>> with accel.loss_parallel():
+            ...     logits = model(torch.ones(1, 2))
+            ...     accel.backward(torch.nn.functional.cross_entropy(logits, torch.tensor([1])))
+        """
+        return self.strategy.loss_parallel()
+
+    def propose_tp_plan(
+        self, model: torch.nn.Module, *, sequence_parallel: bool = False
+    ) -> dict[str, str]:
+        """Return a plan of tensor parallelism, by the usual names of layers in attention and MLPs.
+
+        To be read before it is passed as ``TorchTensorParallelConfig(plan=...)``: what is not
+        recognized is left whole.
+
+        Args:
+            model: the model, which is not changed.
+            sequence_parallel: cut the sequence between the blocks too, in norms and dropout.
+
+        Raises:
+            ValueError: nothing is recognized, a layer packs several (such as ``c_attn``), or the
+                sequence cannot be cut by names alone.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> mlp = torch.nn.ModuleDict(
+            ...     {"up_proj": torch.nn.Linear(2, 8), "down_proj": torch.nn.Linear(8, 2)}
+            ... )
+            >>> Accelerator(cpu=True).propose_tp_plan(mlp)
+            {'up_proj': 'colwise', 'down_proj': 'rowwise'}
+        """
+        return propose_plan(self.strategy.unwrap(model), sequence_parallel=sequence_parallel)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backward synchronises although its forwards ran in ``no_sync``.

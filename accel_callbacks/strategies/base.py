@@ -223,6 +223,10 @@ class Strategy(ABC):
         """Run the backward pass."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
+    def loss_parallel(self) -> AbstractContextManager[Any]:
+        """Return a context in which losses take logits whose vocabulary is cut over ranks."""
+        return nullcontext()
+
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Make gradients synchronize after these methods of a wrapped model, as after its forward.
 

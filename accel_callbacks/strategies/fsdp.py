@@ -18,7 +18,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import explain_in_place
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.gradients import has_gradients
+from accel_callbacks.gradients import has_gradients, local_part
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
@@ -48,7 +48,14 @@ from accel_callbacks.strategies.fsdp_groups import (
     reducing,
 )
 from accel_callbacks.strategies.sharding import Sharding
-from accel_callbacks.strategies.tensor_parallel import parallelize, required_plan
+from accel_callbacks.strategies.tensor_parallel import (
+    is_cut,
+    loss_parallel,
+    parallelize,
+    required_plan,
+    separate_dropout,
+    share_whole,
+)
 from accel_callbacks.strategies.units import find_units, ignored_parameters
 from accel_callbacks.warning import warn
 
@@ -141,8 +148,28 @@ class FSDP(Sharding):
         if self.topology.world_size > 1:
             refuse_spread(model)
         if not _is_sharded(model):
-            refuse_distributed(model)
+            self._check_cut(model)
         self._refuse_shared(model)
+
+    def _check_cut(self, model: torch.nn.Module) -> None:
+        """Refuse DTensors but those of tensor parallelism over the axis of this run."""
+        if self.parallelism is None or not self.parallelism.tp_enabled:
+            refuse_distributed(model)
+        elif not is_cut(model):
+            required_plan(model, self.parallelism)
+        else:
+            axis = self.device_mesh["tp"]
+            meshes = {getattr(one, "device_mesh", axis) for one in model.parameters()}
+            if meshes != {axis}:
+                raise ValueError(
+                    f"{type(model).__name__} is cut over another mesh than that of this run: cut "
+                    'it over accel.torch_device_mesh["tp"], or let prepare() cut it.'
+                )
+
+    def loss_parallel(self) -> AbstractContextManager[None]:
+        """Return torch's ``loss_parallel()`` under tensor parallelism."""
+        cut = self.parallelism is not None and self.parallelism.tp_enabled
+        return loss_parallel() if cut else nullcontext()
 
     def init_context(self) -> AbstractContextManager[None]:
         """Return ``init_empty_weights()``."""
@@ -174,14 +201,19 @@ class FSDP(Sharding):
         assert self.parallelism is not None
         if not _is_sharded(model):
             self._refuse_shared(model)
-            weights = self._initial_weights(model)
+            cut_already = is_cut(model)
+            # Values of a model that is cut already differ between ranks as they should.
+            weights = self._initial_weights(model, sync=not cut_already)
             before = dict(model.named_parameters(remove_duplicate=False))
             self._plain[model] = is_plain(model)
+            if self.parallelism.tp_enabled:
+                if cut_already:
+                    share_whole(model)
+                else:
+                    with whole_parameters_freed(model):
+                        parallelize(model, required_plan(model, self.parallelism), mesh["tp"])
+                separate_dropout(model, self.parallelism, mesh["tp"], self.topology.device)
             names = self.parallelism.fsdp_dim_names
-            if self.parallelism.tp_enabled and not any(
-                map(collectives.is_sharded, before.values())
-            ):
-                parallelize(model, required_plan(model, self.parallelism), mesh["tp"])
             self._shard(model, self.parallelism.get_submesh(names, mesh.device_type))
             weights.fill()
             self._replace(before, model)
@@ -209,12 +241,12 @@ class FSDP(Sharding):
             and gather_through(one, wanted[id(one.sharded_param)])
         ]
 
-    def _initial_weights(self, model: torch.nn.Module) -> InitialWeights:
+    def _initial_weights(self, model: torch.nn.Module, sync: bool = True) -> InitialWeights:
         kept = torch.device("cpu") if self.options.offloads else self.topology.device
         return InitialWeights(
             model,
             kept,
-            sync=self.options.sync_module_states is not False,
+            sync=sync and self.options.sync_module_states is not False,
             param_init_fn=self.options.param_init_fn,
         )
 
@@ -270,17 +302,24 @@ class FSDP(Sharding):
             tensor
             for module in modules
             for tensor in (*module.parameters(), *module.buffers())
-            if id(tensor) not in taken and not collectives.is_sharded(tensor)
+            if id(tensor) not in taken and not _is_of_fsdp(tensor)
         ]
         taken.update(map(id, tensors))
         upcast = 0
         for tensor in tensors:
-            if not tensor.is_meta:
+            cut = collectives.is_sharded(tensor)  # and on the device already
+            if not tensor.is_meta and not cut:
                 tensor.data = tensor.data.to(self.topology.device)
             low = tensor.dtype in _LOW_PRECISION and tensor.requires_grad
             if policy.param_dtype is not None and low:
-                tensor.data = tensor.data.float()
                 upcast += tensor.numel()
+                if not cut:
+                    tensor.data = tensor.data.float()
+                else:  # of which ``.data`` is the local part alone
+                    fresh = torch.nn.Parameter(tensor.detach().float())
+                    torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+            if cut:
+                continue
             if not tensor.is_contiguous():
                 tensor.data = tensor.data.contiguous()
         return upcast
@@ -305,7 +344,11 @@ class FSDP(Sharding):
         for model, whole in self._whole.items():
             trained = [parameter for parameter in whole if parameter.requires_grad]
             if trained and all(group.reduce_grads for group in parameter_groups(model)):
-                _average(trained)
+                assert self.parallelism is not None
+                assert self.device_mesh is not None
+                names = self.parallelism.fsdp_dim_names
+                mesh = self.parallelism.get_submesh(names, self.device_mesh.device_type)
+                _average(trained, self.copies, mesh)
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Gather the weights for these methods too, and check that there are some."""
@@ -371,35 +414,6 @@ class FSDP(Sharding):
         """Collective: bring the gradients of an open window into ``parameter.grad``."""
         reduce_held(self._models)
 
-    def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
-    ) -> AbstractContextManager[None]:
-        """Refuse uneven inputs on several ranks.
-
-        Raises:
-            ValueError: a rank without a batch could not send its part of the weights.
-        """
-        if self.topology.world_size == 1:
-            return super().join(models, follow)
-        raise ValueError(
-            "join_uneven_inputs does not work with sharded models, of which each forward needs the "
-            "parts of all ranks: let prepare() split the data evenly, or train with "
-            "DistributedDataParallel (leave the fsdp_plugin out)."
-        )
-
-    def mark_unsynced(self, model: torch.nn.Module) -> None:
-        """Refuse to train ranks apart: each holds another part of the weights.
-
-        Raises:
-            ValueError: on several ranks.
-        """
-        if self.topology.world_size > 1:
-            raise ValueError(
-                "LocalSGD does not work with sharded models, of which each rank trains another "
-                "part: use gradient_accumulation_steps to communicate less, or train with "
-                "DistributedDataParallel (leave the fsdp_plugin out)."
-            )
-
     # --- states -------------------------------------------------------------------------------
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
@@ -425,6 +439,12 @@ def _default_parallelism(
 
 def _has_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _is_of_fsdp(tensor: Any) -> bool:
+    """Return whether a tensor is sharded by FSDP; those of tensor parallelism are not yet."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and tuple(mesh.mesh_dim_names or ()) != ("tp",)
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
@@ -543,16 +563,35 @@ def _admit_unfrozen(group: Any) -> None:
 
 
 @torch.no_grad()
-def _average(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Collective: average gradients over all ranks; a missing one is 0, unless it is so on all.
+def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -> None:
+    """Collective: average gradients over data; a missing one is 0, unless it is so on all ranks.
 
     The average of an average is itself, so this may run after each backward of a window.
+
+    Args:
+        parameters: whole on all ranks, or cut by tensor parallelism.
+        copies: number of ranks that read the same data.
+        mesh: the dimensions whose ranks read different data.
     """
-    world = dist.get_world_size()
     for parameter in parameters:
-        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        present = mine.new_tensor([parameter.grad is not None])
-        flat = torch.cat([mine.flatten() / world, present])
-        dist.all_reduce(flat, group=collectives.group_for(flat))
-        if flat[-1] > 0:
-            parameter.grad = flat[:-1].view_as(parameter).clone()
+        part = local_part(parameter)
+        own = parameter.grad
+        if own is not None and any(one.is_partial() for one in getattr(own, "placements", ())):
+            own = own.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        mine = torch.zeros_like(part) if own is None else local_part(own)
+        flat = torch.cat([mine.flatten(), mine.new_tensor([own is not None])])
+        world = dist.get_world_size() // copies
+        if copies == 1:
+            dist.all_reduce(flat, group=collectives.group_for(flat))
+        else:
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(flat, group=mesh.get_group(dimension))
+        if flat[-1] == 0:
+            continue
+        mean = (flat[:-1] / world).view_as(part)
+        if own is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif own is not parameter.grad:
+            parameter.grad = own
+        assert parameter.grad is not None
+        local_part(parameter.grad).copy_(mean)

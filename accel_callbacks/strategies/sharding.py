@@ -18,6 +18,8 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.full_parameters import full_parameters
+from accel_callbacks.strategies.replica_agreement import ReplicaAgreement
+from accel_callbacks.warning import warn
 
 __all__ = ["Sharding"]
 
@@ -38,6 +40,10 @@ class Sharding(Strategy):
         self._sharded = WeakIdKeyDictionary()  # the parameters in place of those of the user
         # In order, which must be that of all ranks, as those of a set are not.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        self._agreement: ReplicaAgreement | None = None
+
+    #: What to do to train without shards.
+    _plainer = "train with DistributedDataParallel (leave the fsdp_plugin out)"
 
     @property
     def _models(self) -> list[torch.nn.Module]:
@@ -52,6 +58,14 @@ class Sharding(Strategy):
                     "sharded already: put both models into one module, and prepare that."
                 )
 
+    def _refuse_lbfgs(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS does not work with sharded models: it looks at all parameters as one "
+                "vector, and each rank has only a part. Choose another optimizer, or "
+                f"{self._plainer}."
+            )
+
     def _replace(self, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
         """Note the shard of each parameter of the user, whose memory was freed."""
         for name, shard in model.named_parameters(remove_duplicate=False):
@@ -59,6 +73,20 @@ class Sharding(Strategy):
             if shard is not whole and whole not in self._sharded:
                 self._sharded[whole] = shard
                 whole.grad = None  # an optimizer or a list of the user may keep it
+
+    @property
+    def _agrees(self) -> ReplicaAgreement | None:
+        """Compares the ranks of tensor parallelism at the first steps; None without it."""
+        if self._agreement is None and self.parallelism is not None and self.parallelism.tp_enabled:
+            self._agreement = ReplicaAgreement(self.device_mesh["tp"])
+        return self._agreement
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass."""
+        agreement = self._agrees
+        if agreement is not None and not agreement.done:
+            agreement.check_loss(loss)
+        super().backward(loss, **kwargs)
 
     def setup(
         self,
@@ -69,7 +97,7 @@ class Sharding(Strategy):
         """Shard the models, and let all optimizers step with the shards."""
         if self.topology.world_size > 1:
             for optimizer in optimizers:
-                _refuse_lbfgs(optimizer)
+                self._refuse_lbfgs(optimizer)
         done = super().setup(models, optimizers, schedulers)
         self._optimizers.update(dict.fromkeys(optimizers))
         # Those of earlier calls too: their model may have come only now.
@@ -79,14 +107,12 @@ class Sharding(Strategy):
 
     def _bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters by their shards, in place, wherever an optimizer has them."""
-        if not len(self._sharded):
-            return
         shard = self._shard_of
         for group in optimizer.param_groups:
             group["params"][:] = map(shard, group["params"])
-            kinds = set(map(collectives.is_sharded, group["params"]))
-            if len(kinds) == 2 and group.get("foreach") is None and "foreach" in group:
-                group["foreach"] = False  # torch's kernels take no list with shards and others
+            _fit_kernels(optimizer, group)
+        if not len(self._sharded):
+            return
         state = optimizer.state
         for known in [one for one in state if shard(one) is not one]:
             state[shard(known)] = _sharded_state(state.pop(known), known, shard(known))
@@ -106,6 +132,8 @@ class Sharding(Strategy):
         Raises:
             RuntimeError: the step would train nothing.
         """
+        if self._models and self._agrees is not None:
+            self._agrees.check_gradients(self._models)
         if not self._models or self.has_gradients(optimizer):
             return
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -127,6 +155,34 @@ class Sharding(Strategy):
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         clip_value(map(self._shard_of, parameters), clip_value_)
 
+    def join(
+        self, models: Sequence[Any], follow: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """Refuse uneven inputs on several ranks.
+
+        Raises:
+            ValueError: a rank without a batch could not do its part of the forward.
+        """
+        if self.topology.world_size == 1:
+            return super().join(models, follow)
+        raise ValueError(
+            "join_uneven_inputs does not work with sharded models, of which each forward needs the "
+            f"parts of all ranks: let prepare() split the data evenly, or {self._plainer}."
+        )
+
+    def mark_unsynced(self, model: torch.nn.Module) -> None:
+        """Refuse to train ranks apart: each holds another part of the weights.
+
+        Raises:
+            ValueError: on several ranks.
+        """
+        if self.topology.world_size > 1:
+            raise ValueError(
+                "LocalSGD does not work with sharded models, of which each rank trains another "
+                "part: use gradient_accumulation_steps to communicate less, or "
+                f"{self._plainer}."
+            )
+
     def full_parameters(
         self, module: torch.nn.Module, *, writeback: bool = False
     ) -> AbstractContextManager[None]:
@@ -135,23 +191,40 @@ class Sharding(Strategy):
         return full_parameters(module, writeback=writeback)
 
 
-def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS does not work with sharded models: it looks at all parameters as one vector, "
-            "and each rank has only a part. Train with DistributedDataParallel (leave the "
-            "fsdp_plugin out), or with another optimizer."
-        )
+# Whose fused kernels DTensors have.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _fit_kernels(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Step with one parameter after the other where torch's kernels do not take all of a group.
+
+    They take no list with shards and others, which tensor parallelism leaves.
+    """
+    kinds = set(map(collectives.is_sharded, group["params"]))
+    mixed = len(kinds) == 2
+    if group.get("fused") and (mixed or (True in kinds and not isinstance(optimizer, _FUSED))):
+        name = type(optimizer).__name__
+        what = "sharded parameters beside whole ones" if mixed else "sharded parameters"
+        warn(f"{name}(fused=True): torch has no such kernel for {what}; it steps one by one.")
+        group["fused"], group["foreach"] = False, False
+        # By this GradScaler would leave the scale to the kernel.
+        if hasattr(optimizer, "_step_supports_amp_scaling"):
+            optimizer._step_supports_amp_scaling = False
+    elif mixed and "foreach" in group:
+        if group["foreach"]:
+            warn(
+                f"{type(optimizer).__name__}(foreach=True): torch has no such kernel for sharded "
+                "parameters beside whole ones; it steps one by one."
+            )
+        group["foreach"] = False
 
 
 def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
     """Collective: shard the tensors of a state that are as large as the parameter was."""
-    from torch.distributed.tensor import distribute_tensor
-
     if not isinstance(state, dict):
         return state
     return {
-        name: distribute_tensor(value, shard.device_mesh, shard.placements).to(shard.device)
+        name: collectives.shard_like(collectives.broadcast(value.to(shard.device)), shard)
         if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim()
         else value
         for name, value in state.items()

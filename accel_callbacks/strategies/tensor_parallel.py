@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,14 +12,33 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.modeling.initial_weights import InitialWeights
+from accel_callbacks.modeling.empty_weights import init_empty_weights
+from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
+from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
-from accel_callbacks.strategies.checks import is_plain
+from accel_callbacks.strategies.checks import is_plain, refuse_spread
+from accel_callbacks.strategies.cut_dropout import CutDropout, draws_random_numbers
 from accel_callbacks.strategies.sharding import Sharding
-from accel_callbacks.strategies.tensor_plan import matched_styles, plan_of, propose_plan
+from accel_callbacks.strategies.tensor_plan import (
+    first_pattern,
+    is_cut_after,
+    matched_styles,
+    plan_of,
+    propose_plan,
+)
+from accel_callbacks.warning import warn
 
-__all__ = ["TensorParallel", "parallelize", "required_plan"]
+__all__ = [
+    "TensorParallel",
+    "is_cut",
+    "loss_parallel",
+    "parallelize",
+    "reduce_partial_gradients",
+    "required_plan",
+    "separate_dropout",
+    "share_whole",
+]
 
 
 class TensorParallel(Sharding):
@@ -52,9 +72,18 @@ class TensorParallel(Sharding):
 
     def check(self, model: torch.nn.Module) -> None:
         """Refuse a model without a plan, before it is changed."""
-        self._refuse_shared(model)
-        if not _is_cut(model):
+        if not is_cut(model):
+            self._refuse_shared(model)
+            refuse_spread(model)
             required_plan(model, self.parallelism)
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return ``init_empty_weights()``."""
+        return init_empty_weights()
+
+    def pretrained_context(self) -> AbstractContextManager[None]:
+        """Return a context in which rank 0 alone loads weights, to send them when cutting."""
+        return weights_on_rank_0(self.topology.rank)
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
         """Leave the model where it is: nowhere is all of it on one device."""
@@ -62,19 +91,29 @@ class TensorParallel(Sharding):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Cut the layers of the model."""
-        parallelism = self.parallelism
-        assert parallelism is not None
+        if model in self._plain:
+            return model
         mesh = self.device_mesh["tp"]
-        if _is_cut(model):
-            self._plain[model] = is_plain(model)
-            return model.to(self.topology.device)
-        weights = InitialWeights(model, self.topology.device)
-        before = dict(model.named_parameters(remove_duplicate=False))
         self._plain[model] = is_plain(model)
-        parallelize(model, required_plan(model, parallelism), mesh)
-        weights.fill()
-        self._replace(before, model)
+        if is_cut(model):
+            model.to(self.topology.device)
+            share_whole(model)
+        else:
+            weights = InitialWeights(model, self.topology.device)
+            before = dict(model.named_parameters(remove_duplicate=False))
+            plan = required_plan(model, self.parallelism)
+            with whole_parameters_freed(model):
+                parallelize(model, plan, mesh)
+            _place_whole(model, self.topology.device)
+            weights.fill()
+            self._replace(before, model)
+        reduce_partial_gradients(model)
+        separate_dropout(model, self.parallelism, mesh, self.topology.device)
         return model
+
+    def loss_parallel(self) -> AbstractContextManager[None]:
+        """Return torch's ``loss_parallel()``."""
+        return loss_parallel()
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return whether the model was plain before it was cut."""
@@ -90,6 +129,8 @@ def required_plan(
         ValueError: there is none; the message has a proposal if there is one.
     """
     handler = None if parallelism is None else parallelism.tp_handler
+    if handler is not None and handler.enable_async_tp:
+        warn("enable_async_tp has no effect: torch overlaps only what it compiles. Leave it out.")
     plan = (handler.plan if handler is not None else None) or plan_of(model)
     if plan:
         return plan
@@ -103,8 +144,90 @@ def required_plan(
     )
 
 
-def _is_cut(model: torch.nn.Module) -> bool:
+def is_cut(model: torch.nn.Module) -> bool:
+    """Return whether a model has DTensors, as one of transformers with a ``tp_plan``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_parallel import is_cut
+        >>> is_cut(torch.nn.Linear(1, 1))
+        False
+    """
     return any(map(collectives.is_sharded, model.parameters()))
+
+
+def loss_parallel() -> AbstractContextManager[None]:
+    """Return a context in which ``cross_entropy`` takes logits whose vocabulary is cut."""
+    from torch.distributed.tensor.parallel import loss_parallel as context
+
+    return context()
+
+
+@torch.no_grad()
+def share_whole(model: torch.nn.Module) -> None:
+    """Collective: give the whole parameters and buffers of a cut model the values of rank 0."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not collectives.is_sharded(tensor) and not tensor.is_meta:
+            tensor.data.copy_(collectives.broadcast(tensor.detach()))
+
+
+def _place_whole(model: torch.nn.Module, device: torch.device) -> None:
+    """Move what the plan has left whole to the device."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not collectives.is_sharded(tensor) and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+def reduce_partial_gradients(model: torch.nn.Module) -> None:
+    """Let backward sum the gradients of replicated parameters over the ranks that each add a part.
+
+    As norms do, of which each rank sees a part of the sequence. torch would leave the sum to
+    whoever reads the gradient, and a clipped or saved one would be the part of one rank.
+    """
+    for parameter in model.parameters():
+        if not collectives.is_sharded(parameter):
+            continue
+        target: Any = parameter
+        if all(one.is_replicate() for one in target.placements):
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # a hook that it has once it is unfrozen
+            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+            if frozen:
+                parameter.requires_grad_(False)
+
+
+def _summed(gradient: Any) -> Any:
+    placements = getattr(gradient, "placements", ())
+    if not any(one.is_partial() for one in placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    return gradient.redistribute(placements=[Replicate() for _ in placements])
+
+
+def separate_dropout(
+    model: torch.nn.Module, parallelism: ParallelismConfig | None, mesh: Any, device: torch.device
+) -> None:
+    """Let dropout of cut activations draw other numbers on each rank of tensor parallelism."""
+    if not draws_random_numbers(model):
+        return
+    handler = None if parallelism is None else parallelism.tp_handler
+    plan = (handler.plan if handler is not None else None) or plan_of(model)
+    cut = {pattern: is_cut_after(style) for pattern, style in plan.items()}
+    styled = [(module, bool(cut[pattern])) for module, pattern in _by_pattern(model, cut).items()]
+    if styled:
+        CutDropout(model, styled, mesh.get_local_rank(), device)
+
+
+def _by_pattern(
+    model: torch.nn.Module, cut: Mapping[str, bool | None]
+) -> dict[torch.nn.Module, str]:
+    found = {}
+    for name, module in model.named_modules():
+        pattern = first_pattern(name, cut)
+        if pattern is not None and cut[pattern] is not None:
+            found[module] = pattern
+    return found
 
 
 def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
@@ -126,45 +249,109 @@ def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> N
     ties = _ties(model)
     chosen = list(matched_styles(model, plan))
     for name, module, style in chosen:
-        _check_sizes(name, module, style, mesh.size())
-    for _, module, style in chosen:
-        made = _style(style)
-        if made is not None:
-            parallelize_module(module, mesh, made, **options)
+        _check_layer(name, module, style, mesh.size())
+    for name, module, style in chosen:
+        if style == "replicated_with_grad_allreduce":
+            _replicate(module, mesh)
+        elif style != "replicated":
+            if style in _SEQUENCE_BEGINS:
+                module.register_forward_hook(_SequenceLength(name, mesh.size()))
+            parallelize_module(module, mesh, _style(style), **options)
     _tie_again(model, ties)
+
+
+# Styles after which each rank has a part of the sequence, which was whole before.
+_SEQUENCE_BEGINS = ("embedding_rowwise_sequence", "sequence_split", "rowwise_sequence")
 
 
 def _style(style: Any) -> Any:
     """Return torch's style for a name."""
     if not isinstance(style, str):
         return style
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
+        PrepareModuleOutput,
         RowwiseParallel,
         SequenceParallel,
     )
 
-    if style == "colwise":
-        return ColwiseParallel()
-    if style == "colwise_gather_output":
-        return ColwiseParallel(output_layouts=Replicate())
-    if style == "rowwise":
-        return RowwiseParallel()
-    if style == "embedding_rowwise":
-        return RowwiseParallel(input_layouts=Replicate())
+    whole, sequence, last = Replicate(), Shard(1), Shard(-1)
     if style == "sequence_parallel":
-        return SequenceParallel()
-    return None
+        return SequenceParallel(use_local_output=True)
+    if style == "sequence_split":
+        return PrepareModuleOutput(output_layouts=whole, desired_output_layouts=sequence)
+    if style.startswith("colwise"):
+        taken = sequence if "_sequence" in style else whole
+        if style.endswith("loss_parallel"):
+            return ColwiseParallel(input_layouts=taken, output_layouts=last, use_local_output=False)
+        given = whole if style.endswith("gather_output") else last
+        return ColwiseParallel(input_layouts=taken, output_layouts=given)
+    taken = whole if style.startswith("embedding") else last
+    given = sequence if style.endswith("_sequence") else whole
+    return RowwiseParallel(input_layouts=taken, output_layouts=given)
 
 
-def _check_sizes(name: str, module: torch.nn.Module, style: Any, ranks: int) -> None:
-    weight = getattr(module, "weight", None)
-    if not isinstance(style, str) or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+class _SequenceLength:
+    """A forward hook that refuses sequences that the ranks cannot share.
+
+    torch would take the parts for equal ones, and exchange the wrong elements.
+    """
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self._name, self._ranks = name, ranks
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if output.dim() < 2 or output.shape[1] % self._ranks:
+            length = tuple(output.shape)[1:2] or tuple(output.shape)
+            raise ValueError(
+                f"{self._name} returned a sequence of {length[0]} (dimension 1), which "
+                f"{self._ranks} ranks of tensor parallelism cannot share in sequence parallelism: "
+                "pad the batch to a multiple of it."
+            )
+
+
+def _replicate(module: torch.nn.Module, mesh: Any) -> None:
+    """Replicate the parameters of a module of which each rank sees a part of the activations."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            placed = parameter.detach().to(mesh.device_type) if not parameter.is_meta else parameter
+            whole = DTensor.from_local(placed.detach(), mesh, [Replicate()], run_check=False)
+            module._parameters[name] = torch.nn.Parameter(whole, parameter.requires_grad)
+    held: dict[str, Any] = {}
+
+    def use_local(module: torch.nn.Module, inputs: Any) -> None:
+        held.update(module._parameters)
+        for name, parameter in held.items():
+            if parameter is not None:
+                module._parameters[name] = parameter.to_local(grad_placements=[Partial()])
+
+    def put_back(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        module._parameters.update(held)
+        held.clear()
+
+    module.register_forward_pre_hook(use_local)
+    module.register_forward_hook(put_back, always_call=True)
+
+
+def _check_layer(name: str, module: torch.nn.Module, style: Any, ranks: int) -> None:
+    if not isinstance(style, str):
         return
-    cut = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "embedding_rowwise": 0}
-    dimension = cut.get(style)
-    if dimension is not None and weight.shape[dimension] % ranks:
+    cuts = style.startswith(("colwise", "rowwise", "embedding"))
+    if cuts and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, and {style!r} cuts Linear and Embedding only: "
+            "replace the layer, leave it out of the plan, or write a ParallelStyle of torch."
+        )
+    weight = getattr(module, "weight", None)
+    # Parts of a vocabulary may be unequal: no layer takes the part as it is.
+    of_vocabulary = style.startswith("embedding") or style.endswith(("_output", "loss_parallel"))
+    if not cuts or of_vocabulary or not isinstance(weight, torch.Tensor):
+        return
+    dimension = 0 if style.startswith("colwise") else 1
+    if weight.shape[dimension] % ranks:
         raise ValueError(
             f"{name}.weight has {weight.shape[dimension]} "
             f"{'columns' if dimension else 'rows'}, which {ranks} ranks of tensor parallelism "

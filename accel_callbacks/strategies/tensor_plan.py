@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,16 +10,25 @@ import torch
 
 from accel_callbacks.errors import nearest
 
-__all__ = ["STYLES", "matched_styles", "plan_of", "propose_plan"]
+__all__ = ["STYLES", "first_pattern", "is_cut_after", "matched_styles", "plan_of", "propose_plan"]
 
-#: What a plan may say of a module.
+#: What a plan may say of a module. Those with "sequence" are for activations that are cut along the
+#: sequence outside of attention and MLPs; those with "loss_parallel" leave the vocabulary cut.
 STYLES = (
     "colwise",
     "colwise_gather_output",
+    "colwise_loss_parallel",
     "rowwise",
     "embedding_rowwise",
+    "colwise_sequence",
+    "colwise_sequence_gather_output",
+    "colwise_sequence_loss_parallel",
+    "rowwise_sequence",
+    "embedding_rowwise_sequence",
     "sequence_parallel",
+    "sequence_split",
     "replicated",
+    "replicated_with_grad_allreduce",
 )
 # Names of transformers and of others for the same.
 _ALIASES = {
@@ -41,6 +50,11 @@ _ROWWISE = (
 )
 # One linear layer for several: its columns are not those of a head, so cutting them is wrong.
 _PACKED = ("qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj", "gate_up_proj", "Wqkv")
+# Norms of the heads of a rank: their weights are whole, and their gradients parts of sums.
+_HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
+_HEADS = ("lm_head", "head", "output", "embed_out", "unembed")
+# Styles whose output each rank has a part of.
+_CUT_AFTER = ("colwise", "rowwise_sequence", "embedding_rowwise_sequence", "sequence_split")
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -78,19 +92,48 @@ def matched_styles(
     """
     names = dict(model.named_modules())
     known = {pattern: _known(pattern, style) for pattern, style in plan.items()}
-    used: set[str] = set()
+    for pattern, style in known.items():
+        last = pattern.rpartition(".")[2]
+        if last in _PACKED and style in ("colwise", "colwise_sequence"):
+            raise ValueError(
+                f"the plan of tensor parallelism cuts {pattern!r}, whose name is that of several "
+                "layers in one: a rank would get columns of the first and none of the last. Split "
+                "it into one layer each; or, if its columns are ordered by head, say so with "
+                "ColwiseParallel() of torch in place of the name."
+            )
     for name, module in names.items():
-        for pattern, style in known.items():
-            if _matches(name, pattern):
-                used.add(pattern)
-                yield name, module, style
-                break
+        pattern_of = first_pattern(name, known)
+        if pattern_of is not None:
+            yield name, module, known[pattern_of]
     for pattern in known:
-        if pattern not in used and not any(_matches(name, pattern) for name in names):
+        if not any(_matches(name, pattern) for name in names):
             raise ValueError(
                 f"the plan of tensor parallelism names {pattern!r}, and {type(model).__name__} has "
                 f"no such module.{nearest(pattern, names)}"
             )
+
+
+def is_cut_after(style: Any) -> bool | None:
+    """Return whether each rank has a part of what a module of this style returns, None if unknown.
+
+    Example:
+        >>> from accel_callbacks.strategies.tensor_plan import is_cut_after
+        >>> is_cut_after("colwise"), is_cut_after("rowwise")
+        (True, False)
+    """
+    if isinstance(style, str):
+        short = _ALIASES.get(style, style)
+        if short.startswith("replicated"):
+            return None  # as its input
+        cut = short in _CUT_AFTER or short in ("colwise_sequence", "sequence_parallel")
+        return cut or short.endswith("loss_parallel")
+    layouts = getattr(style, "desired_output_layouts", None) or getattr(
+        style, "output_layouts", getattr(style, "sequence_sharding", None)
+    )
+    if layouts is None:
+        return None
+    each = layouts if isinstance(layouts, (tuple, list)) else (layouts,)
+    return any(one is not None and one.is_shard() for one in each)
 
 
 def _known(pattern: str, style: Any) -> Any:
@@ -105,18 +148,34 @@ def _known(pattern: str, style: Any) -> Any:
     return short
 
 
+def first_pattern(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first of the patterns that a name matches, None if there is none.
+
+    Example:
+        >>> from accel_callbacks.strategies.tensor_plan import first_pattern
+        >>> first_pattern("blocks.3.up", ["blocks.*.down", "blocks.*.up"])
+        'blocks.*.up'
+    """
+    return next((pattern for pattern in patterns if _matches(name, pattern)), None)
+
+
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def propose_plan(model: torch.nn.Module) -> dict[str, str]:
+def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> dict[str, str]:
     """Return a plan by the usual names of layers in attention and MLPs; to be read before use.
 
     Layers of one name in repeated blocks are one pattern. What is not recognized is left whole.
 
+    Args:
+        model: the model, which is not changed.
+        sequence_parallel: cut the sequence between the blocks too, in norms and dropout.
+
     Raises:
-        ValueError: nothing is recognized, or a layer packs several (such as ``c_attn``).
+        ValueError: nothing is recognized, or a layer packs several (such as ``c_attn``), or the
+            sequence cannot be cut by names alone.
 
     Example:
         >>> import torch
@@ -128,6 +187,7 @@ def propose_plan(model: torch.nn.Module) -> dict[str, str]:
         {'*.fc1': 'colwise', '*.fc2': 'rowwise'}
     """
     found: dict[str, str] = {}
+    suffix = "_sequence" if sequence_parallel else ""
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if not isinstance(getattr(module, "weight", None), torch.Tensor) or list(module.children()):
@@ -137,13 +197,50 @@ def propose_plan(model: torch.nn.Module) -> dict[str, str]:
                 f"{name!r} packs several layers into one, whose columns cannot be cut by a plan: "
                 "split it into one layer each."
             )
-        style = "colwise" if last in _COLWISE else "rowwise" if last in _ROWWISE else None
+        style = None
+        if last in _COLWISE:
+            style = f"colwise{suffix}"
+        elif last in _ROWWISE:
+            style = f"rowwise{suffix}"
+        elif last in _HEAD_NORMS:
+            style = "replicated_with_grad_allreduce"
+        elif sequence_parallel and _is_norm(module):
+            style = "sequence_parallel"
         if style is not None:
-            parts = ["*" if part.isdigit() else part for part in name.split(".")]
-            found[".".join(parts)] = style
-    if "rowwise" not in found.values() or "colwise" not in found.values():
+            found[_pattern(name)] = style
+    if not {f"rowwise{suffix}", f"colwise{suffix}"} <= set(found.values()):
         raise ValueError(
             f"{type(model).__name__} has no layers with the usual names of attention and MLPs: "
             'give a plan, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}.'
         )
-    return found
+    return {**_ends(model), **found} if sequence_parallel else found
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    weight: Any = module.weight
+    return "norm" in type(module).__name__.lower() and weight.dim() == 1
+
+
+def _ends(model: torch.nn.Module) -> dict[str, str]:
+    """Return the styles of the embedding, after which the sequence is cut, and of the head."""
+    embeddings = [n for n, one in model.named_modules() if isinstance(one, torch.nn.Embedding)]
+    heads = [
+        name
+        for name, one in model.named_modules()
+        if isinstance(one, torch.nn.Linear) and name.rpartition(".")[2] in _HEADS
+    ]
+    if len(embeddings) != 1 or len(heads) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(embeddings)} embeddings and {len(heads)} heads with "
+            "the usual names, and one each is where a sequence is cut and joined: take the plan "
+            'without sequence_parallel, and give the module before the first block "sequence_split"'
+            ', the norms "sequence_parallel", the others their styles with "_sequence".'
+        )
+    return {
+        embeddings[0]: "embedding_rowwise_sequence",
+        heads[0]: "colwise_sequence_gather_output",
+    }
