@@ -114,7 +114,28 @@ def test_an_axis_has_default_options():
 
 def test_options_of_an_axis_without_ranks_are_warned_of():
     with pytest.warns(UserWarning, match="cp_handler has no effect, because cp_size is 1"):
-        ParallelismConfig(cp_handler=TorchContextParallelConfig())
+        ParallelismConfig(cp_size=1, cp_handler=TorchContextParallelConfig())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_options_of_an_axis_whose_size_is_the_launchers_are_kept_where_it_has_ranks(
+    monkeypatch, recwarn, size
+):
+    monkeypatch.setenv("ACCEL_PARALLELISM_TP_SIZE", str(size))
+    handler = TorchTensorParallelConfig(plan={"0": "colwise"})
+    config = ParallelismConfig(tp_handler=handler)
+    assert config.tp_handler is (handler if size > 1 else None)
+    config.fitted(4, sharded=False) if size == 1 else None
+    assert not recwarn.list
+
+
+def test_how_keys_and_values_travel_is_what_the_launcher_was_told(monkeypatch):
+    monkeypatch.setenv("ACCEL_PARALLELISM_CP_COMM_STRATEGY", "alltoall")
+    assert ParallelismConfig(cp_size=2).cp_handler.cp_comm_strategy == "alltoall"
+    assert TorchContextParallelConfig("allgather").cp_comm_strategy == "allgather"
+    monkeypatch.setenv("ACCEL_PARALLELISM_CP_COMM_STRATEGY", "pigeons")
+    with pytest.raises(ValueError, match="'pigeons' is unknown"):
+        TorchContextParallelConfig()
 
 
 @pytest.mark.parametrize(
