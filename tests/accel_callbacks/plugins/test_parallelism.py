@@ -21,7 +21,6 @@ from accel_callbacks import (
     TorchTensorParallelConfig,
 )
 from accel_callbacks.strategies import create_strategy
-from tests.support.strategies import axes_without_engine
 
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 4, "cp_size": 5}
 
@@ -164,7 +163,7 @@ def test_a_config_as_json_is_plain():
     assert plain == {
         **{"dp_replicate_size": 1, "dp_shard_size": 2, "cp_size": 1, "sp_size": 1, "tp_size": 2},
         **{"cp_backend": "torch", "sp_backend": "deepspeed"},
-        **{"tp_handler": {"enable_async_tp": False}, "cp_handler": None, "sp_handler": None},
+        **{"tp_handler": {"enable_async_tp": False, "plan": None}, "cp_handler": None, "sp_handler": None},
     }
 
 
@@ -207,18 +206,16 @@ def test_a_plugin_needs_an_axis_to_shard_over():
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_data_ranks_are_those_of_the_mesh(copies):
-    config = ParallelismConfig(dp_replicate_size=8 // copies, tp_size=copies)
+    config = ParallelismConfig(dp_shard_size=8 // copies, tp_size=copies)
     for rank in range(8):
         topology = Topology(torch.device("cpu"), rank=rank, world_size=8)
-        with axes_without_engine():
-            strategy = create_strategy(topology, parallelism=config)
+        strategy = create_strategy(topology, parallelism=config)
         assert strategy.copies == copies
         assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
         assert strategy.averaged_over == 8 // copies
         assert list(strategy.data_ranks) == list(range(0, 8, copies))
-    for axis in ("tp", "cp", "sp"):
-        with pytest.raises(ValueError, match=f"leave {axis}_size out"):
-            create_strategy(topology, parallelism=ParallelismConfig(**{f"{axis}_size": 8}))
+    with pytest.raises(ValueError, match="leave sp_size out"):
+        create_strategy(topology, parallelism=ParallelismConfig(sp_size=8))
 
 
 # --- the Accelerator --------------------------------------------------------------------------
