@@ -377,7 +377,9 @@ def _arranged(chosen: Mapping[str, Any]) -> _Values:
         count //= sizes[axis]
     if all(size == 1 for size in sizes.values()):
         return {}
-    return _mesh({**{axis: size for axis, size in sizes.items() if size > 1}, "dp_shard_size": count})
+    return _mesh(
+        {**{axis: size for axis, size in sizes.items() if size > 1}, "dp_shard_size": count}
+    )
 
 
 _AXES: Mapping[str, str] = {

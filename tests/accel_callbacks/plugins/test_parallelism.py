@@ -163,7 +163,11 @@ def test_a_config_as_json_is_plain():
     assert plain == {
         **{"dp_replicate_size": 1, "dp_shard_size": 2, "cp_size": 1, "sp_size": 1, "tp_size": 2},
         **{"cp_backend": "torch", "sp_backend": "deepspeed"},
-        **{"tp_handler": {"enable_async_tp": False, "plan": None}, "cp_handler": None, "sp_handler": None},
+        **{
+            "tp_handler": {"enable_async_tp": False, "plan": None},
+            "cp_handler": None,
+            "sp_handler": None,
+        },
     }
 
 
