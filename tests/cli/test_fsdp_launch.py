@@ -77,7 +77,7 @@ facts = {
     "weights": held(model.parameters()),
     "gradients": gradients,
     "optimizer": held(states),
-    "reshard": accel.strategy.options.reshard if accel.fsdp_plugin else None,
+    "reshard": accel.strategy.options.reshard if hasattr(accel.strategy, "options") else None,
 }
 with open(f"facts{accel.process_index}", "w") as file:
     json.dump(facts, file)
