@@ -220,18 +220,17 @@ def test_a_launch_cuts_layers_by_the_plan_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan = (
-        f"\n\ndef planned():\n    model = make()\n    model._tp_plan = {PLAN}\n    return model\n"
-    )
-    (script / "model.py").write_text(MODEL + plan)
-    text = TRAIN.replace("import make", "import planned as make")
-    (script / "train.py").write_text(text.replace("8 // accel.num_processes", "8"))
+    text = MODEL.replace("def make():\n    return", "def make():\n    model =")
+    text += f"    model._tp_plan = {PLAN}\n    return model\n"
+    (script / "planned.py").write_text(text)
+    text = TRAIN.replace("from model", "from planned").replace("8 // accel.num_processes", "8")
+    (script / "train.py").write_text(text)
     run(warm_accel, *TENSOR_PARALLEL)
     first, second = facts_of(script)
     assert first["mesh"] == {"tp": 2}
     assert first["losses"] == second["losses"]
     monkeypatch.chdir(script)
-    words = ["model:planned", "--parallelism", "tp_size=2", "--dtypes", "fp32", "--json"]
+    words = ["planned:make", "--parallelism", "tp_size=2", "--dtypes", "fp32", "--json"]
     assert main(["estimate-memory", *words]) == 0
     (one,) = json.loads(capsys.readouterr().out)["processes"]
     for name in ("weights", "gradients", "optimizer"):
