@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
@@ -241,7 +241,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.config.gradient_accumulation_steps,
             gradient_accumulation_plugin,
             averaged_over=self.strategy.averaged_over,
-            data_world=self.strategy.data_world,
+            loss_world=self.strategy.loss_world,
         )
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -721,6 +721,62 @@ class Accelerator(ProcessControl, MediaLogging):
             *models: the prepared models that are trained in the block; all of them if omitted.
         """
         return self._step.accumulate(*models)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the ranks along ``cp`` share the sequences of a batch.
+
+        Each rank has a part of the tokens, and attention sees those of all. Forward and backward
+        belong into the context. Without context parallelism it does nothing, and says so once.
+
+        Losses are then of each rank's tokens: give their sum to ``backward``, with their number as
+        ``normalizer``, where ranks may have different numbers of them. Positions must be among the
+        buffers, because tokens are not in order: a rank has a piece of the start and one of the end.
+
+        Args:
+            buffers: the tensors that have a dimension of tokens, such as inputs, labels and
+                positions. Inside they have this rank's tokens.
+            buffer_seq_dims: this dimension in each of them.
+            no_restore_buffers: those among them that keep this rank's tokens afterwards.
+
+        Raises:
+            ValueError: a length that ranks cannot share, or buffers of several lengths; inside: an
+                attention mask, dropout of attention, or a call of a transformers model that would
+                be wrong.
+            RuntimeError: a ``backward`` after it of a loss from inside, or a context in another.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel, tokens = Accelerator(cpu=True), torch.arange(8).view(1, 8)
+            >>> with accel.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+            ...     tokens.shape
+            torch.Size([1, 8])
+        """
+        return self.strategy.cut_sequences(buffers, buffer_seq_dims, no_restore_buffers)
+
+    def gather_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
+        """Collective: return the outputs of :meth:`maybe_context_parallel` for whole sequences.
+
+        Args:
+            tensor: outputs for this rank's tokens, such as predictions.
+            seq_dim: the dimension of tokens.
+
+        Returns:
+            The outputs for all tokens in their order, without gradients, for
+            :meth:`gather_for_metrics`; without context parallelism the tensor as it is.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> Accelerator(cpu=True).gather_sequences(torch.ones(1, 4)).shape
+            torch.Size([1, 4])
+        """
+        return self.strategy.gather_sequences(tensor, seq_dim)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None

@@ -48,6 +48,9 @@ class TorchContextParallelConfig(KwargsHandler):
     Args:
         cp_comm_strategy: how keys and values travel: ``"allgather"`` or ``"alltoall"``; what
             ``accel launch`` was told if None, else ``"allgather"``.
+        load_balance: give each rank a piece of the start and one of the end of a sequence, so that
+            causal attention takes all of them equally long; on by default. Attention that is not
+            causal needs it off.
 
     Raises:
         ValueError: another strategy.
@@ -59,6 +62,7 @@ class TorchContextParallelConfig(KwargsHandler):
     """
 
     cp_comm_strategy: str | None = None
+    load_balance: bool = True
 
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:

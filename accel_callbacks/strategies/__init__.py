@@ -20,7 +20,7 @@ _REGISTRY: dict[DistributedType, type[Strategy]] = {
     DistributedType.MULTI_GPU: DDP,
 }
 # Axes whose engines are not implemented.
-_UNBUILT = ("cp", "sp")
+_UNBUILT = ("sp",)
 
 
 def create_strategy(
@@ -50,7 +50,10 @@ def create_strategy(
     if parallelism is not None:
         parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
         refuse_unbuilt(parallelism)
-    if fsdp is not None or (parallelism is not None and parallelism.dp_shard_enabled):
+    # Both layers and sequences are cut: FSDP shards the former over the ranks of the latter.
+    both = parallelism is not None and parallelism.tp_enabled and parallelism.cp_enabled
+    shards = parallelism is not None and parallelism.dp_shard_enabled
+    if fsdp is not None or shards or both:
         return FSDP(topology, handlers, parallelism, fsdp or FullyShardedDataParallelPlugin())
     if parallelism is not None and parallelism.tp_enabled:
         _refuse_replicas(parallelism)
