@@ -8,8 +8,8 @@
         --parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2 \
         examples/gpt2.py
 
-Tensor parallelism cuts layers by the plan that a model of transformers brings along. GPT-2 has none:
-its attention is one layer for queries, keys and values. A LLaMA of the same size has one:
+Tensor parallelism cuts layers by the plan that a model of transformers brings along. GPT-2 has
+none: its attention is one layer for queries, keys and values. A LLaMA of the same size has one:
 
     accel launch --num_processes 2 --parallelism_config_tp_size 2 examples/gpt2.py --model llama
     accel launch --num_processes 4 --parallelism_config_tp_size 2 \

@@ -175,7 +175,7 @@ def _plan(model: torch.nn.Module, args: Namespace) -> Mapping[str, Any]:
     from accel_callbacks.strategies.tensor_plan import plan_of, propose_plan
 
     if plan := args.tp_plan or plan_of(model):
-        return plan  # type: ignore[no-any-return]
+        return plan
     try:
         proposal = f"--tp_plan {shlex.quote(json.dumps(propose_plan(model)))} goes by usual names"
     except ValueError as error:

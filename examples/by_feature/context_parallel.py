@@ -1,4 +1,4 @@
-"""Train on sequences that processes share: each has a part of the tokens, attention sees those of all.
+"""Train on sequences that processes share: each has a part of the tokens, attention sees all.
 
 It needs a GPU for each process: torch has no such attention for CPUs. On CPUs, and on one process,
 the same loop trains without: `maybe_context_parallel` does nothing there. The result is the loss of
@@ -27,7 +27,9 @@ class Block(nn.Module):
         self.head = head
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.packed, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         heads = self.packed(self.norm_1(inputs)).unflatten(-1, (3, -1, self.head))

@@ -77,7 +77,7 @@ facts = {
     "weights": held(model.parameters()),
     "gradients": gradients,
     "optimizer": held(states),
-    "reshard": accel.strategy.options.reshard if hasattr(accel.strategy, "options") else None,
+    "reshard": accel.strategy.options.reshard if accel.strategy.name == "fsdp" else None,
 }
 with open(f"facts{accel.process_index}", "w") as file:
     json.dump(facts, file)
