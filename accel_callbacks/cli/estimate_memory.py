@@ -77,7 +77,7 @@ def configure(parser: CommandParser) -> None:
         "--parallelism",
         type=_axes,
         metavar="AXIS=N,...",
-        help="bytes of each process on a mesh, such as dp_shard=8,dp_replicate=2 or tp=2,dp_shard=4",
+        help="bytes of each process on a mesh, such as dp_shard=8,dp_replicate=2 or tp=2",
     )
     parser.option(
         "--tp_plan",
@@ -181,7 +181,7 @@ def _plan(model: torch.nn.Module, args: Namespace) -> Mapping[str, Any]:
     except ValueError as error:
         proposal = f"give one with --tp_plan ({error})"
     raise CommandError(
-        f"{args.model} has no plan of tensor parallelism, which says how layers are cut: {proposal}",
+        f"{args.model} has no plan of tensor parallelism, to say how layers are cut: {proposal}",
         1,
     )
 

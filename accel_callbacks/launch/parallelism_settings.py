@@ -260,7 +260,7 @@ class ParallelismConfig:
     )
     parallelism_config_tp_size: int = option(
         1,
-        "processes that share each layer (tensor parallelism); the model or the script has the plan",
+        "processes that share each layer (tensor parallelism), by a plan",
         least=1,
         variable="ACCEL_PARALLELISM_TP_SIZE",
         child=True,
