@@ -59,6 +59,17 @@ def _axis(axis: str) -> Unbuilt:
     )
 
 
+def _replicas_of_layers(settings: Any) -> bool:
+    """Return whether layers are cut in several replicas, which nothing shards."""
+    mesh = settings.parallelism_config
+    return (
+        not _sharded(settings)
+        and mesh is not None
+        and mesh.parallelism_config_tp_size > 1
+        and mesh.parallelism_config_dp_replicate_size > 1
+    )
+
+
 def _fp8(backend: str, name: str) -> Unbuilt:
     return Unbuilt(
         "fp8_config.backend",
@@ -105,8 +116,13 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "checkpointed activations stay on the device in this version",
         "--fsdp_activation_checkpointing_offload false leaves it out",
     ),
-    _axis("tp"),
-    _axis("cp"),
+    Unbuilt(
+        "parallelism_config.parallelism_config_tp_size",
+        _replicas_of_layers,
+        "layers are not cut in replicas of DDP",
+        "--parallelism_config_dp_shard_size in place of --parallelism_config_dp_replicate_size "
+        "shards over the data axis",
+    ),
     _axis("sp"),
     _fp8("TE", "Transformer Engine"),
     _fp8("MSAMP", "MS-AMP"),

@@ -72,7 +72,7 @@ class ParallelismConfig(KwargsHandler):
         TypeError: a size is no integer, or a handler is of another class.
 
     Warns:
-        UserWarning: a handler for an axis of one rank.
+        UserWarning: a handler for an axis that was given the size 1.
 
     Example:
         >>> from accel_callbacks import ParallelismConfig
@@ -95,6 +95,7 @@ class ParallelismConfig(KwargsHandler):
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
 
     def __post_init__(self) -> None:
+        launched = {axis for axis in AXES if getattr(self, f"{axis}_size") is None}
         for axis in AXES:
             name = f"{axis}_size"
             size = getattr(self, name)
@@ -114,16 +115,21 @@ class ParallelismConfig(KwargsHandler):
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide sequences: use one."
             )
         for axis, kind in _HANDLERS.items():
-            self._check_handler(axis, kind)
+            self._check_handler(axis, kind, axis in launched)
 
-    def _check_handler(self, axis: str, kind: type[KwargsHandler]) -> None:
-        """Give an axis with several ranks the default options, and refuse those of another."""
+    def _check_handler(self, axis: str, kind: type[KwargsHandler], launched: bool) -> None:
+        """Give an axis with several ranks the default options, and refuse those of another.
+
+        Where the launcher chooses the size, a script has the options for every choice.
+        """
         name, size = f"{axis}_handler", self.sizes[axis]
         handler = getattr(self, name)
         if handler is None:
             object.__setattr__(self, name, kind() if size > 1 else None)
         elif not isinstance(handler, kind):
             raise TypeError(f"{name}={handler!r} must be a {kind.__name__}.")
+        elif size == 1 and launched:
+            object.__setattr__(self, name, None)
         elif size == 1:
             warn(f"{name} has no effect, because {axis}_size is 1: leave it out, or give the size.")
 

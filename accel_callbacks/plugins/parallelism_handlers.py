@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,7 +54,8 @@ class TorchContextParallelConfig(KwargsHandler):
     """Options of context parallelism.
 
     Args:
-        cp_comm_strategy: how keys and values travel: ``"allgather"`` (default) or ``"alltoall"``.
+        cp_comm_strategy: how keys and values travel: ``"allgather"`` or ``"alltoall"``; what
+            ``accel launch`` was told if None, else ``"allgather"``.
         load_balance: give each rank a piece of the start and one of the end of a sequence, so that
             causal attention takes all of them equally long; on by default. Attention that is not
             causal needs it off.
@@ -72,8 +74,9 @@ class TorchContextParallelConfig(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:
-            object.__setattr__(self, "cp_comm_strategy", _ROTATIONS[0])
-        elif self.cp_comm_strategy not in _ROTATIONS:
+            launched = os.environ.get("ACCEL_PARALLELISM_CP_COMM_STRATEGY", _ROTATIONS[0])
+            object.__setattr__(self, "cp_comm_strategy", launched)
+        if self.cp_comm_strategy not in _ROTATIONS:
             raise ValueError(
                 f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown; use one of {_ROTATIONS}."
             )

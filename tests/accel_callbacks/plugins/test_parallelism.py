@@ -22,7 +22,6 @@ from accel_callbacks import (
     TorchTensorParallelConfig,
 )
 from accel_callbacks.strategies import create_strategy
-from tests.support.strategies import axes_without_engine
 
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 4, "cp_size": 5}
 
@@ -115,7 +114,28 @@ def test_an_axis_has_default_options():
 
 def test_options_of_an_axis_without_ranks_are_warned_of():
     with pytest.warns(UserWarning, match="cp_handler has no effect, because cp_size is 1"):
-        ParallelismConfig(cp_handler=TorchContextParallelConfig())
+        ParallelismConfig(cp_size=1, cp_handler=TorchContextParallelConfig())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_options_of_an_axis_whose_size_is_the_launchers_are_kept_where_it_has_ranks(
+    monkeypatch, recwarn, size
+):
+    monkeypatch.setenv("ACCEL_PARALLELISM_TP_SIZE", str(size))
+    handler = TorchTensorParallelConfig(plan={"0": "colwise"})
+    config = ParallelismConfig(tp_handler=handler)
+    assert config.tp_handler is (handler if size > 1 else None)
+    config.fitted(4, sharded=False) if size == 1 else None
+    assert not recwarn.list
+
+
+def test_how_keys_and_values_travel_is_what_the_launcher_was_told(monkeypatch):
+    monkeypatch.setenv("ACCEL_PARALLELISM_CP_COMM_STRATEGY", "alltoall")
+    assert ParallelismConfig(cp_size=2).cp_handler.cp_comm_strategy == "alltoall"
+    assert TorchContextParallelConfig("allgather").cp_comm_strategy == "allgather"
+    monkeypatch.setenv("ACCEL_PARALLELISM_CP_COMM_STRATEGY", "pigeons")
+    with pytest.raises(ValueError, match="'pigeons' is unknown"):
+        TorchContextParallelConfig()
 
 
 @pytest.mark.parametrize(
@@ -197,11 +217,10 @@ def test_a_plugin_needs_an_axis_to_shard_over():
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_data_ranks_are_those_of_the_mesh(copies):
-    config = ParallelismConfig(dp_replicate_size=8 // copies, sp_size=copies)
+    config = ParallelismConfig(dp_shard_size=8 // copies, tp_size=copies)
     for rank in range(8):
         topology = Topology(torch.device("cpu"), rank=rank, world_size=8)
-        with axes_without_engine():
-            strategy = create_strategy(topology, parallelism=config)
+        strategy = create_strategy(topology, parallelism=config)
         assert strategy.copies == copies
         assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
         assert strategy.averaged_over == 8 // copies
