@@ -50,6 +50,9 @@ TWO = """
 """
 
 
+@pytest.mark.parametrize(
+    "on_other_system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.distributed
 def test_launches_run_and_return_the_exit_code(on_other_system: Run) -> None:
     launch = [*ACCEL, "launch", "--cpu"]

@@ -14,12 +14,19 @@ ACCEL = ["-m", "accel_callbacks.cli"]
 Run = Callable[..., str]
 
 
+# The other system of each is slow: between them both are tried.
+@pytest.mark.parametrize(
+    "on_other_system", [pytest.param("win32", marks=pytest.mark.slow), "darwin"], indirect=True
+)
 @pytest.mark.distributed
 def test_accel_test_passes_on_two_processes(on_other_system: Run) -> None:
     found = on_other_system(*ACCEL, "test", "--cpu", "--num_processes", "2")
     assert "2 processes" in found
 
 
+@pytest.mark.parametrize(
+    "on_other_system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)], indirect=True
+)
 def test_digits_train_resume_and_log(on_other_system: Run, tmp_path: Path) -> None:
     words = [str(ROOT / "examples" / "digits.py"), "--project_dir", "runs", "--cpu"]
     on_other_system(*ACCEL, "launch", *words, "--epochs", "1")

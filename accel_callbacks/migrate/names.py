@@ -34,7 +34,6 @@ _BEYOND = ("commands", "test_utils")
 _FOR_TESTS = "left as it is: only tests import it, and accelerate has to be installed for them"
 _NO_FSDP = "a part of its FSDP: Accelerator(fsdp_plugin=...) does this in prepare, or not at all"
 _NO_ENGINE = "this engine is not there yet: keep this script with Accelerate"
-_BIG = "loading of big models stays with Accelerate: this import can stand beside ours"
 ADVICE: Mapping[str, str] = {
     "__version__": "the version of Accelerate is irrelevant here: remove the check",
     "*fsdp*": _NO_FSDP,
@@ -46,10 +45,8 @@ ADVICE: Mapping[str, str] = {
     "TERecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "MSAMPRecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "FP8RecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
-    "*dispatch*": _BIG,
-    "*offload*": _BIG,
-    "prepare_pippy": _BIG,
-    "*bnb*": _BIG,
+    "prepare_pippy": "pipelines stay with Accelerate: this import can stand beside ours",
+    "*bnb*": "load_and_quantize_model does this",
     "save": "accelerator.save(obj, f) writes safetensors: flat dicts of tensors",
     "load": "safetensors.torch.load_file reads what accelerator.save writes",
     "load_state_dict": "safetensors.torch.load_file reads what accelerator.save writes",
@@ -73,7 +70,11 @@ def home_of(path: Sequence[str]) -> str | None:
 
     Example:
         >>> from accel_callbacks.migrate.names import home_of
-        >>> home_of(["utils", "set_seed"]), home_of(["utils", "listify"]), home_of(["cpu_offload"])
+        >>> (
+        ...     home_of(["utils", "set_seed"]),
+        ...     home_of(["utils", "listify"]),
+        ...     home_of(["prepare_pippy"]),
+        ... )
         ('accel_callbacks', 'accel_callbacks.utils', None)
     """
     name = path[-1]

@@ -42,9 +42,9 @@ class Finding:
 
     Example:
         >>> from accel_callbacks.migrate import migrate_script
-        >>> [finding] = migrate_script("from accelerate import cpu_offload\\n").findings
+        >>> [finding] = migrate_script("from accelerate import prepare_pippy\\n").findings
         >>> finding.line, finding.name, finding.kind
-        (1, 'cpu_offload', 'left')
+        (1, 'prepare_pippy', 'left')
     """
 
     line: int

@@ -81,7 +81,7 @@ class AbsentWeight(torch.Tensor):
     Example:
         >>> import torch
         >>> from accel_callbacks.offload.placeholder import placeholder
-        >>> weight = placeholder(torch.empty(2, 3), "0.weight", "on disk")
+        >>> weight = placeholder(torch.nn.Linear(3, 2).weight, "0.weight", "on disk")
         >>> tuple(weight.shape), isinstance(weight, torch.nn.Parameter)
         ((2, 3), True)
         >>> torch.ones(3) @ weight.T

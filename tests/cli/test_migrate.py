@@ -34,9 +34,9 @@ CASES = {
         "from accel_callbacks.utils import set_seed\nfrom accelerate.utils import DeepSpeedPlugin",
     ),
     "missing first, in a block": (
-        "if x:\n    from accelerate import cpu_offload as c, Accelerator  # a\n",
+        "if x:\n    from accelerate import prepare_pippy as c, Accelerator  # a\n",
         "if x:\n    from accel_callbacks import Accelerator  # a\n"
-        "    from accelerate import cpu_offload as c\n",
+        "    from accelerate import prepare_pippy as c\n",
     ),
     "missing in parentheses": (
         "from accelerate.utils import (\n    set_seed,  # a\n    DeepSpeedPlugin,  # b\n)",
@@ -49,8 +49,8 @@ CASES = {
         "from accelerate.utils import DeepSpeedPlugin",
     ),
     "one line": (
-        "try: from accelerate import Accelerator, cpu_offload\nexcept ImportError: pass",
-        "try: from accel_callbacks import Accelerator; from accelerate import cpu_offload\n"
+        "try: from accelerate import Accelerator, prepare_pippy\nexcept ImportError: pass",
+        "try: from accel_callbacks import Accelerator; from accelerate import prepare_pippy\n"
         "except ImportError: pass",
     ),
     "odd spaces": (
@@ -78,9 +78,9 @@ CASES = {
         "from accel_callbacks import utils as logging, Accelerator\nlogging.get_logger('a')",
     ),
     "beside": (
-        "import accelerate\naccelerate.Accelerator\naccelerate.cpu_offload",
+        "import accelerate\naccelerate.Accelerator\naccelerate.prepare_pippy",
         "import accelerate\nimport accel_callbacks\naccel_callbacks.Accelerator\n"
-        "accelerate.cpu_offload",
+        "accelerate.prepare_pippy",
     ),
     "optional": (
         "try:\n    import accelerate\nexcept ImportError:\n    accelerate = None\n"
@@ -97,9 +97,9 @@ CASES = {
         "import accel_callbacks\nx = 'äöü€'; accel_callbacks.gather('é'); accel_callbacks.reduce",
     ),
     "carriage returns": (
-        "import accelerate\r\nif 1:\r\n\tfrom accelerate import gather, cpu_offload\r\n",
+        "import accelerate\r\nif 1:\r\n\tfrom accelerate import gather, prepare_pippy\r\n",
         "import accel_callbacks\r\nif 1:\r\n\tfrom accel_callbacks import gather\r\n"
-        "\tfrom accelerate import cpu_offload\r\n",
+        "\tfrom accelerate import prepare_pippy\r\n",
     ),
     "positional": (
         "from accelerate import Accelerator\nAccelerator(False, True, 'bf16')",
@@ -115,10 +115,10 @@ UNTOUCHED = {
     "nothing": "import torch\nprint('accelerate')\n",
     "relative": "from .accelerate import Accelerator\nfrom . import accelerate\n",
     "another package": "import accelerate_more\nfrom accelerate_more import Accelerator\n",
-    "only missing": "from accelerate import cpu_offload, disk_offload\n",
+    "only missing": "from accelerate import prepare_pippy, DeepSpeedPlugin\n",
     "star": "from accelerate.utils import *\n",
     "a name of something else": "import accelerate\ndef f(accelerate):\n    accelerate.step()\n",
-    "ours is taken": "import accelerate\naccel_callbacks = 1\naccelerate.cpu_offload\n",
+    "ours is taken": "import accelerate\naccel_callbacks = 1\naccelerate.prepare_pippy\n",
     "version": "import accelerate\nassert accelerate.__version__ > '0.1'\n",
     "docstring": '"""Run with accelerate launch."""\n',
 }
@@ -200,7 +200,7 @@ PIECES = st.sampled_from(
         "def f():\n    import accelerate\n    return accelerate.utils.set_seed(1)",
         "class A:\n    from accelerate import utils",
         "accelerate.utils.listify",
-        "accelerate.cpu_offload(accelerate)",
+        "accelerate.prepare_pippy(accelerate)",
         "accelerate.utils.x = 1",
         "def g(a: 'accelerate.Accelerator'): pass",
         "(accelerate\n .utils\n .gather)(1)",

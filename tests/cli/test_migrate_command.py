@@ -66,7 +66,7 @@ def test_c15e_imports_for_tests_stay_and_fail_nothing(
     )
     assert "accel_callbacks.set_seed(1)" in after
     assert "accelerate.test_utils.get_launch_command()" in after
-    path.write_text("from accelerate.test_utils import x\nfrom accelerate import cpu_offload\n")
+    path.write_text("from accelerate.test_utils import x\nfrom accelerate import prepare_pippy\n")
     assert migrate(path) == 1
 
 
@@ -170,9 +170,9 @@ def test_what_cannot_be_read(
 
 def test_left_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.py"
-    path.write_text("from accelerate import cpu_offload\n")
+    path.write_text("from accelerate import prepare_pippy\n")
     assert migrate(path) == 1
-    assert "line 1: cpu_offload: " in capsys.readouterr().out
+    assert "line 1: prepare_pippy: " in capsys.readouterr().out
 
 
 def test_asks_at_a_terminal_only(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

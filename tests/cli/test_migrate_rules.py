@@ -198,8 +198,6 @@ MISSING = {
     "TERecipeKwargs": "TERecipeKwargs",
     "MSAMPRecipeKwargs": "MSAMPRecipeKwargs",
     "FP8RecipeKwargs": "FP8RecipeKwargs",
-    "*dispatch*": "load_checkpoint_and_dispatch",
-    "*offload*": "cpu_offload",
     "prepare_pippy": "prepare_pippy",
     "*bnb*": "replace_with_bnb_layers",
     "save": "save",

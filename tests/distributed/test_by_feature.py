@@ -241,7 +241,17 @@ def played(example: str, folder: str, options: tuple[str, ...]) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("example", sorted(CHECKS.keys() - {LAUNCHED}))
+# The longest ones.
+SLOW = ("large_model.py", "shard_a_model.py")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in sorted(CHECKS.keys() - {LAUNCHED})
+    ],
+)
 def test_it_works_alone_and_on_two_processes(alone, pool, example, tmp_path):
     check, options = CHECKS[example]
     for group in (alone, pool):

@@ -54,7 +54,7 @@ def failures(name: str, folder: str) -> dict[str, str]:
 
 
 # These read or write parameters, gradients or files of the ranks; the others are slow.
-QUICK = ("Checkpoint", "EMA", "Freeze", "GradientNorm", "WeightAveraging")
+QUICK = ("EMA", "GradientNorm")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def slow(*values: Any) -> Any:
 KILLS = [
     ("fsdp", 3, "write", 1),
     ("hsdp", 2, "fsync", 0),
-    ("fsdp", 0, "replace", 0),
+    slow("fsdp", 0, "replace", 0),
     slow("fsdp", 0, "write", 0),
     slow("fsdp", 1, "open", 0),
     slow("fsdp", 2, "fsync", 1),
@@ -76,7 +76,7 @@ def test_a_rank_is_killed_in_a_save(
 
 FAILURES = [
     ("fsdp", 2, "write", 1),
-    ("hsdp", 0, "open", 0),
+    slow("hsdp", 0, "open", 0),
     slow("fsdp", 0, "fsync", 1),
     slow("hsdp", 3, "write", 0),
     slow("fsdp", 3, "open", 0),
