@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_callbacks.offload.device_copies import DeviceCopies, PinnedBuffers
-from accel_callbacks.offload.page_mapping import PAGE, unmap_pages
+from accel_callbacks.offload.file_pages import PAGE, unmap_pages
 from accel_callbacks.offload.source import Reader, Reads, StoredWeights, plan_reads
 
 __all__ = ["Contents", "Filler", "Weight", "host_memory", "lay_out"]

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.offload.contents import Filler, host_memory, lay_out
 from accel_callbacks.offload.device_copies import device_copies, pinned
-from accel_callbacks.offload.page_cache import fits_page_cache
-from accel_callbacks.offload.page_mapping import is_supported
+from accel_callbacks.offload.file_pages import is_supported
 from accel_callbacks.offload.placeholder import (
     ON_DISK,
     AbsentWeight,
@@ -38,6 +38,7 @@ __all__ = [
     "remove",
 ]
 
+_CACHED = 0.9  # of the free memory; the rest is for activations
 _IN_HOST_MEMORY = "in host memory"
 
 
@@ -120,7 +121,7 @@ class Offload:
         self.direct = bool(options.direct)
         if options.direct is None:
             files = {stored.tensors[name] for name in names if name in stored.tensors}
-            self.direct = not fits_page_cache(sum(one.nbytes for one in files))
+            self.direct = not _fit_page_cache(sum(one.nbytes for one in files))
         self._contents = [
             lay_out(one, self.held, stored, self.direct, mapped=_takes_pages(device))
             for one in wanted
@@ -440,6 +441,15 @@ def _in_place_of(stands: AbsentWeight, weight: torch.Tensor) -> torch.Tensor:
     if stands.is_trained:
         parameter.register_hook(_Refusal(stands.weight_name))  # type: ignore[no-untyped-call]
     return parameter
+
+
+def _fit_page_cache(nbytes: int) -> bool:
+    """Return whether files of this size are likely to stay in the page cache."""
+    require_neighbour("checkpoint_io")
+    from checkpoint_io.memory import free_memory
+
+    free = free_memory()
+    return free is None or nbytes <= _CACHED * free
 
 
 def _takes_pages(device: torch.device) -> bool:

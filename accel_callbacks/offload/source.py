@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from accel_callbacks._siblings import require_neighbour
-from accel_callbacks.offload import page_mapping
+from accel_callbacks.offload import file_pages
 
 __all__ = [
     "FileIdentity",
@@ -315,7 +315,7 @@ class _Pages(NamedTuple):
 
     @property
     def end(self) -> int:
-        return self.place + _up(self.needed, page_mapping.PAGE)
+        return self.place + _up(self.needed, file_pages.PAGE)
 
 
 class _Move(NamedTuple):
@@ -422,7 +422,7 @@ def _plan_mapped(
     ordered: Sequence[StoredTensor],
 ) -> tuple[int, dict[StoredTensor, int], list[_Pages]]:
     """Put the pages of each run of tensors one after the other."""
-    page = page_mapping.PAGE
+    page = file_pages.PAGE
     places: dict[StoredTensor, int] = {}
     pages: list[_Pages] = []
     position = 0
@@ -548,9 +548,9 @@ class Reader:
         with self._use(pages.path, False) as file:
             self.reading = pages.path
             try:
-                page_mapping.map_pages(place, length, file.fileno(), pages.begin)
+                file_pages.map_pages(place, length, file.fileno(), pages.begin)
             except OSError:  # a read says why
-                page_mapping.unmap_pages(place, length)
+                file_pages.unmap_pages(place, length)
                 piece = _Piece(
                     pages.path, pages.begin, ((pages.place, pages.needed),), pages.needed
                 )

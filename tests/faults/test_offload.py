@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_callbacks.offload import page_mapping, source
+from accel_callbacks.offload import file_pages, source
 from accel_callbacks.offload import window as window_module
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.source import WeightReadError
@@ -80,7 +80,7 @@ def test_shards_that_are_changed_in_place_while_it_runs(plain, tmp_path, how, di
 
 def before_reads(monkeypatch, happens):
     """Let something happen before each read, and before pages are mapped."""
-    for owner, name in ((source, "_readv"), (page_mapping, "map_pages")):
+    for owner, name in ((source, "_readv"), (file_pages, "map_pages")):
         really = getattr(owner, name)
 
         def first(*args, really=really):
@@ -90,7 +90,7 @@ def before_reads(monkeypatch, happens):
         monkeypatch.setattr(owner, name, first)
 
 
-@pytest.mark.skipif(not page_mapping.is_supported(), reason="no pages are mapped into buffers here")
+@pytest.mark.skipif(not file_pages.is_supported(), reason="no pages are mapped into buffers here")
 @pytest.mark.parametrize("how", ["written", "truncated"])
 def test_shards_that_are_changed_while_their_pages_are_in_use(plain, tmp_path, how):
     saved(tmp_path)
@@ -112,7 +112,7 @@ def test_shards_that_are_changed_while_their_pages_are_in_use(plain, tmp_path, h
 def test_a_disk_that_answers_slowly_is_no_hang(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(window_module, "_TICK", 0.01)
     monkeypatch.setattr(source, "_PIECE", 512)
-    monkeypatch.setattr(source, "_MAPPED", page_mapping.PAGE)
+    monkeypatch.setattr(source, "_MAPPED", file_pages.PAGE)
     before_reads(monkeypatch, lambda: time.sleep(0.01))
     model, offload = attached(plain, saved(tmp_path), patience=0.1)
     assert same(model, plain)
@@ -225,7 +225,7 @@ def test_a_process_whose_reader_hangs_for_good_ends_with_the_error(tmp_path):
         import threading
         model, _ = attached(plain, saved(sys.argv[1]), patience=0.2)
         source._readv = lambda *args: threading.Event().wait()
-        source.page_mapping.map_pages = source._readv
+        source.file_pages.map_pages = source._readv
         model(batch)
         """,
         tmp_path,

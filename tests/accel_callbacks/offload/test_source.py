@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from accel_callbacks.offload import page_mapping, source
+from accel_callbacks.offload import file_pages, source
 from accel_callbacks.offload.contents import host_memory
 from accel_callbacks.offload.source import (
     Reader,
@@ -56,7 +56,7 @@ def test_every_byte_is_in_its_place(tmp_path, monkeypatch, how, step, seed):
     direct = how == "direct"
     reads = plan_reads(weights.tensors, direct, mapped=how == "mapped")
     assert bool(reads.pages) == (how == "mapped" and step == 64)
-    if reads.pages and not page_mapping.is_supported():
+    if reads.pages and not file_pages.is_supported():
         pytest.skip("this system maps no pages into buffers")
     memory = host_memory(reads.nbytes)
     count = Reader(weights).fill(reads, memory)
@@ -79,7 +79,7 @@ def test_a_mapped_tensor_has_its_own_storage_and_does_not_write_to_the_file(tmp_
 
 
 maps_pages = pytest.mark.skipif(
-    not page_mapping.is_supported(), reason="this system maps no pages into buffers"
+    not file_pages.is_supported(), reason="this system maps no pages into buffers"
 )
 
 
@@ -108,7 +108,7 @@ def test_where_pages_cannot_be_mapped_they_are_read(tmp_path, monkeypatch, error
     weights = stored(tmp_path, step=64)
     reads = plan_reads(weights.tensors, False, mapped=True)
     memory = host_memory(reads.nbytes)
-    monkeypatch.setattr(page_mapping, "map_pages", fails)
+    monkeypatch.setattr(file_pages, "map_pages", fails)
     Reader(weights).fill(reads, memory)
     for name, one in weights.tensors.items():
         at = reads.places[name]
@@ -116,7 +116,7 @@ def test_where_pages_cannot_be_mapped_they_are_read(tmp_path, monkeypatch, error
 
 
 def fill(weights, reader=None, mapped=False):
-    reads = plan_reads(weights.tensors, False, mapped=mapped and page_mapping.is_supported())
+    reads = plan_reads(weights.tensors, False, mapped=mapped and file_pages.is_supported())
     (reader or Reader(weights)).fill(reads, host_memory(reads.nbytes))
 
 

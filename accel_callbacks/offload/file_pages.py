@@ -6,13 +6,13 @@ import ctypes
 import functools
 import mmap
 import os
+import platform
 import sys
 
 __all__ = ["PAGE", "is_supported", "map_pages", "unmap_pages"]
 
 PAGE = mmap.PAGESIZE
-_FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which mmap does not have before Python 3.13
-_NO_RESERVE = 0x4000
+_FIXED = 0x10  # MAP_FIXED
 _POPULATE_READ = 22  # MADV_POPULATE_READ, from Linux 5.14 on
 
 
@@ -37,11 +37,11 @@ def is_supported() -> bool:
     """Return whether this system can bring pages of files into memory without touching them.
 
     Example:
-        >>> from accel_callbacks.offload.page_mapping import is_supported
+        >>> from accel_callbacks.offload.file_pages import is_supported
         >>> is_supported() in (True, False)
         True
     """
-    if sys.platform != "linux" or sys.maxsize < 2**32:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return False
     try:
         page = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -69,7 +69,7 @@ def map_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
     if sys.platform != "linux":
         raise OSError("pages are mapped on Linux only")
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    _map(address, nbytes, protection, mmap.MAP_PRIVATE | _NO_RESERVE, descriptor, offset)
+    _map(address, nbytes, protection, mmap.MAP_PRIVATE, descriptor, offset)
     # Not by touching them, which is a signal where the disk fails.
     _bring(address, nbytes)
 
