@@ -9,12 +9,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
 import torch
 
+from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.errors import nearest
 from accel_callbacks.offload.sizes import convert_file_size_to_int
 from accel_callbacks.warning import warn
@@ -23,7 +23,6 @@ __all__ = ["Budget", "Device", "budgets_of", "get_max_memory"]
 
 Device: TypeAlias = "int | str"
 _STORES = ("cpu", "disk")
-_V1_LIMIT = 1 << 60  # what control groups of version 1 report for "no limit" is above
 _NVML = ("libnvidia-ml.so.1", "nvml.dll")
 
 
@@ -204,19 +203,12 @@ def host_memory() -> int:
         >>> host_memory() > 0
         True
     """
-    free = _available()
-    if sys.platform == "linux":
-        limits = [left for left in _left_by_groups() if left is not None]
-        free = max(0, min([free, *limits]))
-    return free
+    require_neighbour("checkpoint_io")
+    from checkpoint_io.memory import free_memory
 
-
-def _available() -> int:
-    """Return what the system says is available."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    free = free_memory()
+    if free is not None:
+        return free
     with suppress(ImportError):
         return int(importlib.import_module("psutil").virtual_memory().available)
     if sys.platform != "win32":
@@ -226,39 +218,3 @@ def _available() -> int:
         "how much memory this machine has is not known without psutil: pip install psutil, or "
         'give it, as max_memory={"cpu": "16GB"}.'
     )
-
-
-def _left_by_groups() -> list[int | None]:
-    """Return what each control group above this process leaves, of version 2 and 1."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    left = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if not controllers:
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        # In a container the path may be the host's, and the group's files are at the root.
-        left += [
-            _left(one, *names) for one in (folder, *folder.parents) if root in (one, *one.parents)
-        ]
-    return left
-
-
-def _left(folder: Path, limit: str, used: str, droppable: str) -> int | None:
-    """Return what one control group leaves; None without a limit."""
-    try:
-        most = int((folder / limit).read_text(encoding="ascii"))
-        now = int((folder / used).read_text(encoding="ascii"))
-        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):  # "max"
-        return None
-    files = sum(int(line.split()[1]) for line in lines if line.startswith(f"{droppable} "))
-    return None if most > _V1_LIMIT else max(0, most - now + files)

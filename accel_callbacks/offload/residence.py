@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.offload.contents import Filler, host_memory, lay_out
 from accel_callbacks.offload.device_copies import device_copies, pinned
-from accel_callbacks.offload.page_cache import fits_page_cache
+from accel_callbacks.offload.file_pages import is_supported
 from accel_callbacks.offload.placeholder import (
     ON_DISK,
     AbsentWeight,
@@ -37,6 +38,7 @@ __all__ = [
     "remove",
 ]
 
+_CACHED = 0.9  # of the free memory; the rest is for activations
 _IN_HOST_MEMORY = "in host memory"
 
 
@@ -119,8 +121,11 @@ class Offload:
         self.direct = bool(options.direct)
         if options.direct is None:
             files = {stored.tensors[name] for name in names if name in stored.tensors}
-            self.direct = not fits_page_cache(sum(one.nbytes for one in files))
-        self._contents = [lay_out(one, self.held, stored, self.direct) for one in wanted]
+            self.direct = not _fit_page_cache(sum(one.nbytes for one in files))
+        self._contents = [
+            lay_out(one, self.held, stored, self.direct, mapped=_takes_pages(device))
+            for one in wanted
+        ]
         self._dtypes = {
             name: one.dtype
             for unit in units
@@ -244,6 +249,7 @@ class Offload:
         """
         memory = self.window.acquire(index) if self._contents[index].weights else None
         try:
+            self.check_files(index)
             with self._lock:
                 present = self._present.get(index)
                 if present is None:
@@ -274,6 +280,11 @@ class Offload:
         if present.memory is not None:
             self.window.release(index)
         return changed
+
+    def check_files(self, index: int) -> None:
+        """Raise WeightReadError if files that are a unit's memory have been written to."""
+        if self._filler is not None:
+            self._filler.check(index)
 
     def forget(self, index: int) -> None:
         """Read a unit again for its next use."""
@@ -432,6 +443,20 @@ def _in_place_of(stands: AbsentWeight, weight: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
+def _fit_page_cache(nbytes: int) -> bool:
+    """Return whether files of this size are likely to stay in the page cache."""
+    require_neighbour("checkpoint_io")
+    from checkpoint_io.memory import free_memory
+
+    free = free_memory()
+    return free is None or nbytes <= _CACHED * free
+
+
+def _takes_pages(device: torch.device) -> bool:
+    """Return whether a unit's memory may be made of pages of files."""
+    return device.type == "cpu" and device_copies(device) is None and is_supported()
+
+
 def _on(device: torch.device) -> Callable[[int], torch.Tensor]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -520,8 +545,13 @@ class _Use:
 
         Raises:
             AbsentWeightError: a weight was changed in place.
+            WeightReadError: a file was written to while its pages were in use.
         """
+        used = [index for index, _ in self._units]
         changed = self._leave()
+        if not failed:
+            for index in used:
+                self._offload.check_files(index)
         if changed and not failed:
             names = list(changed[0].slots)
             raise AbsentWeightError(

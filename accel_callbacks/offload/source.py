@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.offload import file_pages
 
 __all__ = [
     "FileIdentity",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _PIECE = 8 << 20  # bytes of one read
+_MAPPED = 16 << 20  # bytes of pages that are mapped at a time
 _AT_ONCE = 2  # reads of a unit: the disk has the next one before the last one has ended
 _PAGE = 4096  # what O_DIRECT asks of addresses, lengths and offsets
 _ALIGNMENT = 64  # as torch allocates, so that kernels give the same bits
@@ -191,6 +193,21 @@ class StoredWeights:
         """Open one of the files; raise WeightReadError if it is another than at first."""
         return OpenFile(path, self.identities.get(path), flags)
 
+    def check_unwritten(self, path: str, inode: tuple[int, int] | None) -> None:
+        """Raise WeightReadError if a file that is mapped has been written to.
+
+        Args:
+            path: of the file; another one may have its name by now, which changes no weights.
+            inode: the device and inode of the mapped file.
+        """
+        was = self.identities.get(path)
+        with suppress(OSError):
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) != inode or was is None:
+                return
+            if (status.st_size, status.st_mtime_ns) != was[:2]:
+                raise _has_changed(path, was, status)
+
     def at(self, path: str, position: int) -> str:
         """Return which tensor has this byte, with its file, for errors."""
         for name, stored in self.tensors.items():
@@ -258,10 +275,7 @@ class OpenFile:
         """Raise WeightReadError if the file has changed since the model was dispatched."""
         status, was = os.fstat(self._descriptor), self.identity
         if was is not None and (status.st_size, status.st_mtime_ns) != was[:2]:
-            raise WeightReadError(
-                f"{self.path} has changed since the model was dispatched ({was.size} bytes then, "
-                f"{status.st_size} now): its weights are other ones. Dispatch the model again."
-            )
+            raise _has_changed(self.path, was, status)
 
     def close(self) -> None:
         """Close the file."""
@@ -274,6 +288,13 @@ class OpenFile:
         self.close()
 
 
+def _has_changed(path: str, was: FileIdentity, status: os.stat_result) -> WeightReadError:
+    return WeightReadError(
+        f"{path} has changed since the model was dispatched ({was.size} bytes then, "
+        f"{status.st_size} now): its weights are other ones. Dispatch the model again."
+    )
+
+
 class _Piece(NamedTuple):
     """Bytes of a file that go to consecutive places in memory."""
 
@@ -281,6 +302,20 @@ class _Piece(NamedTuple):
     begin: int
     ends: tuple[tuple[int, int], ...]  # (place in memory, number of bytes), in the file's order
     needed: int  # bytes; the rest may be past the end of the file
+
+
+class _Pages(NamedTuple):
+    """Pages of a file that become a part of the buffer."""
+
+    path: str
+    begin: int
+    place: int
+    needed: int  # bytes; the last page may go on after them
+    stored_bytes: int  # of the tensors
+
+    @property
+    def end(self) -> int:
+        return self.place + _up(self.needed, file_pages.PAGE)
 
 
 class _Move(NamedTuple):
@@ -300,6 +335,7 @@ class Reads:
         moves: tensors to move after reading, first to last.
         direct: read past the page cache.
         stored_bytes: of the tensors, without what is read along.
+        pages: what to map instead of reading it.
     """
 
     nbytes: int
@@ -308,14 +344,17 @@ class Reads:
     moves: Sequence[_Move]
     direct: bool
     stored_bytes: int
+    pages: Sequence[_Pages] = ()
 
 
-def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool) -> Reads:
+def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool, *, mapped: bool = False) -> Reads:
     """Return how to fill a buffer with tensors, each at a multiple of 64 bytes.
 
     Args:
         tensors: what is wanted.
         direct: past the page cache, where whole pages are read.
+        mapped: the buffer may be made of the files' pages. They are where all tensors are at
+            multiples of 64 bytes in their files, which kernels may need to give the same bits.
 
     Example:
         >>> import torch
@@ -329,22 +368,30 @@ def plan_reads(tensors: Mapping[str, StoredTensor], direct: bool) -> Reads:
     for name, stored in tensors.items():
         unique.setdefault(stored, []).append(name)
     ordered = sorted(unique, key=lambda stored: (stored.path, stored.begin))
-    plan = _plan_direct if direct and _DIRECT else _plan_buffered
-    nbytes, places, pieces, moves = plan(ordered)
+    direct = bool(direct and _DIRECT)
+    pieces: list[_Piece] = []
+    moves: list[_Move] = []
+    pages: list[_Pages] = []
+    if mapped and not direct and all(one.begin % _ALIGNMENT == 0 for one in ordered):
+        nbytes, places, pages = _plan_mapped(ordered)
+    elif direct:
+        nbytes, places, pieces, moves = _plan_direct(ordered)
+    else:
+        nbytes, places, pieces = _plan_buffered(ordered)
     return Reads(
         nbytes,
         {name: places[stored] for stored, names in unique.items() for name in names},
         pieces,
         moves,
-        bool(direct and _DIRECT),
+        direct,
         sum(stored.nbytes for stored in ordered),
+        pages,
     )
 
 
-_Planned = tuple[int, dict[StoredTensor, int], list[_Piece], list[_Move]]
-
-
-def _plan_buffered(ordered: Sequence[StoredTensor]) -> _Planned:
+def _plan_buffered(
+    ordered: Sequence[StoredTensor],
+) -> tuple[int, dict[StoredTensor, int], list[_Piece]]:
     """Read each tensor to its place; neighbours in a file with one call."""
     places: dict[StoredTensor, int] = {}
     pieces: list[_Piece] = []
@@ -368,24 +415,53 @@ def _plan_buffered(ordered: Sequence[StoredTensor]) -> _Planned:
                 pieces.append(_Piece(stored.path, begin, (end,), length))
             done += length
         position = _up(position + stored.nbytes, _ALIGNMENT)
-    return position, places, pieces, []
+    return position, places, pieces
 
 
-def _plan_direct(ordered: Sequence[StoredTensor]) -> _Planned:
-    """Read whole pages, and move tensors that are not aligned in their file."""
+def _plan_mapped(
+    ordered: Sequence[StoredTensor],
+) -> tuple[int, dict[StoredTensor, int], list[_Pages]]:
+    """Put the pages of each run of tensors one after the other."""
+    page = file_pages.PAGE
+    places: dict[StoredTensor, int] = {}
+    pages: list[_Pages] = []
+    position = 0
+    for run in _runs(ordered, page):
+        low, high = run[0].begin, max(one.begin + one.nbytes for one in run)
+        begin = low - low % page
+        places.update({one: position + one.begin - begin for one in run})
+        for first in range(begin, high, _MAPPED):
+            last = min(first + _MAPPED, high)
+            inside = sum(
+                max(0, min(last, one.begin + one.nbytes) - max(first, one.begin)) for one in run
+            )
+            pages.append(_Pages(run[0].path, first, position, last - first, inside))
+            position = pages[-1].end
+    return position, places, pages
+
+
+def _runs(ordered: Sequence[StoredTensor], most: int) -> list[list[StoredTensor]]:
+    """Return the tensors that follow each other in a file, with gaps of at most so many bytes."""
     runs: list[list[StoredTensor]] = []
     for stored in ordered:
         last = runs[-1][-1] if runs else None
         gap = -1 if last is None else stored.begin - (last.begin + last.nbytes)
-        if last is not None and last.path == stored.path and gap <= _GAP:
+        if last is not None and last.path == stored.path and gap <= most:
             runs[-1].append(stored)
         else:
             runs.append([stored])
+    return runs
+
+
+def _plan_direct(
+    ordered: Sequence[StoredTensor],
+) -> tuple[int, dict[StoredTensor, int], list[_Piece], list[_Move]]:
+    """Read whole pages, and move tensors that are not aligned in their file."""
     places: dict[StoredTensor, int] = {}
     pieces: list[_Piece] = []
     moves: list[_Move] = []
     position = 0
-    for run in runs:
+    for run in _runs(ordered, _GAP):
         low, high = run[0].begin, max(one.begin + one.nbytes for one in run)
         begin = low - low % _PAGE
         aligned = all(one.begin % _ALIGNMENT == 0 for one in run)
@@ -436,6 +512,7 @@ class Reader:
         self._in_use: list[OpenFile] = []
         self._lock = threading.Lock()
         self.reading: str | None = None  # the file, for the message of one who waits
+        self.mapped: dict[str, tuple[int, int]] = {}  # device and inode of mapped files, by path
 
     def fill(self, reads: Reads, memory: torch.Tensor) -> int:
         """Read tensors into a buffer; return the number of bytes that were read.
@@ -453,7 +530,10 @@ class Reader:
             targets = [view[at : at + length] for at, length in piece.ends]
             return self._read(piece, targets, reads.direct)
 
-        total, moves = 0, deque(reads.moves)
+        total, moves = (
+            sum(self._map(pages, view, base) for pages in reads.pages),
+            deque(reads.moves),
+        )
         self.reading = reads.pieces[0].path if reads.pieces else None
         for piece, count in zip(reads.pieces, _in_order(read, reads.pieces), strict=True):
             total += count
@@ -461,6 +541,27 @@ class Reader:
             _move(moves, base, piece.ends[-1][0] + piece.needed)
         self.reading = None
         return total
+
+    def _map(self, pages: _Pages, view: memoryview[int], base: int) -> int:
+        """Map pages into the buffer, or read them where that fails."""
+        place, length = base + pages.place, pages.end - pages.place
+        with self._use(pages.path, False) as file:
+            self.reading = pages.path
+            try:
+                file_pages.map_pages(place, length, file.fileno(), pages.begin)
+            except OSError:  # a read says why
+                file_pages.unmap_pages(place, length)
+                piece = _Piece(
+                    pages.path, pages.begin, ((pages.place, pages.needed),), pages.needed
+                )
+                targets = [view[pages.place : pages.place + pages.needed]]
+                return self._read_from(file, piece, targets, False)
+            file.check()
+            status = os.fstat(file.fileno())
+            self.mapped[pages.path] = status.st_dev, status.st_ino
+        with self._lock:
+            self._on_progress(pages.stored_bytes)
+        return pages.stored_bytes
 
     def _read(self, piece: _Piece, targets: list[memoryview[int]], direct: bool) -> int:
         with self._use(piece.path, direct) as file:

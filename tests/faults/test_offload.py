@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_callbacks.offload import source
+from accel_callbacks.offload import file_pages, source
 from accel_callbacks.offload import window as window_module
 from accel_callbacks.offload.placeholder import AbsentWeight
 from accel_callbacks.offload.source import WeightReadError
@@ -78,31 +78,56 @@ def test_shards_that_are_changed_in_place_while_it_runs(plain, tmp_path, how, di
     assert is_in_order(model, offload)
 
 
+def before_reads(monkeypatch, happens):
+    """Let something happen before each read, and before pages are mapped."""
+    for owner, name in ((source, "_readv"), (file_pages, "map_pages")):
+        really = getattr(owner, name)
+
+        def first(*args, really=really):
+            happens()
+            return really(*args)
+
+        monkeypatch.setattr(owner, name, first)
+
+
+@pytest.mark.skipif(not file_pages.is_supported(), reason="no pages are mapped into buffers here")
+@pytest.mark.parametrize("how", ["written", "truncated"])
+def test_shards_that_are_changed_while_their_pages_are_in_use(plain, tmp_path, how):
+    saved(tmp_path)
+    model, offload = attached(plain, tmp_path)
+
+    def change(module, args):
+        for path in tmp_path.glob("*.safetensors"):
+            with open(path, "r+b") as file:
+                # Not to fewer pages: whoever touches those that are gone gets a signal.
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\x40") if how == "written" else file.truncate()
+
+    model.blocks[0].register_forward_pre_hook(change)
+    with pytest.raises(WeightReadError, match=r"safetensors has changed since"):
+        model(BATCH)
+    assert is_in_order(model, offload)
+
+
 def test_a_disk_that_answers_slowly_is_no_hang(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(window_module, "_TICK", 0.01)
     monkeypatch.setattr(source, "_PIECE", 512)
-    really = source._readv
-
-    def slow(*args):
-        time.sleep(0.01)
-        return really(*args)
-
-    monkeypatch.setattr(source, "_readv", slow)
+    monkeypatch.setattr(source, "_MAPPED", file_pages.PAGE)
+    before_reads(monkeypatch, lambda: time.sleep(0.01))
     model, offload = attached(plain, saved(tmp_path), patience=0.1)
     assert same(model, plain)
     assert offload.traffic.waited > 0.1
 
 
 def test_a_disk_with_a_bad_sector_and_a_second_try(plain, tmp_path, monkeypatch):
-    really, bad = source._readv, [True]
+    bad = [True]
 
-    def sometimes(*args):
+    def sometimes():
         if bad[0]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return really(*args)
 
     model, offload = attached(plain, saved(tmp_path))
-    monkeypatch.setattr(source, "_readv", sometimes)
+    before_reads(monkeypatch, sometimes)
     with pytest.raises(WeightReadError, match=r"start in .*: Input/output error at byte \d+"):
         model(BATCH)
     assert is_in_order(model, offload)
@@ -112,16 +137,15 @@ def test_a_disk_with_a_bad_sector_and_a_second_try(plain, tmp_path, monkeypatch)
 
 def test_a_reader_that_hangs_is_an_error_and_the_model_goes_on(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(window_module, "_TICK", 0.01)
-    really, gate, hung = source._readv, threading.Event(), []
+    gate, hung = threading.Event(), []
 
-    def hangs_once(*args):
+    def hangs_once():
         if threading.current_thread() in hung or not hung:
             hung.append(threading.current_thread())
             gate.wait(30)
-        return really(*args)
 
     model, offload = attached(plain, saved(tmp_path), patience=0.05)
-    monkeypatch.setattr(source, "_readv", hangs_once)
+    before_reads(monkeypatch, hangs_once)
     with pytest.raises(WeightReadError, match=r"start: no byte has come from .*safetensors for"):
         model(BATCH)
     assert is_in_order(model, offload)
@@ -132,16 +156,15 @@ def test_a_reader_that_hangs_is_an_error_and_the_model_goes_on(plain, tmp_path, 
 
 
 def test_ctrl_c_while_it_waits(plain, tmp_path, monkeypatch):
-    really, gate = source._readv, threading.Event()
+    gate = threading.Event()
 
-    def waits(*args):
+    def waits():
         if not gate.is_set():
             _thread.interrupt_main()
             gate.wait(30)
-        return really(*args)
 
     model, offload = attached(plain, saved(tmp_path))
-    monkeypatch.setattr(source, "_readv", waits)
+    before_reads(monkeypatch, waits)
     with pytest.raises(KeyboardInterrupt):
         model(BATCH)
     gate.set()
@@ -202,6 +225,7 @@ def test_a_process_whose_reader_hangs_for_good_ends_with_the_error(tmp_path):
         import threading
         model, _ = attached(plain, saved(sys.argv[1]), patience=0.2)
         source._readv = lambda *args: threading.Event().wait()
+        source.file_pages.map_pages = source._readv
         model(batch)
         """,
         tmp_path,

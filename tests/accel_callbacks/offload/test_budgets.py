@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,14 +114,3 @@ def test_a_device_that_is_not_here_is_a_warning(monkeypatch: pytest.MonkeyPatch)
 def test_the_hosts_memory_is_what_is_available() -> None:
     assert 0 < host_memory() < 1 << 50
     assert get_max_memory()["cpu"] > 0
-
-
-def test_a_control_group_limits_the_hosts_memory(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 600\ninactive_file 50\nactive_file 20\n")
-    names = ("memory.max", "memory.current", "inactive_file")
-    assert budgets._left(tmp_path, *names) == 350
-    (tmp_path / "memory.max").write_text("max\n")
-    assert budgets._left(tmp_path, *names) is None
-    assert budgets._left(tmp_path / "absent", *names) is None

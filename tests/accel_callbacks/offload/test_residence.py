@@ -623,3 +623,15 @@ def test_a_model_that_is_taken_back_stays_compiled(plain, folder, graphs):
     assert is_compiled(model)
     assert same(model, plain)
     assert len(graphs.graphs) == count
+
+
+@pytest.mark.parametrize("free", [0.5, 2.0, None])
+def test_files_are_read_past_the_page_cache_without_room_for_activations(
+    plain, tmp_path, monkeypatch, free
+):
+    save_model(plain.state_dict(), str(tmp_path))
+    size = sum(one.nbytes for one in plain.state_dict().values())
+    known = None if free is None else int(free * size)
+    monkeypatch.setattr("checkpoint_io.memory.free_memory", lambda: known)
+    _, offload = attached(plain, tmp_path, direct=None)
+    assert offload.direct == (free == 0.5)

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from accel_callbacks.offload import source
+from accel_callbacks.offload import file_pages, source
 from accel_callbacks.offload.contents import host_memory
 from accel_callbacks.offload.source import (
     Reader,
@@ -45,14 +45,19 @@ def expected(one):
         return file.read(one.nbytes)
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
+@pytest.mark.parametrize("how", ["buffered", "direct", "mapped"])
 @pytest.mark.parametrize("step", [1, 64], ids=["anywhere", "aligned"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_byte_is_in_its_place(tmp_path, monkeypatch, direct, step, seed):
+def test_every_byte_is_in_its_place(tmp_path, monkeypatch, how, step, seed):
     monkeypatch.setattr(source, "_PIECE", 8192)
+    monkeypatch.setattr(source, "_MAPPED", 8192)
     monkeypatch.setattr(source, "_GAP", 4096)
     weights = stored(tmp_path, seed, step=step)
-    reads = plan_reads(weights.tensors, direct)
+    direct = how == "direct"
+    reads = plan_reads(weights.tensors, direct, mapped=how == "mapped")
+    assert bool(reads.pages) == (how == "mapped" and step == 64)
+    if reads.pages and not file_pages.is_supported():
+        pytest.skip("this system maps no pages into buffers")
     memory = host_memory(reads.nbytes)
     count = Reader(weights).fill(reads, memory)
     assert count >= reads.stored_bytes or direct
@@ -73,8 +78,45 @@ def test_a_mapped_tensor_has_its_own_storage_and_does_not_write_to_the_file(tmp_
     assert expected(weights.tensors[name]) == before
 
 
-def fill(weights, reader=None):
-    reads = plan_reads(weights.tensors, False)
+maps_pages = pytest.mark.skipif(
+    not file_pages.is_supported(), reason="this system maps no pages into buffers"
+)
+
+
+@maps_pages
+def test_what_is_written_to_mapped_pages_does_not_reach_the_file(tmp_path):
+    weights = stored(tmp_path, step=64)
+    reads = plan_reads(weights.tensors, False, mapped=True)
+    memory = host_memory(reads.nbytes)
+    before = (tmp_path / "0.bin").read_bytes()
+    reader = Reader(weights)
+    reader.fill(reads, memory)
+    memory.zero_()
+    assert (tmp_path / "0.bin").read_bytes() == before
+    reader.fill(reads, memory)  # and is gone with the next use
+    for name, one in weights.tensors.items():
+        at = reads.places[name]
+        assert bytes(memory[at : at + one.nbytes].numpy()) == expected(one)
+
+
+@maps_pages
+@pytest.mark.parametrize("error", [errno.ENODEV, errno.EFAULT])
+def test_where_pages_cannot_be_mapped_they_are_read(tmp_path, monkeypatch, error):
+    def fails(*args):
+        raise OSError(error, os.strerror(error))
+
+    weights = stored(tmp_path, step=64)
+    reads = plan_reads(weights.tensors, False, mapped=True)
+    memory = host_memory(reads.nbytes)
+    monkeypatch.setattr(file_pages, "map_pages", fails)
+    Reader(weights).fill(reads, memory)
+    for name, one in weights.tensors.items():
+        at = reads.places[name]
+        assert bytes(memory[at : at + one.nbytes].numpy()) == expected(one)
+
+
+def fill(weights, reader=None, mapped=False):
+    reads = plan_reads(weights.tensors, False, mapped=mapped and file_pages.is_supported())
     (reader or Reader(weights)).fill(reads, host_memory(reads.nbytes))
 
 
@@ -133,6 +175,15 @@ def test_a_truncated_file_names_the_tensor(tmp_path):
         fill(unchecked)
     with pytest.raises(WeightReadError, match=r"truncated, b ends at"):
         unchecked.mapped("b")
+
+
+@maps_pages
+def test_a_file_that_ends_before_the_pages_to_map_names_the_tensor(tmp_path):
+    path = tmp_path / "0.bin"
+    path.write_bytes(bytes(40_960))
+    unchecked = StoredWeights({"a": StoredTensor(str(path), 8192, torch.uint8, (40_960,))})
+    with pytest.raises(WeightReadError, match=r"a in .*0.bin: truncated, it ends at byte 40960"):
+        fill(unchecked, mapped=True)
 
 
 def test_a_missing_file_says_what_to_do(tmp_path):

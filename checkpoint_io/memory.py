@@ -1,42 +1,28 @@
-"""Whether files fit the page cache: free host memory, within the control group's limits."""
+"""Host memory that this process can still use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["fits_page_cache", "free_host_memory"]
+__all__ = ["free_memory"]
 
 _ROOT = Path("/")
-_SHARE = 0.9  # of the free memory; the rest is for activations
 
 
-def fits_page_cache(nbytes: int, root: Path = _ROOT) -> bool:
-    """Return whether files of this size are likely to stay in the page cache.
+def free_memory(root: Path = _ROOT) -> int | None:
+    """Return the bytes of host memory that this process can still use; None if unknown.
 
-    Args:
-        nbytes: of all files.
-        root: where ``proc`` and ``sys`` are.
-
-    Example:
-        >>> from accel_callbacks.offload.page_cache import fits_page_cache
-        >>> fits_page_cache(1)
-        True
-    """
-    free = free_host_memory(root)
-    return free is None or nbytes <= _SHARE * free
-
-
-def free_host_memory(root: Path = _ROOT) -> int | None:
-    """Return the bytes that this process can still use, the page cache included; None if unknown.
+    It is what the system calls available, which counts what the page cache can give back, or less
+    where a control group above this process leaves less.
 
     Args:
         root: where ``proc`` and ``sys`` are.
 
     Example:
         >>> from pathlib import Path
-        >>> from accel_callbacks.offload.page_cache import free_host_memory
-        >>> free_host_memory(Path("no/such/folder")) is None
+        >>> from checkpoint_io.memory import free_memory
+        >>> free_memory(Path("no/such/folder")) is None
         True
     """
     found = [*_available(root), *_left_in_groups(root)]
@@ -53,7 +39,7 @@ def _available(root: Path) -> Iterator[int]:
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Yield what each control group of this process leaves, of version 1 and 2."""
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
             base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
@@ -79,6 +65,6 @@ def _left(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
-    except OSError:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
         return []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from accel_callbacks.offload.page_cache import fits_page_cache, free_host_memory
+from checkpoint_io.memory import free_memory
 
 
 def system(root, files):
@@ -43,11 +45,9 @@ V1 = {
     ],
 )
 def test_the_least_of_all_limits(tmp_path, files, free):
-    assert free_host_memory(system(tmp_path, files)) == free
+    assert free_memory(system(tmp_path, files)) == free
 
 
-def test_files_fit_with_room_for_activations(tmp_path):
-    root = system(tmp_path, MEMINFO)
-    assert fits_page_cache(46_000, root)
-    assert not fits_page_cache(48_000, root)
-    assert fits_page_cache(10**15, tmp_path / "unknown")
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no proc")
+def test_the_memory_of_this_machine_is_known():
+    assert 2**20 < free_memory() < 2**50
