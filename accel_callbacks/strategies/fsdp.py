@@ -578,7 +578,7 @@ def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -
     Args:
         parameters: whole on all ranks, or cut by tensor parallelism.
         copies: number of ranks that read the same data.
-        mesh: the dimensions whose ranks read different data.
+        mesh: the dimensions whose ranks have different losses: of other data, or other tokens.
     """
     for parameter in parameters:
         part = local_part(parameter)
@@ -587,7 +587,6 @@ def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -
             own = own.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         mine = torch.zeros_like(part) if own is None else local_part(own)
         flat = torch.cat([mine.flatten(), mine.new_tensor([own is not None])])
-        world = dist.get_world_size() // copies
         if copies == 1:
             dist.all_reduce(flat, group=collectives.group_for(flat))
         else:
@@ -595,7 +594,7 @@ def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -
                 dist.all_reduce(flat, group=mesh.get_group(dimension))
         if flat[-1] == 0:
             continue
-        mean = (flat[:-1] / world).view_as(part)
+        mean = (flat[:-1] / mesh.size()).view_as(part)
         if own is None:
             parameter.grad = torch.zeros_like(parameter)
         elif own is not parameter.grad:
