@@ -81,6 +81,12 @@ class Sharding(Strategy):
             self._agreement = ReplicaAgreement(self.device_mesh["tp"])
         return self._agreement
 
+    def _watch_inputs(self, model: torch.nn.Module) -> None:
+        """Compare the inputs of evaluation over the ranks of tensor parallelism."""
+        agreement = self._agrees
+        if agreement is not None:
+            model.register_forward_pre_hook(agreement.check_inputs, with_kwargs=True)
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""
         agreement = self._agrees

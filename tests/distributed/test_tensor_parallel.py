@@ -333,6 +333,24 @@ def test_ranks_of_one_model_that_get_different_batches_are_told(pool):
         assert "prepare() returned" in texts[0]
 
 
+def evaluated(apart: bool) -> list[str]:
+    def evaluate() -> None:
+        accel = accelerator("tp2", "ends")
+        model = accel.prepare(LM())
+        batch = torch.stack(tokens(8))
+        with accel.evaluate(model), torch.no_grad():
+            with accel.split_between_processes(batch) as own:
+                model(own if apart else batch)
+
+    return [text for text in warned_by(evaluate) if "different" in text]
+
+
+def test_ranks_of_one_model_that_evaluate_different_inputs_are_told(pool):
+    assert pool.run(evaluated, False) == [[], []]
+    for texts in pool.run(evaluated, True):
+        assert "LM different inputs" in texts[0]
+
+
 def partial_gradients(style: str | None) -> list[Any]:
     plan = plan_named("ends")
     plan.pop("blocks.*.attn.q_norm")
@@ -653,7 +671,8 @@ def test_a_nan_or_an_overflow_on_one_rank_under_fsdp(pool_of_4):
 def brings_its_own(layout: str, cut: bool) -> dict[str, Any]:
     """A model with a plan, as those of transformers; or that its user has cut already."""
     accel = accelerator(layout)
-    torch.manual_seed(0)
+    # Data ranks that built it apart take the weights of the first; those of one model did not.
+    torch.manual_seed(accel.process_index // 2 if cut and layout != "one" else 0)
     model = LM(words=32)
     model._tp_plan = plan_named("ends")
     if cut and layout != "one":
