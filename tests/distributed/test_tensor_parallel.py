@@ -110,7 +110,12 @@ def plan_named(name: str) -> dict[str, Any]:
 
 
 def accelerator(layout: str, plan: Any = None, **options: Any) -> Accelerator:
-    sizes = {"one": None, "tp2": {"tp_size": 2}, "2x2": {"dp_shard_size": 2, "tp_size": 2}}[layout]
+    sizes = {
+        "one": None,
+        "tp2": {"tp_size": 2},
+        "2x2": {"dp_shard_size": 2, "tp_size": 2},
+        "2x2x2": {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2},
+    }[layout]
     if sizes is not None:
         chosen = plan_named(plan) if isinstance(plan, str) else plan
         handler = TorchTensorParallelConfig(plan=chosen)
@@ -220,6 +225,14 @@ def test_two_by_two_is_one_process(pool_of_4, plan, window):
     results = pool_of_4.run(trains, "2x2", plan, "SGD", "norm", window)
     assert all(result == results[0] for result in results)
     assert_alike(results[0], alone("SGD", "norm", window), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ends", "sequence loss"])
+def test_replicas_of_shards_of_cut_layers_are_one_process(pool_of_8, plan):
+    results = pool_of_8.run(trains, "2x2x2", plan, "SGD", "norm", 3)
+    assert all(result == results[0] for result in results)
+    assert_alike(results[0], alone("SGD", "norm", 3), 1e-5)
 
 
 def kernels(layout: str, optimizer: str, name: str) -> list[Any]:
