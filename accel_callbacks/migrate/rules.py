@@ -57,7 +57,7 @@ METHODS: Rules = {
     ),
     "maybe_context_parallel": (
         "differs",
-        "positions, and shift_labels in place of labels, belong to the buffers: a model of "
+        "positions, and shift_labels beside labels, belong to the buffers: a model of "
         "transformers that would count or shift them on each process is an error. A loss is of the "
         "tokens of one process: backward(loss_sum, normalizer=tokens) averages over all of them",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from datetime import timedelta
 from functools import cache
@@ -353,7 +354,7 @@ def evaluated(apart: bool) -> list[str]:
         batch = torch.stack(tokens(8))
         with accel.evaluate(model), torch.no_grad():
             with accel.split_between_processes(batch) as own:
-                model(own if apart else batch)
+                copy.deepcopy(model)(own if apart else batch)
 
     return [text for text in warned_by(evaluate) if "different" in text]
 
