@@ -77,6 +77,7 @@ from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.plugins.process_group import group_options
 from accel_callbacks.precision import create_precision
@@ -95,7 +96,6 @@ _STRATEGIES = (
     "deepspeed_plugin",
     "deepspeed_plugins",
     "megatron_lm_plugin",
-    "torch_tp_plugin",
 )
 T = TypeVar("T")
 
@@ -132,6 +132,8 @@ class Accelerator(ProcessControl, MediaLogging):
         parallelism_config: how the ranks are arranged; data parallelism over all by default.
         fsdp_plugin: shard models (FSDP2), with these options; so does ``dp_shard_size`` of the
             ``parallelism_config``.
+        torch_tp_plugin: a ``parallelism_config`` with this ``tp_size`` alone, for scripts that were
+            written for Accelerate.
         dynamo_backend: backend of torch.compile for prepared models; none by default.
         dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
         dataloader_config: how prepared loaders shard their data across ranks.
@@ -183,6 +185,7 @@ class Accelerator(ProcessControl, MediaLogging):
         kwargs_handlers: Iterable[KwargsHandler] | None = (),
         parallelism_config: ParallelismConfig | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         dynamo_backend: DynamoBackend | str | Callable[..., Any] | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -218,6 +221,8 @@ class Accelerator(ProcessControl, MediaLogging):
         dispatch = Dispatcher(_several(callbacks), adapters=(adapt,))
         _check_plugin("parallelism_config", parallelism_config, ParallelismConfig)
         _check_plugin("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+        _check_plugin("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
+        parallelism_config = _chosen_parallelism(parallelism_config, torch_tp_plugin)
         self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
@@ -1932,6 +1937,19 @@ def _given(parallelism: Any, fsdp: Any, dynamo: Any) -> set[str]:
         set_here = (one.name for one in fields(fsdp) if getattr(fsdp, one.name) is not None)
         found |= {"fsdp", *(f"fsdp.{name}" for name in set_here)}
     return found
+
+
+def _chosen_parallelism(
+    config: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None
+) -> ParallelismConfig | None:
+    if plugin is None:
+        return config
+    if config is not None:
+        raise ValueError(
+            f"torch_tp_plugin is a parallelism_config with tp_size={plugin.tp_size}, and both were "
+            "given: leave torch_tp_plugin out, and give tp_size to the parallelism_config."
+        )
+    return ParallelismConfig(tp_size=plugin.tp_size)
 
 
 def _check_plugin(name: str, value: Any, kind: type[Any]) -> None:

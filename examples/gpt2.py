@@ -15,6 +15,10 @@ none: its attention is one layer for queries, keys and values. A LLaMA of the sa
     accel launch --num_processes 4 --parallelism_config_tp_size 2 \
         --parallelism_config_dp_shard_size 2 examples/gpt2.py --model llama
 
+Context parallelism gives each process a part of every sample, on GPUs:
+
+    accel launch --num_processes 2 --parallelism_config_cp_size 2 examples/gpt2.py
+
 All of them see the same batches and log the same losses. Kill one of them and start another with
 the same project_dir: it resumes from the checkpoint, whatever layout wrote it.
 """
@@ -140,14 +144,28 @@ def main() -> None:
     with accel.run("gpt2", config=vars(args), may_change=["project_dir", "cpu", "text"]) as run:
         for _epoch in run.epochs(args.epochs):
             for (inputs,) in loader:
-                with accel.accumulate(model):
+                # Made before a sample is cut, if it is: no process has all of it then.
+                targets = torch.nn.functional.pad(inputs[:, 1:], (0, 1), value=-100)
+                places = torch.arange(args.length, device=inputs.device).repeat(len(inputs), 1)
+                with (
+                    accel.accumulate(model),
+                    accel.maybe_context_parallel([inputs, targets, places], [1, 1, 1]),
+                ):
                     with accel.autocast():
-                        loss = model(input_ids=inputs, labels=inputs).loss
-                    accel.backward(loss)
+                        loss = model(
+                            input_ids=inputs,
+                            position_ids=places,
+                            labels=targets,
+                            shift_labels=targets,
+                            num_items_in_batch=1,  # a sum
+                        ).loss
+                    counted = (targets != -100).sum()
+                    accel.backward(loss, normalizer=counted)
                     accel.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
-                accel.log({"train/loss": accel.reduce(loss.detach(), "mean")})
+                total, number = accel.reduce(torch.stack([loss.detach(), counted]), "sum")
+                accel.log({"train/loss": total / number})
                 if run.global_step >= args.steps:
                     break  # on all processes, since all of them count alike
     accel.save_model(model, f"{args.project_dir}/model")

@@ -155,7 +155,8 @@ def _axes(text: str) -> ParallelismConfig:
         sizes[key] = positive_int(number)
         if key == "sp_size" and sizes[key] > 1:
             raise ArgumentTypeError(f"{part.strip()}: this axis is not in this version")
-    if sizes["tp_size"] > 1 and sizes["dp_replicate_size"] > 1 and sizes["dp_shard_size"] == 1:
+    nothing_shards = sizes["dp_shard_size"] == sizes["cp_size"] == 1
+    if sizes["tp_size"] > 1 and sizes["dp_replicate_size"] > 1 and nothing_shards:
         raise ArgumentTypeError("tp does not go with dp_replicate alone: give a dp_shard")
     return ParallelismConfig(**sizes)
 

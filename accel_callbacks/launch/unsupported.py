@@ -66,6 +66,7 @@ def _replicas_of_layers(settings: Any) -> bool:
         not _sharded(settings)
         and mesh is not None
         and mesh.parallelism_config_tp_size > 1
+        and mesh.parallelism_config_cp_size == 1  # over whose ranks FSDP shards
         and mesh.parallelism_config_dp_replicate_size > 1
     )
 

@@ -13,6 +13,7 @@ __all__ = [
     "DeepSpeedSequenceParallelConfig",
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
 ]
 
 _ROTATIONS = ("allgather", "alltoall")
@@ -47,6 +48,25 @@ class TorchTensorParallelConfig(KwargsHandler):
             for name, style in self.plan.items()
         }
         return {"enable_async_tp": self.enable_async_tp, "plan": plan}
+
+
+@dataclass(frozen=True)
+class TorchTensorParallelPlugin(KwargsHandler):
+    """Tensor parallelism by the plan that a model brings along, as scripts for Accelerate ask it.
+
+    ``Accelerator(torch_tp_plugin=...)`` is ``parallelism_config=ParallelismConfig(tp_size=...)``,
+    which has more options.
+
+    Args:
+        tp_size: ranks that share each layer, 1 by default.
+
+    Example:
+        >>> from accel_callbacks import TorchTensorParallelPlugin
+        >>> TorchTensorParallelPlugin(tp_size=2).tp_size
+        2
+    """
+
+    tp_size: int = 1
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,13 @@ from accel_callbacks.warning import warn
 __all__ = ["ContextParallel", "token_order"]
 
 _WHAT = "maybe_context_parallel"
+# Names of models of transformers that pool the tokens.
+_OF_SEQUENCES = (
+    "ForSequenceClassification",
+    "ForMultipleChoice",
+    "ForQuestionAnswering",
+    "ForNextSentencePrediction",
+)
 
 
 def token_order(length: int, ranks: int, *, load_balance: bool = True) -> torch.Tensor:
@@ -287,6 +294,11 @@ class ContextParallel:
             return None
         kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
         _refuse_attention(name, model)
+        if name.endswith(_OF_SEQUENCES):
+            raise ValueError(
+                f"{name} has one output for a whole sequence, and would take it from the tokens of "
+                f"each rank alone: call it outside of {_WHAT}, or leave cp_size out."
+            )
         tokens = next((kwargs[k] for k in ("input_ids", "inputs_embeds") if k in kwargs), None)
         if tokens is not None and tokens.shape[1] == self._length:
             raise ValueError(
@@ -309,7 +321,19 @@ class ContextParallel:
         if kwargs.get("attention_mask") is not None:
             self._check_mask(kwargs["attention_mask"])
             kwargs["attention_mask"] = None
+        else:
+            self._check_positions(name, kwargs["position_ids"])
         return (), kwargs
+
+    def _check_positions(self, name: str, positions: torch.Tensor) -> None:
+        """Refuse rows of several sequences, between which transformers would make a mask."""
+        whole = next((data for buffer, data in self._whole if buffer is positions), None)
+        if whole is not None and whole.dim() == 2 and bool(whole.diff(dim=1).ne(1).any()):
+            raise ValueError(
+                f"{name} got position_ids that start anew within a row, as those of packed "
+                "sequences, and ranks exchange keys and values without a mask between them: put "
+                "one sequence into a row."
+            )
 
     def _check_mask(self, mask: torch.Tensor) -> None:
         """Refuse a mask of anything but padding at the end, which causal attention does not see."""

@@ -54,6 +54,7 @@ from accel_callbacks.strategies.tensor_parallel import (
     parallelize,
     required_plan,
     separate_dropout,
+    share_cut,
     share_whole,
 )
 from accel_callbacks.strategies.units import find_units, ignored_parameters
@@ -213,21 +214,25 @@ class FSDP(Sharding):
             weights = self._initial_weights(model, sync=not cut_already)
             before = dict(model.named_parameters(remove_duplicate=False))
             self._plain[model] = is_plain(model)
+            names = self.parallelism.fsdp_dim_names
+            shards = self.parallelism.get_submesh(names, mesh.device_type)
             if self.parallelism.tp_enabled:
                 if cut_already:
                     share_whole(model)
+                    if self.options.sync_module_states is not False:
+                        share_cut(model, shards)
                 else:
                     with whole_parameters_freed(model):
                         parallelize(model, required_plan(model, self.parallelism), mesh["tp"])
                 separate_dropout(model, self.parallelism, mesh["tp"], self.topology.device)
-            names = self.parallelism.fsdp_dim_names
-            self._shard(model, self.parallelism.get_submesh(names, mesh.device_type))
+            self._shard(model, shards)
             weights.fill()
             self._replace(before, model)
         else:  # by the user, or for another Accelerator
             self._plain[model] = True
             self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
         self._groups[model] = list(map(ref, parameter_groups(model)))
+        self._watch_inputs(model)
         needs_all_ranks(filter(_is_sharded, model.modules()))
         if not is_compiled(model):  # whose code would leave the hook out, or break there
             model.register_forward_hook(_explain_forward, always_call=True)
@@ -578,7 +583,7 @@ def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -
     Args:
         parameters: whole on all ranks, or cut by tensor parallelism.
         copies: number of ranks that read the same data.
-        mesh: the dimensions whose ranks read different data.
+        mesh: the dimensions whose ranks have different losses: of other data, or other tokens.
     """
     for parameter in parameters:
         part = local_part(parameter)
@@ -587,7 +592,6 @@ def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -
             own = own.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         mine = torch.zeros_like(part) if own is None else local_part(own)
         flat = torch.cat([mine.flatten(), mine.new_tensor([own is not None])])
-        world = dist.get_world_size() // copies
         if copies == 1:
             dist.all_reduce(flat, group=collectives.group_for(flat))
         else:
@@ -595,7 +599,7 @@ def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -
                 dist.all_reduce(flat, group=mesh.get_group(dimension))
         if flat[-1] == 0:
             continue
-        mean = (flat[:-1] / world).view_as(part)
+        mean = (flat[:-1] / mesh.size()).view_as(part)
         if own is None:
             parameter.grad = torch.zeros_like(parameter)
         elif own is not parameter.grad:

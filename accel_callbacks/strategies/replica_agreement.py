@@ -19,10 +19,11 @@ _TIMES = 2
 _SHOWN = 4
 _LOSS = 1e-4  # relative: whole activations are bitwise equal on all ranks, but for atomic sums
 _GRADIENT = 1e-2
+_INPUT = 1e-9
 
 
 class ReplicaAgreement:
-    """Compares losses, and gradients of whole parameters, over the ranks of tensor parallelism.
+    """Compares inputs, losses, and gradients of whole parameters, over ranks of tensor parallelism.
 
     Only of the first steps; collective.
 
@@ -40,12 +41,29 @@ class ReplicaAgreement:
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
-        self._losses = self._gradients = _TIMES
+        self._inputs = self._losses = self._gradients = _TIMES
 
     @property
     def done(self) -> bool:
-        """True after the first steps."""
+        """True after the first training steps."""
         return not (self._losses or self._gradients)
+
+    def check_inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Compare what a model is given that is only evaluated: a hook before its forward."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._inputs:
+            return
+        self._inputs -= 1
+        rows = self._all([_summary((args, kwargs))])
+        found = [row[0] for row in rows]
+        if all(map(math.isfinite, found)) and max(found) - min(found) > _INPUT * max(
+            map(abs, found)
+        ):
+            self._inputs = 0
+            warn(
+                f"the ranks of one tensor-parallel model gave {type(model).__name__} different "
+                "inputs, and its outputs are those of none of them: take batches of a loader that "
+                "prepare() returned, or divide work by accel.data_parallel_rank, not by rank."
+            )
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Compare the loss of a backward pass."""
@@ -109,6 +127,19 @@ class ReplicaAgreement:
         if kind == "cpu":
             return torch.device("cpu")
         return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _summary(value: Any, place: int = 1) -> float:
+    """Return a number that differs where nested inputs do."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(_summary(one, place + number) for number, one in enumerate(value))
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.is_complex():
+        return 0.0
+    part = local_part(value).detach().double().flatten()
+    places = torch.arange(1, part.numel() + 1, dtype=part.dtype, device=part.device)
+    return place * (float((part * places.sqrt()).sum()) + part.numel())
 
 
 def _is_on(parameter: torch.Tensor, mesh: Any) -> bool:

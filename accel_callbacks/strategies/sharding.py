@@ -81,6 +81,18 @@ class Sharding(Strategy):
             self._agreement = ReplicaAgreement(self.device_mesh["tp"])
         return self._agreement
 
+    def _watch_inputs(self, model: torch.nn.Module) -> None:
+        """Compare the inputs of evaluation over the ranks of tensor parallelism."""
+        agreement = self._agrees
+        if agreement is None:
+            return
+
+        # A function, which a copy of the model shares; a method would be copied with its mesh.
+        def compare(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            agreement.check_inputs(module, args, kwargs)
+
+        model.register_forward_pre_hook(compare, with_kwargs=True)
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""
         agreement = self._agrees

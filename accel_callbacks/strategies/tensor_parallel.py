@@ -12,6 +12,7 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.gradients import local_part
 from accel_callbacks.modeling.empty_weights import init_empty_weights
 from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
@@ -37,6 +38,7 @@ __all__ = [
     "reduce_partial_gradients",
     "required_plan",
     "separate_dropout",
+    "share_cut",
     "share_whole",
 ]
 
@@ -109,6 +111,7 @@ class TensorParallel(Sharding):
             self._replace(before, model)
         reduce_partial_gradients(model)
         separate_dropout(model, self.parallelism, mesh, self.topology.device)
+        self._watch_inputs(model)
         return model
 
     def loss_parallel(self) -> AbstractContextManager[None]:
@@ -169,6 +172,27 @@ def share_whole(model: torch.nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not collectives.is_sharded(tensor) and not tensor.is_meta:
             tensor.data.copy_(collectives.broadcast(tensor.detach()))
+
+
+@torch.no_grad()
+def share_cut(model: torch.nn.Module, mesh: Any) -> None:
+    """Collective: give the parts of a cut model the values that the first rank of a mesh has.
+
+    Args:
+        model: cut over another dimension.
+        mesh: the dimensions whose ranks have the same parts.
+    """
+    import torch.distributed as dist
+
+    for parameter in dict.fromkeys(model.parameters()):
+        if collectives.is_sharded(parameter) and not parameter.is_meta:
+            part = local_part(parameter)
+            for dimension in range(mesh.ndim):
+                group = mesh.get_group(dimension)
+                sent = part.contiguous()
+                dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+                if sent is not part:
+                    part.copy_(sent)
 
 
 def _place_whole(model: torch.nn.Module, device: torch.device) -> None:

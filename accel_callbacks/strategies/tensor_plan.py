@@ -174,8 +174,8 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
         sequence_parallel: cut the sequence between the blocks too, in norms and dropout.
 
     Raises:
-        ValueError: nothing is recognized, or a layer packs several (such as ``c_attn``), or the
-            sequence cannot be cut by names alone.
+        ValueError: nothing is recognized, or a layer packs several (such as ``c_attn``, or a gate
+            beside values), or the sequence cannot be cut by names alone.
 
     Example:
         >>> import torch
@@ -213,7 +213,27 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
             f"{type(model).__name__} has no layers with the usual names of attention and MLPs: "
             'give a plan, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}.'
         )
+    _refuse_wide(model, found)
     return {**_ends(model), **found} if sequence_parallel else found
+
+
+def _refuse_wide(model: torch.nn.Module, styles: Mapping[str, str]) -> None:
+    """Refuse layers that return more than the next one takes: a gate beside values, in one."""
+    for parent, module in model.named_modules():
+        cut: dict[str, list[tuple[str, torch.nn.Linear]]] = {"colwise": [], "rowwise": []}
+        for key, child in module.named_children():
+            name = f"{parent}.{key}" if parent else key
+            style = styles.get(_pattern(name), "").removesuffix("_sequence")
+            if style in cut and isinstance(child, torch.nn.Linear):
+                cut[style].append((name, child))
+        taken = max((one.in_features for _, one in cut["rowwise"]), default=None)
+        for name, layer in cut["colwise"]:
+            if taken is not None and layer.out_features > taken:
+                raise ValueError(
+                    f"{name!r} returns {layer.out_features} features, of which the next layer "
+                    f"takes {taken}: it packs several layers into one. Split it into one layer "
+                    "each; or give a plan yourself, if its features are ordered by head."
+                )
 
 
 def _pattern(name: str) -> str:

@@ -266,8 +266,9 @@ def test_axes_without_an_engine_are_refused(
         refuse_unbuilt(resolve(tmp_path, {"parallelism_config": mesh}))
 
 
-def test_layers_and_sequences_are_cut(tmp_path: Path) -> None:
-    sizes = {"tp_size": 2, "cp_size": 4, "cp_comm_strategy": "alltoall", "dp_shard_size": 2}
+@pytest.mark.parametrize("data", ["dp_shard_size", "dp_replicate_size"])
+def test_layers_and_sequences_are_cut(data: str, tmp_path: Path) -> None:
+    sizes = {"tp_size": 2, "cp_size": 4, "cp_comm_strategy": "alltoall", data: 2}
     mesh = {f"parallelism_config_{key}": value for key, value in sizes.items()}
     found = resolve(tmp_path, {"parallelism_config": mesh})
     refuse_unbuilt(found)

@@ -307,6 +307,12 @@ def on_four(sizes: dict[str, int], sharded: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("data", ["dp_replicate_size", "dp_shard_size"])
+def test_eight_ranks_train_as_one(pool_of_8, data):
+    compare(pool_of_8.run(on_four, {"cp_size": 2, "tp_size": 2, data: 2}, True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "sharded"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from datetime import timedelta
 from functools import cache
@@ -110,7 +111,12 @@ def plan_named(name: str) -> dict[str, Any]:
 
 
 def accelerator(layout: str, plan: Any = None, **options: Any) -> Accelerator:
-    sizes = {"one": None, "tp2": {"tp_size": 2}, "2x2": {"dp_shard_size": 2, "tp_size": 2}}[layout]
+    sizes = {
+        "one": None,
+        "tp2": {"tp_size": 2},
+        "2x2": {"dp_shard_size": 2, "tp_size": 2},
+        "2x2x2": {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2},
+    }[layout]
     if sizes is not None:
         chosen = plan_named(plan) if isinstance(plan, str) else plan
         handler = TorchTensorParallelConfig(plan=chosen)
@@ -222,6 +228,14 @@ def test_two_by_two_is_one_process(pool_of_4, plan, window):
     assert_alike(results[0], alone("SGD", "norm", window), 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ends", "sequence loss"])
+def test_replicas_of_shards_of_cut_layers_are_one_process(pool_of_8, plan):
+    results = pool_of_8.run(trains, "2x2x2", plan, "SGD", "norm", 3)
+    assert all(result == results[0] for result in results)
+    assert_alike(results[0], alone("SGD", "norm", 3), 1e-5)
+
+
 def kernels(layout: str, optimizer: str, name: str) -> list[Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -331,6 +345,24 @@ def test_ranks_of_one_model_that_get_different_batches_are_told(pool):
     for texts in pool.run(own_batches, True):
         assert "different losses" in texts[0]
         assert "prepare() returned" in texts[0]
+
+
+def evaluated(apart: bool) -> list[str]:
+    def evaluate() -> None:
+        accel = accelerator("tp2", "ends")
+        model = accel.prepare(LM())
+        batch = torch.stack(tokens(8))
+        with accel.evaluate(model), torch.no_grad():
+            with accel.split_between_processes(batch) as own:
+                copy.deepcopy(model)(own if apart else batch)
+
+    return [text for text in warned_by(evaluate) if "different" in text]
+
+
+def test_ranks_of_one_model_that_evaluate_different_inputs_are_told(pool):
+    assert pool.run(evaluated, False) == [[], []]
+    for texts in pool.run(evaluated, True):
+        assert "LM different inputs" in texts[0]
 
 
 def partial_gradients(style: str | None) -> list[Any]:
@@ -653,7 +685,8 @@ def test_a_nan_or_an_overflow_on_one_rank_under_fsdp(pool_of_4):
 def brings_its_own(layout: str, cut: bool) -> dict[str, Any]:
     """A model with a plan, as those of transformers; or that its user has cut already."""
     accel = accelerator(layout)
-    torch.manual_seed(0)
+    # Data ranks that built it apart take the weights of the first; those of one model did not.
+    torch.manual_seed(accel.process_index // 2 if cut and layout != "one" else 0)
     model = LM(words=32)
     model._tp_plan = plan_named("ends")
     if cut and layout != "one":

@@ -20,6 +20,7 @@ from accel_callbacks import (
     Topology,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
 )
 from accel_callbacks.strategies import create_strategy
 
@@ -293,9 +294,25 @@ def test_an_accelerator_that_shards():
     assert AcceleratorState(cpu=True).fsdp_plugin is None
 
 
-@pytest.mark.parametrize("name", ["parallelism_config", "fsdp_plugin"])
+def test_a_plugin_of_tensor_parallelism_is_a_config_with_its_size():
+    plugin = TorchTensorParallelPlugin(tp_size=2)
+    with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=2\) arranges 2 ranks"):
+        Accelerator(cpu=True, torch_tp_plugin=plugin)
+    with pytest.raises(ValueError, match="leave torch_tp_plugin out"):
+        Accelerator(cpu=True, torch_tp_plugin=plugin, parallelism_config=ParallelismConfig())
+    accel = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
+    assert accel.parallelism_config == ParallelismConfig()
+    with pytest.raises(TypeError, match="has no option 'torch_device_mesh'"):
+        TorchTensorParallelPlugin(tp_size=2, torch_device_mesh=None)
+
+
+@pytest.mark.parametrize("name", ["parallelism_config", "fsdp_plugin", "torch_tp_plugin"])
 def test_an_argument_of_another_class_is_an_error(name):
-    kind = {"parallelism_config": "ParallelismConfig"}.get(name, "FullyShardedDataParallelPlugin")
+    kind = {
+        "parallelism_config": "ParallelismConfig",
+        "fsdp_plugin": "FullyShardedDataParallelPlugin",
+        "torch_tp_plugin": "TorchTensorParallelPlugin",
+    }[name]
     with pytest.raises(TypeError, match=f"{name}={{'tp_size': 2}} must be a {kind}"):
         Accelerator(cpu=True, **{name: {"tp_size": 2}})
     theirs = type(kind, (), {"__module__": "accelerate.utils"})()

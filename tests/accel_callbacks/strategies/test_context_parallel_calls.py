@@ -44,7 +44,18 @@ class FakeForCausalLM(PreTrainedModel):
         return attention_mask, self.attention(input_ids, attention_mask=made)
 
 
-def called(model: torch.nn.Module, mask: Any = None, *, active: bool = True, **inputs: Any) -> Any:
+class FakeForSequenceClassification(FakeForCausalLM):
+    loss_type = "ForSequenceClassification"
+
+
+def called(
+    model: torch.nn.Module,
+    mask: Any = None,
+    *,
+    active: bool = True,
+    positions: Any = None,
+    **inputs: Any,
+) -> Any:
     """Call a model with the half of a rank, of sequences of 8."""
     context = ContextParallel(2, TorchContextParallelConfig(), lambda: None)
     context.adopt(model)
@@ -53,7 +64,11 @@ def called(model: torch.nn.Module, mask: Any = None, *, active: bool = True, **i
     context.active, context._length = active, LENGTH
     half = None if mask is None else mask[:, : LENGTH // 2]
     context._whole = [] if half is None else [(half, mask)]
-    given = {"input_ids": torch.ones(1, 4), "position_ids": torch.tensor([[0, 1, 6, 7]]), **inputs}
+    own = torch.tensor([[0, 1, 6, 7]])
+    if positions is not None:
+        own = positions[:, [0, 1, 6, 7]]
+        context._whole.append((own, positions))
+    given = {"input_ids": torch.ones(1, 4), "position_ids": own, **inputs}
     return model(given.pop("input_ids"), half, **given)
 
 
@@ -80,6 +95,24 @@ def test_masks_are_dropped_inside_of_the_context_alone():
 def test_a_call_that_would_be_wrong_is_refused(config, inputs, text):
     with pytest.raises(ValueError, match=text):
         called(FakeForCausalLM(**config), **inputs)
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+
+
+def test_rows_of_several_sequences_are_refused():
+    """A mask between them cannot be made; of padding at the end the positions may be any."""
+    with pytest.raises(ValueError, match="start anew within a row"):
+        called(FakeForCausalLM(), positions=PACKED)
+    assert called(FakeForCausalLM(), positions=torch.arange(5, 5 + LENGTH)[None]) == (None, None)
+    padded = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+    assert called(FakeForCausalLM(), padded, positions=PACKED) == (None, None)
+
+
+def test_outputs_of_whole_sequences_are_refused():
+    with pytest.raises(ValueError, match="one output for a whole sequence"):
+        called(FakeForSequenceClassification())
+    called(FakeForSequenceClassification(), active=False)
 
 
 def test_labels_that_are_shifted_before_pass():

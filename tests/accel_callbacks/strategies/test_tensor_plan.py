@@ -62,6 +62,12 @@ def test_where_a_sequence_begins_is_not_guessed():
         propose_plan(Model(positions=True), sequence_parallel=True)
 
 
+def test_a_gate_that_is_packed_beside_values_is_not_cut():
+    gated = torch.nn.ModuleDict({"fc1": torch.nn.Linear(8, 32), "fc2": torch.nn.Linear(16, 8)})
+    with pytest.raises(ValueError, match=r"'0.fc1' returns 32 features.* takes 16.*Split it"):
+        propose_plan(torch.nn.Sequential(gated))
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_cut_after_a_style(style):
     if style.startswith("replicated"):
