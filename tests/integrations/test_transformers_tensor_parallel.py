@@ -1,4 +1,4 @@
-"""Models that transformers has cut by their own plan pass through prepare, alone and under FSDP2."""
+"""Models that transformers has cut by their plan pass through prepare, alone and under FSDP2."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the workers impo
 from accel_callbacks import Accelerator, ParallelismConfig
 from tests.distributed.conftest import Pool, make_pool
 
-pytest.importorskip(
-    "accelerate", reason="transformers cuts no model without: scripts/test_adapters"
-)
+pytest.importorskip("accelerate", reason="transformers cuts none without it: test_adapters")
 tensor_parallel = pytest.importorskip("transformers.distributed", reason="an older transformers")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
