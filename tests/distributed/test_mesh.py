@@ -25,7 +25,7 @@ from accel_callbacks import (
     skip_first_batches,
 )
 from accel_callbacks.callbacks import Throughput
-from tests.support.strategies import axes_without_engine
+from tests.support.strategies import layers_replicated
 
 pytestmark = [
     pytest.mark.distributed,
@@ -43,8 +43,8 @@ def accelerator(copies: int = 1, *, config: dict[str, Any] | None = None, **opti
     arrangement = None
     if copies > 1:
         replicas = int(os.environ["WORLD_SIZE"]) // copies
-        arrangement = ParallelismConfig(dp_replicate_size=replicas, sp_size=copies)
-    with axes_without_engine():
+        arrangement = ParallelismConfig(dp_replicate_size=replicas, tp_size=copies)
+    with layers_replicated():
         return Accelerator(
             cpu=True,
             timeout=SHORT,
@@ -500,7 +500,7 @@ def test_another_number_of_data_ranks_is_told(run_on, tmp_path):
 
 
 def arranged(sizes: dict[str, int]) -> dict[str, Any]:
-    with axes_without_engine(), warnings.catch_warnings():
+    with layers_replicated(), warnings.catch_warnings():
         warnings.simplefilter("error")
         config = ParallelismConfig(**sizes)
         accel = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
@@ -565,7 +565,7 @@ def test_a_mesh_whose_shards_join_two_axes(run_on):
 def built_anew() -> tuple[bool, bool, int]:
     """A mesh of a group that is gone is no mesh."""
     config = ParallelismConfig(dp_replicate_size=1, tp_size=2)
-    with axes_without_engine():
+    with layers_replicated():
         first = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
         again = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
         before = first.torch_device_mesh
@@ -587,7 +587,6 @@ def test_a_mesh_belongs_to_its_process_group(run_on):
     [
         ({"dp_shard_size": 3}, "arranges 3 ranks, and this run has 2"),
         ({"tp_size": 2, "dp_replicate_size": 2}, "accel launch --num_processes 4"),
-        ({"sp_size": 2}, "not in this version"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_one_error_on_all_ranks(pool, sizes, text):

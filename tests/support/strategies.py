@@ -21,11 +21,11 @@ def strategy(kind: type[strategies.Strategy]) -> Iterator[None]:
 
 
 @contextmanager
-def axes_without_engine() -> Iterator[None]:
-    """Accelerators made in the block take axes that have no engine: the models ignore them."""
-    before = strategies._UNBUILT
-    strategies._UNBUILT = ()
+def layers_replicated() -> Iterator[None]:
+    """Accelerators made in the block do not cut layers over ``tp``: they replicate them."""
+    before = strategies.TensorParallel, strategies._refuse_replicas
+    strategies.TensorParallel, strategies._refuse_replicas = strategies.DDP, lambda sizes: None
     try:
         yield
     finally:
-        strategies._UNBUILT = before
+        strategies.TensorParallel, strategies._refuse_replicas = before
