@@ -416,7 +416,8 @@ class Strategy(ABC):
         if self._context is not None:
             raise ValueError(
                 "LocalSGD does not work with cp_size or sp_size above 1: ranks that share a "
-                "sequence must have the same weights. Use gradient_accumulation_steps to communicate less."
+                "sequence must have the same weights. Use gradient_accumulation_steps to "
+                "communicate less."
             )
         self._apart.add(model)
 

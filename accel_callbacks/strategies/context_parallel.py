@@ -252,7 +252,8 @@ class ContextParallel:
         else:
             self._warn_once(
                 f"{self._size} is {self._ranks}, and this loss comes from outside of "
-                f"accel.{_WHAT}: all {self._ranks} ranks compute the same. Wrap forward and backward in it."
+                f"accel.{_WHAT}: all {self._ranks} ranks compute the same. Wrap forward and "
+                "backward in it."
             )
 
     def _warn_once(self, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -67,7 +67,7 @@ class LocalColwise(ParallelStyle):
         dim = outputs_dim(module)
         # Conv1D gives its output this width.
         if dim == 1:
-            module.nf = module.nf // device_mesh.size()  # type: ignore[operator]
+            module.nf = module.nf // device_mesh.size()
         _cut(module, device_mesh, dim, self._parts)
         rank, ranks, parts, given = (
             device_mesh.get_local_rank(),
@@ -127,7 +127,8 @@ def _cut(module: torch.nn.Module, mesh: Any, dim: int, parts: int) -> None:
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
-        value, placement = parameter.detach(), Replicate()
+        value = parameter.detach()
+        placement: Placement = Replicate()
         if name == "weight":
             value = _part(value, dim, parts, mesh.get_local_rank(), mesh.size()).contiguous()
             placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
