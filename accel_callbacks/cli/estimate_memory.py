@@ -153,8 +153,6 @@ def _axes(text: str) -> ParallelismConfig:
         if key not in sizes:
             raise ArgumentTypeError(f"there is no axis {name!r}{suggestion(name, AXES)}")
         sizes[key] = positive_int(number)
-        if key == "sp_size" and sizes[key] > 1:
-            raise ArgumentTypeError(f"{part.strip()}: this axis is not in this version")
     nothing_shards = sizes["dp_shard_size"] == sizes["cp_size"] == 1
     if sizes["tp_size"] > 1 and sizes["dp_replicate_size"] > 1 and nothing_shards:
         raise ArgumentTypeError("tp does not go with dp_replicate alone: give a dp_shard")
@@ -274,7 +272,7 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
         raise CommandError(f"{', '.join(args.dtypes)}: nothing is trained in these")
     model = _make(args, from_cache)
     sizes = args.parallelism.sizes
-    shards = sizes["dp_shard"] * sizes["cp"]
+    shards = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
     units = [unit.modules for unit in find_units(model, FullyShardedDataParallelPlugin())]
     plan = _plan(model, args) if sizes["tp"] > 1 else {}
     try:

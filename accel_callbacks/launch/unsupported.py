@@ -47,18 +47,6 @@ def _kind(kind: str, name: str) -> Unbuilt:
     )
 
 
-def _axis(axis: str) -> Unbuilt:
-    key = f"parallelism_config_{axis}_size"
-    return Unbuilt(
-        f"parallelism_config.{key}",
-        lambda settings: (
-            bool(settings.parallelism_config) and getattr(settings.parallelism_config, key) > 1
-        ),
-        "this axis of parallelism is not in this version",
-        f"--{key} 1 leaves it out",
-    )
-
-
 def _replicas_of_layers(settings: Any) -> bool:
     """Return whether layers are cut in several replicas, which nothing shards."""
     mesh = settings.parallelism_config
@@ -124,7 +112,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "--parallelism_config_dp_shard_size in place of --parallelism_config_dp_replicate_size "
         "shards over the data axis",
     ),
-    _axis("sp"),
     _fp8("TE", "Transformer Engine"),
     _fp8("MSAMP", "MS-AMP"),
     Unbuilt(
@@ -203,7 +190,14 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "megatron_lm_config": (_without("MEGATRON_LM"), "distributed_type is not MEGATRON_LM"),
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
     **_of_axis("cp", "backend", "comm_strategy"),
-    **_of_axis("sp", "backend", "seq_length", "seq_length_is_variable", "attn_implementation"),
+    **_of_axis("sp", "backend"),
+    **{
+        f"parallelism_config.parallelism_config_sp_{key}": (
+            _always,
+            "a script gives it, as ParallelismConfig(sp_handler=...)",
+        )
+        for key in ("seq_length", "seq_length_is_variable", "attn_implementation")
+    },
     "mpirun_config": (lambda s: not s.mpirun_config.mpirun_hostfile, "there is no hostfile"),
     "fp8_config": (_not_fp8, "mixed_precision is not fp8"),
     "fp8_config.enable_fsdp_float8_all_gather": (

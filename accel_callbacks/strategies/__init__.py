@@ -19,8 +19,6 @@ _REGISTRY: dict[DistributedType, type[Strategy]] = {
     DistributedType.MULTI_CPU: DDP,
     DistributedType.MULTI_GPU: DDP,
 }
-# Axes whose engines are not implemented.
-_UNBUILT = ("sp",)
 
 
 def create_strategy(
@@ -38,7 +36,7 @@ def create_strategy(
         fsdp: how models are sharded; the default options if ``None``.
 
     Raises:
-        ValueError: the axes do not arrange all ranks, or one of them has no engine.
+        ValueError: the axes do not arrange all ranks, or do not go together.
 
     Example:
         >>> import torch
@@ -49,9 +47,12 @@ def create_strategy(
     """
     if parallelism is not None:
         parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
-        refuse_unbuilt(parallelism)
     # Both layers and sequences are cut: FSDP shards the former over the ranks of the latter.
-    both = parallelism is not None and parallelism.tp_enabled and parallelism.cp_enabled
+    both = (
+        parallelism is not None
+        and parallelism.tp_enabled
+        and (parallelism.cp_enabled or parallelism.sp_enabled)
+    )
     shards = parallelism is not None and parallelism.dp_shard_enabled
     if fsdp is not None or shards or both:
         return FSDP(topology, handlers, parallelism, fsdp or FullyShardedDataParallelPlugin())
@@ -68,19 +69,3 @@ def _refuse_replicas(parallelism: ParallelismConfig) -> None:
             f"{parallelism.dp_replicate_size} alone: shard over the data axis, with "
             f"dp_shard_size={parallelism.dp_replicate_size}."
         )
-
-
-def refuse_unbuilt(parallelism: ParallelismConfig) -> None:
-    """Raise for axes without an engine.
-
-    Example:
-        >>> from accel_callbacks import ParallelismConfig
-        >>> from accel_callbacks.strategies import refuse_unbuilt
-        >>> refuse_unbuilt(ParallelismConfig(dp_replicate_size=2))
-    """
-    for axis in _UNBUILT:
-        if parallelism.sizes[axis] > 1:
-            raise ValueError(
-                f"{axis}_size={parallelism.sizes[axis]}: this axis of parallelism is not in this "
-                f"version; leave {axis}_size out."
-            )

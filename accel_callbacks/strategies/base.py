@@ -23,9 +23,13 @@ from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
-from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
+from accel_callbacks.plugins.parallelism_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+)
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
 from accel_callbacks.strategies.context_parallel import ContextParallel
+from accel_callbacks.strategies.head_exchange import HeadExchange
 from accel_callbacks.strategies.optimizer_state import (
     named_optimizer_state,
     positional_optimizer_state,
@@ -92,6 +96,11 @@ class Strategy(ABC):
             self._context = ContextParallel(
                 parallelism.sizes["cp"], options, lambda: self.device_mesh["cp"]
             )
+        elif parallelism is not None and parallelism.sp_enabled:
+            heads = parallelism.sp_handler or DeepSpeedSequenceParallelConfig()
+            self._context = HeadExchange(
+                parallelism.sizes["sp"], heads, lambda: self.device_mesh["sp"]
+            )
 
     def check(self, model: torch.nn.Module) -> None:
         """Refuse a model that cannot be wrapped, before it is changed.
@@ -120,8 +129,8 @@ class Strategy(ABC):
     @property
     def loss_world(self) -> int:
         """Number of ranks whose losses are of different tokens: those of a sequence included."""
-        cut = 1 if self.parallelism is None else self.parallelism.sizes["cp"]
-        return self.data_world * cut
+        sizes = {} if self.parallelism is None else self.parallelism.sizes
+        return self.data_world * sizes.get("cp", 1) * sizes.get("sp", 1)
 
     @property
     def data_ranks(self) -> Sequence[int]:
@@ -252,7 +261,7 @@ class Strategy(ABC):
             return self._context.cut(buffers, seq_dims, no_restore)
         if not self._told_no_context:
             self._told_no_context = True
-            notice("maybe_context_parallel does nothing, because cp_size is 1")
+            notice("maybe_context_parallel does nothing, because cp_size and sp_size are 1")
         return nullcontext()
 
     def gather_sequences(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
@@ -406,8 +415,9 @@ class Strategy(ABC):
         """
         if self._context is not None:
             raise ValueError(
-                "LocalSGD does not work with cp_size above 1: ranks that share a sequence must "
-                "have the same weights. Use gradient_accumulation_steps to communicate less."
+                "LocalSGD does not work with cp_size or sp_size above 1: ranks that share a "
+                "sequence must have the same weights. Use gradient_accumulation_steps to "
+                "communicate less."
             )
         self._apart.add(model)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class ContextParallel:
         False
     """
 
+    _size = "cp_size"  # the option by which ranks share sequences
+
     def __init__(
         self, ranks: int, options: TorchContextParallelConfig, mesh: Callable[[], Any]
     ) -> None:
@@ -78,6 +81,8 @@ class ContextParallel:
         self._attended = self._trained = False  # in the current context
         self._pending = False  # attention of the last context that no backward has followed
         self._warned: set[str] = set()
+        self._attention: Callable[..., torch.Tensor] | None = None
+        self._over_ranks: Callable[..., torch.Tensor] | None = None  # what it calls
 
     # --- the context ----------------------------------------------------------------------------
 
@@ -149,11 +154,9 @@ class ContextParallel:
                         f"by {getattr(plain, '__qualname__', plain)!r}, which sees the tokens of "
                         "one rank alone: restore torch's own."
                     )
-                F.scaled_dot_product_attention = self._checked_attention(ring)
-                try:
+                # It is ``ring`` again after it, by which torch finds its own way back.
+                with self._replaced(ring, _attend):
                     yield
-                finally:
-                    F.scaled_dot_product_attention = ring  # by which torch finds its own way back
             # torch keeps one for each step.
             known = getattr(inspect.getmodule(context_parallel), "_replaced_functions", {})
             known.pop(ring, None)
@@ -174,7 +177,9 @@ class ContextParallel:
         if length % unit == 0 and length:
             return length
         why = (
-            "2 * cp_size, to balance causal attention" if self._options.load_balance else "cp_size"
+            f"2 * {self._size}, to balance causal attention"
+            if self._options.load_balance
+            else self._size
         )
         shorter = f", or cut to {length // unit * unit}" if length >= unit else ""
         raise ValueError(
@@ -183,7 +188,25 @@ class ContextParallel:
             f"labels of -100{shorter}."
         )
 
-    def _checked_attention(self, ring: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @contextmanager
+    def _replaced(
+        self, inner: Callable[..., torch.Tensor], attend: Callable[..., torch.Tensor]
+    ) -> Iterator[None]:
+        """Context manager: attention goes through ``attend(inner, query, key, value, ...)``.
+
+        It is one function in all contexts, or each would compile a model again.
+        """
+        if self._attention is None:
+            self._attention = torch.compiler.disable(self._checked_attention())
+        self._over_ranks = partial(attend, inner)
+        before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self._attention
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = before
+            self._over_ranks = None
+
+    def _checked_attention(self) -> Callable[..., torch.Tensor]:
         """Return torch's attention over ranks, without what it computes wrongly in silence."""
 
         def attention(
@@ -215,7 +238,8 @@ class ContextParallel:
                 )
             if torch.is_grad_enabled():
                 self._pending = self._pending or query.requires_grad or value.requires_grad
-            return ring(query, key, value, None, 0.0, is_causal, **options)
+            assert self._over_ranks is not None
+            return self._over_ranks(query, key, value, is_causal=is_causal, **options)
 
         return attention
 
@@ -234,8 +258,9 @@ class ContextParallel:
             )
         else:
             self._warn_once(
-                f"cp_size is {self._ranks}, and this loss comes from outside of accel.{_WHAT}: all "
-                f"{self._ranks} ranks compute the same. Wrap forward and backward in it."
+                f"{self._size} is {self._ranks}, and this loss comes from outside of "
+                f"accel.{_WHAT}: all {self._ranks} ranks compute the same. Wrap forward and "
+                "backward in it."
             )
 
     def _warn_once(self, text: str) -> None:
@@ -293,7 +318,7 @@ class ContextParallel:
         if any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
             return None
         kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        _refuse_attention(name, model)
+        _refuse_attention(name, model, self._size)
         if name.endswith(_OF_SEQUENCES):
             raise ValueError(
                 f"{name} has one output for a whole sequence, and would take it from the tokens of "
@@ -354,6 +379,12 @@ class ContextParallel:
             )
 
 
+def _attend(
+    ring: Callable[..., torch.Tensor], *heads: torch.Tensor, is_causal: bool, **options: Any
+) -> torch.Tensor:
+    return ring(*heads, None, 0.0, is_causal, **options)
+
+
 class _Hook:
     """A hook that a copy of its model shares with it."""
 
@@ -409,7 +440,7 @@ def _is_of_transformers(module: torch.nn.Module) -> bool:
     )
 
 
-def _refuse_attention(name: str, model: Any) -> None:
+def _refuse_attention(name: str, model: Any, size: str) -> None:
     """Refuse attention of transformers that would see the tokens of one rank alone."""
     config = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -425,5 +456,5 @@ def _refuse_attention(name: str, model: Any) -> None:
     if others := sorted({*types} - {"full_attention"}):
         raise ValueError(
             f"{name} has layers of {', '.join(others)}, which context parallelism would train as "
-            "full attention: use a model without them, or leave cp_size out."
+            f"full attention: use a model without them, or leave {size} out."
         )

@@ -51,6 +51,7 @@ from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.tensor_parallel import (
     is_cut,
     loss_parallel,
+    packed_dim,
     parallelize,
     required_plan,
     separate_dropout,
@@ -271,6 +272,7 @@ class FSDP(Sharding):
         whole = ignored_parameters(model, options)
         self._place_whole(model, whole)
         common = {"mesh": mesh, "offload_policy": self._offload_policy(), **_ignoring(whole)}
+        common |= _around_packed(model, mesh)
         policy = self._policy or _policy(options.mixed_precision_policy, "no", AutocastKwargs())
         lingering: list[Any] = [model]
         upcast, taken = 0, {id(parameter) for parameter in whole}
@@ -558,6 +560,27 @@ def _ignoring(whole: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
             f"is {torch.__version__}."
         )
     return {"ignored_params": set(whole)}
+
+
+def _around_packed(model: torch.nn.Module, mesh: Any) -> dict[str, Any]:
+    """Return options by which weights that pack layers are sharded along their other dimension.
+
+    torch cannot say where the rows of a rank are that are cut twice.
+    """
+    packed = {n: p for n, p in model.named_parameters() if packed_dim(p) == 0}
+    if not packed:
+        return {}
+    from torch.distributed.tensor import Shard
+
+    ranks = mesh.size(mesh.ndim - 1)
+    for name, parameter in packed.items():
+        if parameter.dim() < 2 or parameter.shape[1] % ranks:
+            raise ValueError(
+                f"{name!r}, of shape {tuple(parameter.shape)}, packs several layers for tensor "
+                f"parallelism, and FSDP can shard its columns alone, over {ranks} ranks: choose a "
+                "dp_shard_size that divides them, or split it into one layer each."
+            )
+    return {"shard_placement_fn": lambda one: Shard(1) if packed_dim(one) == 0 else None}
 
 
 def _prefetch(modules: Sequence[Any]) -> None:

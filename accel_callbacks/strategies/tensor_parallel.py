@@ -25,6 +25,7 @@ from accel_callbacks.strategies.tensor_plan import (
     first_pattern,
     is_cut_after,
     matched_styles,
+    parts_of,
     plan_of,
     propose_plan,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "TensorParallel",
     "is_cut",
     "loss_parallel",
+    "packed_dim",
     "parallelize",
     "reduce_partial_gradients",
     "required_plan",
@@ -166,6 +168,20 @@ def loss_parallel() -> AbstractContextManager[None]:
     return context()
 
 
+def packed_dim(parameter: torch.Tensor) -> int | None:
+    """Return the dimension along which a weight that packs layers is cut, None for others.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_parallel import packed_dim
+        >>> packed_dim(torch.ones(1)) is None
+        True
+    """
+    placements = getattr(parameter, "placements", ())
+    found = [one.dim for one in placements if type(one).__name__ == "_StridedShard"]
+    return found[0] if found else None
+
+
 @torch.no_grad()
 def share_whole(model: torch.nn.Module) -> None:
     """Collective: give the whole parameters and buffers of a cut model the values of rank 0."""
@@ -280,7 +296,7 @@ def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> N
         elif style != "replicated":
             if style in _SEQUENCE_BEGINS:
                 module.register_forward_hook(_SequenceLength(name, mesh.size()))
-            parallelize_module(module, mesh, _style(style), **options)
+            parallelize_module(module, mesh, _style(style, module), **options)
     _tie_again(model, ties)
 
 
@@ -288,10 +304,18 @@ def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> N
 _SEQUENCE_BEGINS = ("embedding_rowwise_sequence", "sequence_split", "rowwise_sequence")
 
 
-def _style(style: Any) -> Any:
-    """Return torch's style for a name."""
+def _style(style: Any, module: torch.nn.Module) -> Any:
+    """Return torch's style for a name, or ours for layers that torch does not cut."""
     if not isinstance(style, str):
         return style
+    if style.startswith("packed") or _is_conv1d(module):
+        # Imported here, because it needs torch's tensors of several ranks.
+        from accel_callbacks.strategies.packed_layers import LocalColwise, LocalRowwise
+
+        in_sequence = "_sequence" in style
+        if style.startswith("rowwise"):
+            return LocalRowwise(sequence=in_sequence)
+        return LocalColwise(parts_of(style), sequence=in_sequence)
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -339,34 +363,36 @@ def _replicate(module: torch.nn.Module, mesh: Any) -> None:
     """Replicate the parameters of a module of which each rank sees a part of the activations."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
+    from accel_callbacks.strategies.packed_layers import local_parameters
+
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
             placed = parameter.detach().to(mesh.device_type) if not parameter.is_meta else parameter
             whole = DTensor.from_local(placed.detach(), mesh, [Replicate()], run_check=False)
             module._parameters[name] = torch.nn.Parameter(whole, parameter.requires_grad)
-    held: dict[str, Any] = {}
+    local_parameters(module, lambda _, one: one.to_local(grad_placements=[Partial()]))
 
-    def use_local(module: torch.nn.Module, inputs: Any) -> None:
-        held.update(module._parameters)
-        for name, parameter in held.items():
-            if parameter is not None:
-                module._parameters[name] = parameter.to_local(grad_placements=[Partial()])
 
-    def put_back(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        module._parameters.update(held)
-        held.clear()
+# What Conv1D of transformers, which has its weight the other way round, is cut by.
+_OF_CONV1D = ("colwise", "colwise_sequence", "rowwise", "rowwise_sequence")
 
-    module.register_forward_pre_hook(use_local)
-    module.register_forward_hook(put_back, always_call=True)
+
+def _is_conv1d(module: torch.nn.Module) -> bool:
+    # By name: one of transformers is here only if the script has imported it.
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
 
 
 def _check_layer(name: str, module: torch.nn.Module, style: Any, ranks: int) -> None:
     if not isinstance(style, str):
         return
-    cuts = style.startswith(("colwise", "rowwise", "embedding"))
-    if cuts and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+    packed = style.startswith("packed")
+    cuts = packed or style.startswith(("colwise", "rowwise", "embedding"))
+    kinds = (torch.nn.Linear,) if packed else (torch.nn.Linear, torch.nn.Embedding)
+    conv1d = _is_conv1d(module) and (packed or style in _OF_CONV1D)
+    if cuts and not conv1d and not isinstance(module, kinds):
         raise ValueError(
-            f"{name} is a {type(module).__name__}, and {style!r} cuts Linear and Embedding only: "
+            f"{name} is a {type(module).__name__}, and {style!r} cuts "
+            f"{'Linear and Conv1D' if packed else 'Linear and Embedding'} only: "
             "replace the layer, leave it out of the plan, or write a ParallelStyle of torch."
         )
     weight = getattr(module, "weight", None)
@@ -374,7 +400,15 @@ def _check_layer(name: str, module: torch.nn.Module, style: Any, ranks: int) -> 
     of_vocabulary = style.startswith("embedding") or style.endswith(("_output", "loss_parallel"))
     if not cuts or of_vocabulary or not isinstance(weight, torch.Tensor):
         return
-    dimension = 0 if style.startswith("colwise") else 1
+    dimension = int(style.startswith("rowwise")) ^ int(conv1d)
+    parts = parts_of(style)
+    if parts > 1 and weight.shape[dimension] % (parts * ranks):
+        raise ValueError(
+            f"{name}.weight has {weight.shape[dimension]} {'columns' if dimension else 'rows'}, of "
+            f"which {style!r} cuts each of {parts} equal parts over {ranks} ranks: choose a "
+            "tp_size that divides the parts, or the number of parts that there are "
+            '("packed_colwise:3" for queries, keys and values), or leave the layer out of the plan.'
+        )
     if weight.shape[dimension] % ranks:
         raise ValueError(
             f"{name}.weight has {weight.shape[dimension]} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,16 +11,27 @@ import torch
 
 from accel_callbacks.errors import nearest
 
-__all__ = ["STYLES", "first_pattern", "is_cut_after", "matched_styles", "plan_of", "propose_plan"]
+__all__ = [
+    "STYLES",
+    "first_pattern",
+    "is_cut_after",
+    "matched_styles",
+    "parts_of",
+    "plan_of",
+    "propose_plan",
+]
 
 #: What a plan may say of a module. Those with "sequence" are for activations that are cut along the
 #: sequence outside of attention and MLPs; those with "loss_parallel" leave the vocabulary cut.
+#: "packed_colwise:3" is for queries, keys and values in one layer; the number is 2 by default.
 STYLES = (
     "colwise",
     "colwise_gather_output",
     "colwise_loss_parallel",
     "rowwise",
     "embedding_rowwise",
+    "packed_colwise",
+    "packed_colwise_sequence",
     "colwise_sequence",
     "colwise_sequence_gather_output",
     "colwise_sequence_loss_parallel",
@@ -53,6 +65,7 @@ _PACKED = ("qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj", "gate_up_p
 # Norms of the heads of a rank: their weights are whole, and their gradients parts of sums.
 _HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
 _HEADS = ("lm_head", "head", "output", "embed_out", "unembed")
+_PARTS = re.compile(r"packed_colwise(_sequence)?:([2-9]|[1-9][0-9]+)")
 # Styles whose output each rank has a part of.
 _CUT_AFTER = ("colwise", "rowwise_sequence", "embedding_rowwise_sequence", "sequence_split")
 
@@ -97,9 +110,10 @@ def matched_styles(
         if last in _PACKED and style in ("colwise", "colwise_sequence"):
             raise ValueError(
                 f"the plan of tensor parallelism cuts {pattern!r}, whose name is that of several "
-                "layers in one: a rank would get columns of the first and none of the last. Split "
-                "it into one layer each; or, if its columns are ordered by head, say so with "
-                "ColwiseParallel() of torch in place of the name."
+                "layers in one: a rank would get columns of the first and none of the last. For "
+                'equal parts, one after the other, say "packed_colwise:3" (queries, keys and '
+                'values) or "packed_colwise:2" (gate and up); for columns that are ordered by '
+                "head, ColwiseParallel() of torch; else split it into one layer each."
             )
     for name, module in names.items():
         pattern_of = first_pattern(name, known)
@@ -125,6 +139,8 @@ def is_cut_after(style: Any) -> bool | None:
         short = _ALIASES.get(style, style)
         if short.startswith("replicated"):
             return None  # as its input
+        if short.startswith("packed"):
+            return True
         cut = short in _CUT_AFTER or short in ("colwise_sequence", "sequence_parallel")
         return cut or short.endswith("loss_parallel")
     layouts = getattr(style, "desired_output_layouts", None) or getattr(
@@ -140,12 +156,25 @@ def _known(pattern: str, style: Any) -> Any:
     if not isinstance(style, str):
         return style
     short = _ALIASES.get(style, style)
-    if short not in STYLES:
+    if short not in STYLES and not _PARTS.fullmatch(short):
         raise ValueError(
             f"the plan of tensor parallelism has the style {style!r} for {pattern!r}: use one of "
             f"{', '.join(STYLES)}, or a ParallelStyle of torch.{nearest(style, STYLES)}"
         )
     return short
+
+
+def parts_of(style: str) -> int:
+    """Return how many layers a style takes a weight for.
+
+    Example:
+        >>> from accel_callbacks.strategies.tensor_plan import parts_of
+        >>> parts_of("packed_colwise:3"), parts_of("packed_colwise"), parts_of("colwise")
+        (3, 2, 1)
+    """
+    if not style.startswith("packed"):
+        return 1
+    return int(style.rpartition(":")[2]) if ":" in style else 2
 
 
 def first_pattern(name: str, patterns: Iterable[str]) -> str | None:
@@ -194,8 +223,9 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
             continue
         if last in _PACKED:
             raise ValueError(
-                f"{name!r} packs several layers into one, whose columns cannot be cut by a plan: "
-                "split it into one layer each."
+                f"{name!r} packs several layers into one, and its name does not say how: give a "
+                'plan, with "packed_colwise:3" for queries, keys and values of the same size, one '
+                'after the other, or "packed_colwise:2" for gate and up; else split it.'
             )
         style = None
         if last in _COLWISE:

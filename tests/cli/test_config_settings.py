@@ -261,7 +261,6 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
         ),
         ("distributed_type: DEEPSPEED", "distributed_type: DEEPSPEED"),
         ("distributed_type: MEGATRON_LM", "distributed_type: MEGATRON_LM"),
-        ("parallelism_config: {parallelism_config_sp_size: 2}", "parallelism_config_sp_size: 2"),
         (
             "parallelism_config: {parallelism_config_tp_size: 4, "
             "parallelism_config_dp_replicate_size: 2}",

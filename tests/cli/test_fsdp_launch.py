@@ -295,7 +295,6 @@ def test_the_parts_of_the_estimate() -> None:
         ("dp_shrad=2", "did you mean 'dp_shard'"),
         ("dp_shard=x", "not an integer of at least 1"),
         ("dp_shard=0", "not an integer of at least 1"),
-        ("sp=2", "this axis is not in this version"),
         ("tp=2,dp_replicate=2", "give a dp_shard"),
     ],
 )

@@ -254,11 +254,10 @@ def test_a_mesh_alone_shards_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"sp": 2}, "sp_size: 2 .*is not in this version"),
         ({"tp": 2, "dp_replicate": 2}, "tp_size: 2 .*parallelism_config_dp_shard_size in place"),
     ],
 )
-def test_axes_without_an_engine_are_refused(
+def test_axes_that_do_not_go_together_are_refused(
     sizes: dict[str, int], text: str, tmp_path: Path
 ) -> None:
     mesh = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}

@@ -325,3 +325,44 @@ def test_eight_ranks_train_as_one(pool_of_8, data):
 )
 def test_four_ranks_train_as_one(pool_of_4, sizes, sharded):
     compare(pool_of_4.run(on_four, sizes, sharded))
+
+
+def compiled(first_whole: bool) -> tuple[list[float], list[float], int]:
+    """The losses of a compiled model and of one that is not, over some contexts; its graphs."""
+    found = []
+    for compile_it in (True, False):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        accel = accelerator({"cp_size": 2})
+        model: Any = LanguageModel()
+        if compile_it:
+            model.compile(backend="eager")
+        model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        batches = [
+            torch.utils.data.default_collate(sentences(8)[n : n + 2]) for n in range(0, 8, 2)
+        ]
+        if first_whole:  # compiled with attention of one rank
+            with torch.no_grad():
+                model(batches[0]["tokens"], batches[0]["positions"])
+        losses = []
+        with ring_on_cpu():
+            for batch in batches:
+                with accel.maybe_context_parallel(list(batch.values()), [1] * 3):
+                    logits = model(batch["tokens"], batch["positions"])
+                    loss, count = summed(logits, batch["labels"])
+                    accel.backward(loss, normalizer=count)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+                if len(losses) == 2:
+                    after_two = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found.append((losses, torch._dynamo.utils.counters["stats"]["unique_graphs"] - after_two))
+    return found[0][0], found[1][0], found[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_whole", [False, True])
+def test_a_compiled_model_sees_the_tokens_of_all_ranks_and_is_compiled_once(pool, first_whole):
+    for losses, expected, compiled_later in pool.run(compiled, first_whole):
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert compiled_later == 0

@@ -584,7 +584,6 @@ def test_a_mesh_belongs_to_its_process_group(run_on):
     [
         ({"dp_shard_size": 3}, "arranges 3 ranks, and this run has 2"),
         ({"tp_size": 2, "dp_replicate_size": 2}, "accel launch --num_processes 4"),
-        ({"sp_size": 2}, "not in this version"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_one_error_on_all_ranks(pool, sizes, text):

@@ -226,8 +226,15 @@ def test_data_ranks_are_those_of_the_mesh(copies):
         assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
         assert strategy.averaged_over == 8 // copies
         assert list(strategy.data_ranks) == list(range(0, 8, copies))
-    with pytest.raises(ValueError, match="leave sp_size out"):
-        create_strategy(topology, parallelism=ParallelismConfig(sp_size=8))
+
+
+def test_losses_of_ranks_that_share_a_sequence_are_of_different_tokens():
+    for axis in ("cp", "sp"):
+        config = ParallelismConfig(dp_shard_size=2, **{f"{axis}_size": 4})
+        topology = Topology(torch.device("cpu"), rank=5, world_size=8)
+        strategy = create_strategy(topology, parallelism=config)
+        assert (strategy.data_rank, strategy.data_world, strategy.averaged_over) == (1, 2, 8)
+        assert config.fsdp_dim_names == [f"dp_shard_{axis}"]
 
 
 @pytest.mark.parametrize(
