@@ -113,7 +113,7 @@ def test_an_axis_has_default_options():
 
 
 def test_options_of_an_axis_without_ranks_are_warned_of():
-    with pytest.warns(UserWarning, match="cp_handler has no effect, because cp_size and sp_size are 1"):
+    with pytest.warns(UserWarning, match="cp_handler has no effect, because cp_size is 1"):
         ParallelismConfig(cp_size=1, cp_handler=TorchContextParallelConfig())
 
 
