@@ -197,7 +197,8 @@ class ContextParallel:
         It is one function in all contexts, or each would compile a model again.
         """
         if self._attention is None:
-            self._attention = torch.compiler.disable(self._checked_attention())
+            own = self._checked_attention()
+            self._attention = torch.compiler.disable(own)  # type: ignore[no-untyped-call]
         self._over_ranks = partial(attend, inner)
         before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self._attention
         try:

@@ -89,9 +89,8 @@ class HeadExchange(ContextParallel):
                 f"{piece} tokens: name what they are made of among the buffers."
             )
         group = self._mesh().get_group()
-        seen = plain(*(_Exchange.apply(one, group, -3, -2) for one in heads), **options)
-        exchanged: torch.Tensor = _Exchange.apply(seen, group, -2, -3)
-        return exchanged
+        seen = plain(*(_exchanged(one, group, -3, -2) for one in heads), **options)
+        return _exchanged(seen, group, -2, -3)
 
 
 class _Exchange(torch.autograd.Function):
@@ -108,4 +107,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         group, cut, joined = ctx.options
-        return _Exchange.apply(gradients[0], group, joined, cut), None, None, None
+        return _exchanged(gradients[0], group, joined, cut), None, None, None
+
+
+def _exchanged(tensor: torch.Tensor, group: Any, cut: int, joined: int) -> torch.Tensor:
+    result: torch.Tensor = _Exchange.apply(tensor, group, cut, joined)  # type: ignore[no-untyped-call]
+    return result

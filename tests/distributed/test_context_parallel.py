@@ -282,7 +282,7 @@ def test_without_context_parallelism_it_does_nothing_and_says_so_once(capsys):
     for _ in range(2):
         with accel.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[0]):
             assert tokens.shape == (6,)
-    assert capsys.readouterr().err.count("does nothing, because cp_size is 1") == 1
+    assert capsys.readouterr().err.count("does nothing, because cp_size and sp_size are 1") == 1
     assert accel.gather_sequences(tokens) is tokens
 
 
@@ -291,7 +291,7 @@ def local_sgd() -> None:
 
     accel, model, _ = pair()
     with (
-        pytest.raises(ValueError, match="LocalSGD does not work with cp_size above 1"),
+        pytest.raises(ValueError, match="LocalSGD does not work with cp_size or sp_size above 1"),
         LocalSGD(accelerator=accel, model=model, local_sgd_steps=2),
     ):
         pass
