@@ -55,6 +55,7 @@ _HOME = {
     "TorchContextParallelConfig": "plugins.parallelism_handlers",
     "TorchDynamoPlugin": "plugins.compile",
     "TorchTensorParallelConfig": "plugins.parallelism_handlers",
+    "TorchTensorParallelPlugin": "plugins.parallelism_handlers",
     "TrainingRun": "loop.run",
     "apply_activation_checkpointing": "modeling.activation_checkpointing",
     "broadcast": "collectives",
@@ -199,6 +200,9 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.plugins.parallelism_handlers import (
         TorchTensorParallelConfig as TorchTensorParallelConfig,
+    )
+    from accel_callbacks.plugins.parallelism_handlers import (
+        TorchTensorParallelPlugin as TorchTensorParallelPlugin,
     )
     from accel_callbacks.plugins.precision import AORecipeKwargs as AORecipeKwargs
     from accel_callbacks.plugins.precision import AutocastKwargs as AutocastKwargs

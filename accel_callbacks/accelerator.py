@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
@@ -77,6 +77,7 @@ from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.plugins.process_group import group_options
 from accel_callbacks.precision import create_precision
@@ -84,6 +85,7 @@ from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import AcceleratorState, GradientState
 from accel_callbacks.strategies import create_strategy
+from accel_callbacks.strategies.tensor_plan import propose_plan
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
 from accel_callbacks.warning import warn
@@ -94,7 +96,6 @@ _STRATEGIES = (
     "deepspeed_plugin",
     "deepspeed_plugins",
     "megatron_lm_plugin",
-    "torch_tp_plugin",
 )
 T = TypeVar("T")
 
@@ -131,6 +132,8 @@ class Accelerator(ProcessControl, MediaLogging):
         parallelism_config: how the ranks are arranged; data parallelism over all by default.
         fsdp_plugin: shard models (FSDP2), with these options; so does ``dp_shard_size`` of the
             ``parallelism_config``.
+        torch_tp_plugin: a ``parallelism_config`` with this ``tp_size`` alone, for scripts that were
+            written for Accelerate.
         dynamo_backend: backend of torch.compile for prepared models; none by default.
         dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
         dataloader_config: how prepared loaders shard their data across ranks.
@@ -182,6 +185,7 @@ class Accelerator(ProcessControl, MediaLogging):
         kwargs_handlers: Iterable[KwargsHandler] | None = (),
         parallelism_config: ParallelismConfig | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         dynamo_backend: DynamoBackend | str | Callable[..., Any] | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -217,6 +221,8 @@ class Accelerator(ProcessControl, MediaLogging):
         dispatch = Dispatcher(_several(callbacks), adapters=(adapt,))
         _check_plugin("parallelism_config", parallelism_config, ParallelismConfig)
         _check_plugin("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+        _check_plugin("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
+        parallelism_config = _chosen_parallelism(parallelism_config, torch_tp_plugin)
         self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
@@ -240,7 +246,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.config.gradient_accumulation_steps,
             gradient_accumulation_plugin,
             averaged_over=self.strategy.averaged_over,
-            data_world=self.strategy.data_world,
+            loss_world=self.strategy.loss_world,
         )
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -721,6 +727,62 @@ class Accelerator(ProcessControl, MediaLogging):
         """
         return self._step.accumulate(*models)
 
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the ranks along ``cp`` share the sequences of a batch.
+
+        Each rank has a part of the tokens, and attention sees those of all. Forward and backward
+        belong into the context. Without context parallelism it does nothing, and says so once.
+
+        Losses are then of each rank's tokens: give their sum to ``backward``, with their number as
+        ``normalizer``, where ranks may have different numbers of them. Positions must be among the
+        buffers, because a rank has a piece of the start of each sequence and one of its end.
+
+        Args:
+            buffers: the tensors that have a dimension of tokens, such as inputs, labels and
+                positions. Inside they have this rank's tokens.
+            buffer_seq_dims: this dimension in each of them.
+            no_restore_buffers: those among them that keep this rank's tokens afterwards.
+
+        Raises:
+            ValueError: a length that ranks cannot share, or buffers of several lengths; inside: an
+                attention mask, dropout of attention, or a call of a transformers model that would
+                be wrong.
+            RuntimeError: a ``backward`` after it of a loss from inside, or a context in another.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel, tokens = Accelerator(cpu=True), torch.arange(8).view(1, 8)
+            >>> with accel.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+            ...     tokens.shape
+            torch.Size([1, 8])
+        """
+        return self.strategy.cut_sequences(buffers, buffer_seq_dims, no_restore_buffers)
+
+    def gather_sequences(self, tensor: torch.Tensor, seq_dim: int = 1) -> torch.Tensor:
+        """Collective: return the outputs of :meth:`maybe_context_parallel` for whole sequences.
+
+        Args:
+            tensor: outputs for this rank's tokens, such as predictions.
+            seq_dim: the dimension of tokens.
+
+        Returns:
+            The outputs for all tokens in their order, without gradients, for
+            :meth:`gather_for_metrics`; without context parallelism the tensor as it is.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> Accelerator(cpu=True).gather_sequences(torch.ones(1, 4)).shape
+            torch.Size([1, 4])
+        """
+        return self.strategy.gather_sequences(tensor, seq_dim)
+
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any]:
@@ -783,6 +845,51 @@ class Accelerator(ProcessControl, MediaLogging):
             ...     accel.backward(model(torch.ones(1, 1)).sum())
         """
         return self.strategy.no_sync(model)
+
+    def loss_parallel(self) -> AbstractContextManager[Any]:
+        """Return a context for the loss of logits whose vocabulary is cut, and its backward.
+
+        For a head with the style ``"colwise_loss_parallel"`` in the plan of tensor parallelism: no
+        rank holds the logits of all words. The loss is ``cross_entropy``, a DTensor, of which
+        ``loss.full_tensor()`` is a plain one. Without tensor parallelism it does nothing.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True)
+            >>> model = accel.prepare(torch.nn.Linear(2, 3))
+            >>> with accel.loss_parallel():
+            ...     logits = model(torch.ones(1, 2))
+            ...     accel.backward(torch.nn.functional.cross_entropy(logits, torch.tensor([1])))
+        """
+        return self.strategy.loss_parallel()
+
+    def propose_tp_plan(
+        self, model: torch.nn.Module, *, sequence_parallel: bool = False
+    ) -> dict[str, str]:
+        """Return a plan of tensor parallelism, by the usual names of layers in attention and MLPs.
+
+        To be read before it is passed as ``TorchTensorParallelConfig(plan=...)``: what is not
+        recognized is left whole.
+
+        Args:
+            model: the model, which is not changed.
+            sequence_parallel: cut the sequence between the blocks too, in norms and dropout.
+
+        Raises:
+            ValueError: nothing is recognized, a layer packs several (such as ``c_attn``), or the
+                sequence cannot be cut by names alone.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> mlp = torch.nn.ModuleDict(
+            ...     {"up_proj": torch.nn.Linear(2, 8), "down_proj": torch.nn.Linear(8, 2)}
+            ... )
+            >>> Accelerator(cpu=True).propose_tp_plan(mlp)
+            {'up_proj': 'colwise', 'down_proj': 'rowwise'}
+        """
+        return propose_plan(self.strategy.unwrap(model), sequence_parallel=sequence_parallel)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backward synchronises although its forwards ran in ``no_sync``.
@@ -1830,6 +1937,19 @@ def _given(parallelism: Any, fsdp: Any, dynamo: Any) -> set[str]:
         set_here = (one.name for one in fields(fsdp) if getattr(fsdp, one.name) is not None)
         found |= {"fsdp", *(f"fsdp.{name}" for name in set_here)}
     return found
+
+
+def _chosen_parallelism(
+    config: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None
+) -> ParallelismConfig | None:
+    if plugin is None:
+        return config
+    if config is not None:
+        raise ValueError(
+            f"torch_tp_plugin is a parallelism_config with tp_size={plugin.tp_size}, and both were "
+            "given: leave torch_tp_plugin out, and give tp_size to the parallelism_config."
+        )
+    return ParallelismConfig(tp_size=plugin.tp_size)
 
 
 def _check_plugin(name: str, value: Any, kind: type[Any]) -> None:

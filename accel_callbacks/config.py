@@ -10,6 +10,7 @@ from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.compile import TorchDynamoPlugin, choose_plugin
 from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
+from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
 from accel_callbacks.plugins.precision import AORecipeKwargs
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class AcceleratorConfig:
         fp8_enable_fsdp_float8_all_gather: gather the sharded weights of fp8 layers in fp8.
         distributed_type: ``"FSDP"`` shards models; others follow from the processes.
         fsdp: keywords of :class:`accel_callbacks.FullyShardedDataParallelPlugin`.
-        parallelism: sizes of the axes of a :class:`accel_callbacks.ParallelismConfig`.
+        parallelism: sizes of the axes of a :class:`accel_callbacks.ParallelismConfig`, and how
+            context travels.
         origins: the origin of each value, by option, such as ``"fsdp.cpu_offload"``.
 
     Example:
@@ -72,7 +74,7 @@ class AcceleratorConfig:
     fp8_enable_fsdp_float8_all_gather: bool | None = None
     distributed_type: str | None = None
     fsdp: Mapping[str, Any] = field(default_factory=dict)
-    parallelism: Mapping[str, int] = field(default_factory=dict)
+    parallelism: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -128,6 +130,7 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     **{
         f"parallelism.{axis}_size": (f"ACCEL_PARALLELISM_{axis.upper()}_SIZE", int) for axis in AXES
     },
+    "parallelism.cp_comm_strategy": ("ACCEL_PARALLELISM_CP_COMM_STRATEGY", str),
 }
 _GROUPS = ("fsdp", "parallelism")
 _SAME = ("sharding_strategy", "reshard_after_forward")
@@ -350,11 +353,15 @@ def launched_parallelism(
         >>> launched_parallelism(None, AcceleratorConfig()) is None
         True
     """
-    if given is not None or all(size == 1 for size in config.parallelism.values()):
-        return given
     # The sizes that the launch leaves out are 1.
-    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
-    return ParallelismConfig(**{**sizes, **config.parallelism})
+    names = [f"{axis}_size" for axis in AXES]
+    sizes: dict[str, Any] = {name: config.parallelism.get(name, 1) for name in names}
+    if given is not None or all(size == 1 for size in sizes.values()):
+        return given
+    travels = config.parallelism.get("cp_comm_strategy")
+    if travels is not None and sizes["cp_size"] > 1:
+        sizes["cp_handler"] = TorchContextParallelConfig(travels)
+    return ParallelismConfig(**sizes)
 
 
 def launched_fsdp(

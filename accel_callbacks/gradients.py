@@ -137,7 +137,7 @@ def _reduced(
     if not largest:
         total = total.pow(norm_type)
     for number, placement in enumerate(placements):
-        if placement.is_shard():
+        if not placement.is_replicate():  # also for FSDP after tensor parallelism, "strided"
             operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(total, op=operation, group=mesh.get_group(number))
     if not largest:

@@ -31,14 +31,20 @@ def start_processes(number: int) -> None:
     sys.exit(subprocess.run([*command, *sys.argv], check=False).returncode)
 
 
-def plain_loop(model: nn.Module, optimizer: Any, loader: Iterable[Any], scheduler: Any) -> Loop:
+def plain_loop(
+    model: nn.Module,
+    optimizer: Any,
+    loader: Iterable[Any],
+    scheduler: Any,
+    clip: Callable[[Any, float], Any] = nn.utils.clip_grad_norm_,
+) -> Loop:
     """Return a pass over a loader with calls of torch alone."""
 
     def run() -> None:
         for (batch,) in loader:
             loss = model(batch).square().mean()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            clip(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

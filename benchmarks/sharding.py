@@ -1,21 +1,29 @@
-"""How much longer a wrapped FSDP2 loop takes than the same calls of torch by hand, two processes.
+"""How much longer a wrapped loop takes than the same calls of torch by hand, on two processes.
 
     python benchmarks/sharding.py
+    python benchmarks/sharding.py --tensor_parallel --width 1024
 
+FSDP2, or with --tensor_parallel the layers of a block cut by a plan (torch: parallelize_module).
 It starts its processes itself (--processes), and measures in rounds (process_rounds.py). The units,
 their policy and the step are the same: loader, forward, backward, clipping, optimizer, scheduler,
-zero_grad. Accelerate takes part where it is installed and shards on this device.
+zero_grad. Accelerate takes part where it is installed and shards on this device; it cuts layers
+of models of transformers only, and takes no part there.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from process_rounds import Loop, measure, plain_loop, report, start_processes, wrapped_loop
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 STEPS, BATCH = 10, 64
@@ -70,9 +78,42 @@ def wrapped(accelerator, width: int, depth: int) -> Loop:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10_000)
     loader = DataLoader(data, BATCH, shuffle=True)
     prepared = accelerator.prepare(model, optimizer, loader, scheduler)
-    if not all(hasattr(parameter, "device_mesh") for parameter in prepared[0].parameters()):
+    if not any(hasattr(parameter, "device_mesh") for parameter in prepared[0].parameters()):
         raise RuntimeError("it does not shard on this device")
     return wrapped_loop(accelerator, *prepared)
+
+
+def cut(width: int, depth: int, device: str) -> Loop:
+    """Return a loop whose layers torch cuts, with the same batches on all processes."""
+    model, _, data = parts(width, depth)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for block in model.to(device).blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    loader = DataLoader(data, BATCH, shuffle=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10_000)
+    return plain_loop(model, optimizer, loader, scheduler, clip_by_mesh)
+
+
+def clip_by_mesh(parameters: Iterable[torch.Tensor], most: float) -> None:
+    """Clip plain and cut gradients by their norm: torch's own clipping refuses the mixture."""
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    cut = [one for one in gradients if isinstance(one, DTensor)]
+    whole = [one for one in gradients if not isinstance(one, DTensor)]
+    norms = [nn.utils.get_total_norm(whole), nn.utils.get_total_norm(cut).full_tensor()]
+    factor = (most / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+    for gradient in (*whole, *(one.to_local() for one in cut)):
+        gradient.mul_(factor)
+
+
+def tensor_parallel(width: int, depth: int, cpu: bool) -> dict[str, Loop]:
+    from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
+
+    handler = TorchTensorParallelConfig(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+    mesh = ParallelismConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_handler=handler)
+    own = Accelerator(cpu=cpu, parallelism_config=mesh)
+    ours = wrapped(own, width, depth)
+    return {"ours": ours, "plain": cut(width, depth, own.device.type)}
 
 
 def contenders(width: int, depth: int, cpu: bool) -> dict[str, Loop]:
@@ -103,11 +144,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tensor_parallel", action="store_true", help="cut layers, not FSDP2")
     parser.add_argument("--gpu", action="store_true", help="compute on GPUs, not on the CPU")
     args = parser.parse_args()
     start_processes(args.processes)
     torch.set_num_threads(1)
-    loops = contenders(args.width, args.depth, not args.gpu)
+    make = tensor_parallel if args.tensor_parallel else contenders
+    loops = make(args.width, args.depth, not args.gpu)
     report(measure(loops, args.rounds, STEPS), STEPS, "torch by hand")
     dist.destroy_process_group()
 

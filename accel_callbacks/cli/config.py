@@ -326,7 +326,7 @@ def _several(chosen: Mapping[str, Any]) -> bool:
 def _sharding(chosen: Mapping[str, Any]) -> _Values:
     """Ask whether and how models are sharded."""
     if not yes_or_no("Shard models over the processes (FSDP), to save memory?"):
-        return {}
+        return _cut_layers(chosen)
     block: _Values = {"fsdp_version": 2}
     block["fsdp_reshard_after_forward"] = yes_or_no(
         "Free weights after forward, and gather them again in backward?", default=True
@@ -334,7 +334,7 @@ def _sharding(chosen: Mapping[str, Any]) -> _Values:
     block["fsdp_offload_params"] = yes_or_no("Keep weights in host memory, which is slow?")
     block |= _pick("Which modules are gathered as a unit?", _UNITS)()
     block["fsdp_activation_checkpointing"] = yes_or_no("Compute activations twice, to save memory?")
-    return {"distributed_type": "FSDP", "fsdp_config": block, **_replicas(chosen)}
+    return {"distributed_type": "FSDP", "fsdp_config": block, **_arranged(chosen)}
 
 
 def _classes() -> _Values:
@@ -358,24 +358,51 @@ _UNITS: Mapping[str, Callable[[], _Values]] = {
 }
 
 
-def _replicas(chosen: Mapping[str, Any]) -> _Values:
-    """Ask for the mesh, where the number of all processes is known."""
+def _cut_layers(chosen: Mapping[str, Any]) -> _Values:
+    """Ask whether the layers of a model that is not sharded are cut."""
     count = chosen.get("num_processes", 1)
-    if count < 4:
-        return {}  # replicas of shards need at least 2 x 2
-    path = "parallelism_config.parallelism_config_dp_replicate_size"
+    question = f"Cut layers over all {count} processes (tensor parallelism, by a plan)?"
+    if count == 1 or not yes_or_no(question):
+        return {}
+    return _mesh({"tp_size": count})
+
+
+def _arranged(chosen: Mapping[str, Any]) -> _Values:
+    """Ask for the mesh of a sharded model, where the number of all processes is known."""
+    count, sizes = chosen.get("num_processes", 1), {}
+    for axis, question in _AXES.items():
+        if count < 4:
+            break  # shards beside another axis need at least 2 x 2
+        sizes[axis] = _axis(axis, question, count)
+        count //= sizes[axis]
+    if all(size == 1 for size in sizes.values()):
+        return {}
+    return _mesh(
+        {**{axis: size for axis, size in sizes.items() if size > 1}, "dp_shard_size": count}
+    )
+
+
+_AXES: Mapping[str, str] = {
+    "dp_replicate_size": "How many replicas of the sharded model (HSDP)?",
+    "tp_size": "How many processes share each layer (tensor parallelism, by a plan)?",
+    "cp_size": "How many processes share each sequence (context parallelism)?",
+}
+
+
+def _axis(axis: str, question: str, count: int) -> int:
+    """Ask for the size of an axis that leaves at least two shards of ``count`` processes."""
 
     def read(text: str) -> int:
-        number = int(find(path).parse(text or "1"))
+        number = int(find(f"parallelism_config.parallelism_config_{axis}").parse(text or "1"))
         if count % number or number == count:
             raise ValueError
         return number
 
     hint = f"type a number that divides {count}, and is smaller"
-    replicas = _until("How many replicas of the sharded model (HSDP)? [1] ", read, hint)
-    if replicas == 1:
-        return {}
-    sizes = {"dp_replicate_size": replicas, "dp_shard_size": count // replicas}
+    return _until(f"{question} [1] ", read, hint)
+
+
+def _mesh(sizes: Mapping[str, int]) -> _Values:
     return {"parallelism_config": {f"parallelism_config_{k}": v for k, v in sizes.items()}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,7 @@ Reserve: the window of what is offloaded (its largest part twice: one runs, one 
 --activations. Parts on cpu and disk run on the first device. Not counted: torch itself."""
 
 _SHARDED_NOTES = """\
-Weights, gradients, optimizer (Adam): the shards of the first process, which has the largest, and
+Weights, gradients, optimizer (Adam): the parts of the first process, which has the largest, and
 all buffers. Masters: the type of the weights that Adam updates. A unit is gathered whole, in the
 type to compute in, before it computes: expect two of them on top, and the largest twice.
 Not counted: activations, which grow with the batch; temporary memory; torch itself."""
@@ -84,7 +85,14 @@ def configure(parser: CommandParser) -> None:
         "--parallelism",
         type=_axes,
         metavar="AXIS=N,...",
-        help="bytes of each process under FSDP on a mesh, such as dp_shard=8,dp_replicate=2",
+        help="bytes of each process on a mesh, such as dp_shard=8,dp_replicate=2 or tp=2",
+    )
+    parser.option(
+        "--tp_plan",
+        type=_keywords,
+        metavar="JSON",
+        help="plan of tensor parallelism, as a JSON object of patterns and styles (default: that "
+        "of the model)",
     )
     parser.option(
         "--plan",
@@ -145,8 +153,9 @@ def _axes(text: str) -> ParallelismConfig:
         if key not in sizes:
             raise ArgumentTypeError(f"there is no axis {name!r}{suggestion(name, AXES)}")
         sizes[key] = positive_int(number)
-        if key not in ("dp_shard_size", "dp_replicate_size") and sizes[key] > 1:
-            raise ArgumentTypeError(f"{part.strip()}: this axis is not in this version")
+    nothing_shards = sizes["dp_shard_size"] == sizes["cp_size"] == 1
+    if sizes["tp_size"] > 1 and sizes["dp_replicate_size"] > 1 and nothing_shards:
+        raise ArgumentTypeError("tp does not go with dp_replicate alone: give a dp_shard")
     return ParallelismConfig(**sizes)
 
 
@@ -162,6 +171,8 @@ def run(args: Namespace) -> int:
     from_cache = _is_on_hub(args.model) and not _answers()
     if from_cache:  # before torch and transformers are imported, and transformers retries
         _require_cached(args.model)
+    if args.tp_plan is not None and (args.parallelism is None or args.parallelism.tp_size == 1):
+        raise CommandError("--tp_plan is for --parallelism with a tp above 1")
     if args.parallelism is not None:
         return _sharded(args, from_cache)
     from accel_callbacks.modeling.memory_estimate import model_sizes  # imports torch
@@ -251,7 +262,7 @@ def _plan_as_json(name: str, found: Plan) -> dict[str, Any]:
 
 
 def _sharded(args: Namespace, from_cache: bool) -> int:
-    """Print the sizes of the shards on each process."""
+    """Print the sizes of the parts on each process."""
     from accel_callbacks.modeling.sharded_memory import sharded_memory
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_callbacks.strategies.units import find_units
@@ -260,10 +271,16 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
     if not dtypes:
         raise CommandError(f"{', '.join(args.dtypes)}: nothing is trained in these")
     model = _make(args, from_cache)
-    shards = args.parallelism.dp_shard_size
+    sizes = args.parallelism.sizes
+    shards = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
     units = [unit.modules for unit in find_units(model, FullyShardedDataParallelPlugin())]
-    found = sharded_memory(model, shards, units, dtypes)
-    mesh = {axis: args.parallelism.sizes[axis] for axis in ("dp_replicate", "dp_shard")}
+    plan = _plan(model, args) if sizes["tp"] > 1 else {}
+    try:
+        found = sharded_memory(model, shards, units, dtypes, tensor_parallel=sizes["tp"], plan=plan)
+    except ValueError as error:
+        raise CommandError(str(error), 1) from error
+    always = ("dp_replicate", "dp_shard")
+    mesh = {axis: size for axis, size in sizes.items() if axis in always or size > 1}
     if args.json:
         ranks = [{**vars(one), "total": one.total} for one in found]
         print(to_json({"model": args.model, "mesh": mesh, "processes": ranks}))
@@ -273,9 +290,27 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
     count = sum(one.numel() for one in model.parameters())
     shown = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     print(f"{args.model}: {count:,} parameters on {shown}, bytes of each process")
-    largest = f"Largest unit: {found[0].unit_name}." if shards > 1 else "Nothing is sharded: DDP."
+    largest = f"Largest unit: {found[0].unit_name}."
+    if shards == 1:
+        largest = "Nothing is sharded" + (", layers are cut." if plan else ": DDP.")
     print(f"{table(head, rows)}\n{largest}\n{_SHARDED_NOTES}")
     return 0
+
+
+def _plan(model: torch.nn.Module, args: Namespace) -> Mapping[str, Any]:
+    """Return the plan that was given, or that the model brings along."""
+    from accel_callbacks.strategies.tensor_plan import plan_of, propose_plan
+
+    if plan := args.tp_plan or plan_of(model):
+        return plan
+    try:
+        proposal = f"--tp_plan {shlex.quote(json.dumps(propose_plan(model)))} goes by usual names"
+    except ValueError as error:
+        proposal = f"give one with --tp_plan ({error})"
+    raise CommandError(
+        f"{args.model} has no plan of tensor parallelism, to say how layers are cut: {proposal}",
+        1,
+    )
 
 
 def _sizes(one: ShardedMemory) -> tuple[int, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.collectives.group import explained
 
-__all__ = ["full_tensor", "gather_sharded", "is_sharded", "shard_like"]
+__all__ = ["copy_part", "full_tensor", "gather_sharded", "is_sharded", "shard_like"]
 
 
 def is_sharded(value: Any) -> bool:
@@ -97,9 +97,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a full tensor, equal on all ranks, sharded as another tensor is.
-
-    Collective with torch before 2.7, which sends the parts from one rank.
+    """Return a full tensor, equal on all ranks, sharded as another tensor is; not collective.
 
     Args:
         full: on any device; a DTensor is returned as it is.
@@ -113,10 +111,38 @@ def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if not is_sharded(like) or is_sharded(full):
         return full
-    from torch.distributed.tensor import distribute_tensor
+    part = torch.empty_like(like.detach(), dtype=full.dtype)
+    copy_part(part, full.detach())
+    return part
 
-    target: Any = like
-    known = inspect.signature(distribute_tensor).parameters
-    options: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in known else {}
-    moved = full.detach().to(target.detach().to_local().device)
-    return distribute_tensor(moved, target.device_mesh, target.placements, **options)
+
+@torch.no_grad()
+def copy_part(
+    target: torch.Tensor, whole: torch.Tensor, first_row: int = 0, last_row: int | None = None
+) -> None:
+    """Copy this rank's part of a tensor, or of some rows of it.
+
+    torch's ``distribute_tensor`` does not know unequal parts under FSDP and tensor parallelism.
+
+    Args:
+        target: a DTensor, or a plain tensor, which takes all.
+        whole: the rows, converted to the dtype and device of the target.
+        first_row: their place in the tensor.
+        last_row: their end, that of the tensor by default.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.collectives import copy_part
+        >>> target = torch.zeros(3)
+        >>> copy_part(target, torch.ones(1), first_row=1, last_row=2)
+        >>> target
+        tensor([0., 1., 0.])
+    """
+    require_neighbour("checkpoint_io")
+    from checkpoint_io.weights import Destination, Rows, WeightInfo
+
+    shape = tuple(target.shape)
+    end = (shape[0] if shape else 1) if last_row is None else last_row
+    destination = Destination(WeightInfo(whole.dtype, shape), target)
+    destination.put(Rows(first_row, end), whole)
+    torch.autograd.graph.increment_version(target)

@@ -260,14 +260,14 @@ class ParallelismConfig:
     )
     parallelism_config_tp_size: int = option(
         1,
-        "processes of tensor parallelism",
+        "processes that share each layer (tensor parallelism), by a plan",
         least=1,
         variable="ACCEL_PARALLELISM_TP_SIZE",
         child=True,
     )
     parallelism_config_cp_size: int = option(
         1,
-        "processes of context parallelism",
+        "processes that share each sequence (context parallelism)",
         least=1,
         variable="ACCEL_PARALLELISM_CP_SIZE",
         child=True,
@@ -276,7 +276,11 @@ class ParallelismConfig:
         "torch", "backend of context parallelism", choices=("torch",)
     )
     parallelism_config_cp_comm_strategy: str = option(
-        "allgather", "how context is exchanged", choices=("allgather", "alltoall")
+        "allgather",
+        "how keys and values travel between the processes that share a sequence",
+        choices=("allgather", "alltoall"),
+        variable="ACCEL_PARALLELISM_CP_COMM_STRATEGY",
+        child=True,
     )
     parallelism_config_sp_size: int = option(
         1,

@@ -47,15 +47,15 @@ def _kind(kind: str, name: str) -> Unbuilt:
     )
 
 
-def _axis(axis: str) -> Unbuilt:
-    key = f"parallelism_config_{axis}_size"
-    return Unbuilt(
-        f"parallelism_config.{key}",
-        lambda settings: (
-            bool(settings.parallelism_config) and getattr(settings.parallelism_config, key) > 1
-        ),
-        "this axis of parallelism is not in this version",
-        f"--{key} 1 leaves it out",
+def _replicas_of_layers(settings: Any) -> bool:
+    """Return whether layers are cut in several replicas, which nothing shards."""
+    mesh = settings.parallelism_config
+    return (
+        not _sharded(settings)
+        and mesh is not None
+        and mesh.parallelism_config_tp_size > 1
+        and mesh.parallelism_config_cp_size == 1  # over whose ranks FSDP shards
+        and mesh.parallelism_config_dp_replicate_size > 1
     )
 
 
@@ -105,9 +105,13 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "checkpointed activations stay on the device in this version",
         "--fsdp_activation_checkpointing_offload false leaves it out",
     ),
-    _axis("tp"),
-    _axis("cp"),
-    _axis("sp"),
+    Unbuilt(
+        "parallelism_config.parallelism_config_tp_size",
+        _replicas_of_layers,
+        "layers are not cut in replicas of DDP",
+        "--parallelism_config_dp_shard_size in place of --parallelism_config_dp_replicate_size "
+        "shards over the data axis",
+    ),
     _fp8("TE", "Transformer Engine"),
     _fp8("MSAMP", "MS-AMP"),
     Unbuilt(
@@ -186,7 +190,14 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "megatron_lm_config": (_without("MEGATRON_LM"), "distributed_type is not MEGATRON_LM"),
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
     **_of_axis("cp", "backend", "comm_strategy"),
-    **_of_axis("sp", "backend", "seq_length", "seq_length_is_variable", "attn_implementation"),
+    **_of_axis("sp", "backend"),
+    **{
+        f"parallelism_config.parallelism_config_sp_{key}": (
+            _always,
+            "a script gives it, as ParallelismConfig(sp_handler=...)",
+        )
+        for key in ("seq_length", "seq_length_is_variable", "attn_implementation")
+    },
     "mpirun_config": (lambda s: not s.mpirun_config.mpirun_hostfile, "there is no hostfile"),
     "fp8_config": (_not_fp8, "mixed_precision is not fp8"),
     "fp8_config.enable_fsdp_float8_all_gather": (

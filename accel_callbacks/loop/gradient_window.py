@@ -26,7 +26,7 @@ class Normalizer:
 
     Args:
         averaged_over: number of ranks over which the strategy averages gradients, 1 if it does not.
-        data_world: number of ranks that read different data; the world size if None.
+        loss_world: number of ranks whose losses are of different units; the world size if None.
 
     Attributes:
         active: the current gradients come from losses given to :meth:`add`.
@@ -43,10 +43,10 @@ class Normalizer:
         2.0
     """
 
-    def __init__(self, averaged_over: int = 1, data_world: int | None = None) -> None:
+    def __init__(self, averaged_over: int = 1, loss_world: int | None = None) -> None:
         self.active = self.pending = self.closed = False
         self._averaged_over = averaged_over
-        self._data_world = data_world
+        self._loss_world = loss_world
         self._base: float | None = None
         self._total: Count = 0.0
         self._factor: Count | None = None
@@ -93,7 +93,7 @@ class Normalizer:
         """Collective, once a step: return the factor for the gradients."""
         if self._factor is None:
             # The sum of counts stays on its device: reading it would wait for the backward pass.
-            total = self._over_data_ranks(_summed(self._total))
+            total = self._over_different_losses(_summed(self._total))
             wanted = (self._base or 1.0) * self._averaged_over
             if isinstance(total, torch.Tensor):
                 self._factor = torch.where(total > 0, wanted / total, 0.0)
@@ -101,12 +101,12 @@ class Normalizer:
                 self._factor = wanted / total if total > 0 else 0.0
         return self._factor
 
-    def _over_data_ranks(self, total: Count) -> Count:
-        """Return the part of a sum over all ranks that counts each sample once."""
+    def _over_different_losses(self, total: Count) -> Count:
+        """Return the part of a sum over all ranks that counts each unit once."""
         world = collectives.world_size()
-        if self._data_world is None or self._data_world == world:
+        if self._loss_world is None or self._loss_world == world:
             return total
-        return total * self._data_world / world
+        return total * self._loss_world / world
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Multiply the gradients of this optimizer by the factor, once a step."""
@@ -152,7 +152,7 @@ class GradientWindow:
         num_steps: micro-batches of a full window, at least 1.
         plugin: the same with more options; instead of ``num_steps``.
         averaged_over: number of ranks over which the strategy averages gradients, 1 if it does not.
-        data_world: number of ranks that read different data; the world size if None.
+        loss_world: number of ranks whose losses are of different units; the world size if None.
 
     Attributes:
         sync: True in the last micro-batch of a window, and outside of ``accumulate``: gradients
@@ -199,9 +199,9 @@ class GradientWindow:
         num_steps: int = 1,
         plugin: GradientAccumulationPlugin | None = None,
         averaged_over: int = 1,
-        data_world: int | None = None,
+        loss_world: int | None = None,
     ) -> None:
-        self.normalizer = Normalizer(averaged_over, data_world)
+        self.normalizer = Normalizer(averaged_over, loss_world)
         self.plugin = plugin or GradientAccumulationPlugin(num_steps)
         self.position = 0
         self.resize(self.plugin.num_steps)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import explain
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.loop.accumulation import Accumulate
@@ -100,6 +101,8 @@ class StepEngine:
             loop.require_loaded("backward")
         if loop.outer is None and not loop.stages:
             loop.own.before_backward()
+        if collectives.is_sharded(loss):  # of loss_parallel, equal on all ranks
+            loss = loss.full_tensor()  # type: ignore[attr-defined]
         hooks = loop.dispatch.hooks
         for hook in hooks["on_before_backward"]:
             hook(loop.run, loop.model, loss)

@@ -41,7 +41,6 @@ ADVICE: Mapping[str, str] = {
     "*eep?peed*": _NO_ENGINE,
     "*egatron*": _NO_ENGINE,
     "GatheredParameters": _NO_ENGINE,
-    "Torch*Parallel*": "tensor and context parallelism are not there yet",
     "TERecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "MSAMPRecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "FP8RecipeKwargs": "fp8 is torchao here: AORecipeKwargs",

@@ -55,6 +55,12 @@ METHODS: Rules = {
         "differs",
         "nothing is pickled: takes a flat dict of tensors and writes safetensors",
     ),
+    "maybe_context_parallel": (
+        "differs",
+        "positions, and shift_labels beside labels, belong to the buffers: a model of "
+        "transformers that would count or shift them on each process is an error. A loss is of the "
+        "tokens of one process: backward(loss_sum, normalizer=tokens) averages over all of them",
+    ),
     "save_model": ("note", "max_shard_size is 5 GB by default, not 10"),
     "free_memory": ("note", "also forgets registered objects"),
     "get_tracker": ("note", "off the main process the tracker does nothing, with unwrap too"),
@@ -90,7 +96,10 @@ ARGUMENTS: Mapping[tuple[str, str, object], tuple[Kind, str]] = {
     ("Accelerator", "deepspeed_plugin", ANY): ("left", _NOT_YET),
     ("Accelerator", "deepspeed_plugins", ANY): ("left", _NOT_YET),
     ("Accelerator", "megatron_lm_plugin", ANY): ("left", _NOT_YET),
-    ("Accelerator", "torch_tp_plugin", ANY): ("left", _NOT_YET),
+    ("TorchTensorParallelPlugin", "torch_device_mesh", ANY): (
+        "left",
+        "a TypeError: the Accelerator builds the mesh; leave it out",
+    ),
     ("get_logger", "log_level", ANY): ("note", "sets the level of this logger, not of the root"),
     ("Accelerator", "log_with", "aim"): ("left", "there is no tracker for aim"),
     ("Accelerator", "mixed_precision", "fp8"): (
@@ -141,7 +150,6 @@ ATTRIBUTES: Mapping[str, str] = {
     "deepspeed_ulysses_dl_adapter": _NO_METHOD,
     "fp8_backend": _NO_METHOD,
     "lomo_backward": _NO_METHOD,
-    "maybe_context_parallel": _NO_METHOD,
     "verify_device_map": _NO_METHOD,
 }
 

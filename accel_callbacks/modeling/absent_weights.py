@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from accel_callbacks import collectives
-from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import capture_rng, restore_rng
 from accel_callbacks.modeling.compile import is_compiled, original
 
-__all__ = ["AbsentWeights", "absent_weights", "copy_part", "initialize_weights", "named_tensors"]
+__all__ = ["AbsentWeights", "absent_weights", "initialize_weights", "named_tensors"]
 
 Init = Callable[[torch.nn.Module], Any]
 _SHOWN = 5
@@ -271,7 +270,7 @@ class AbsentWeights:
                 if name not in wanted:
                     continue
                 if _is_written(slots[key], target.shape, *old):
-                    copy_part(target, slots[key].detach())
+                    collectives.copy_part(target, slots[key].detach())
                 else:
                     left.append(name)
         return left
@@ -380,36 +379,6 @@ def _whole(
         vars(module).pop("to_empty", None)
         for slots, key, tensor in targets:
             slots[key] = tensor
-
-
-@torch.no_grad()
-def copy_part(
-    target: torch.Tensor, whole: torch.Tensor, first_row: int = 0, last_row: int | None = None
-) -> None:
-    """Copy this rank's part of a tensor, or of some rows of it.
-
-    Args:
-        target: a DTensor, or a plain tensor, which takes all.
-        whole: the rows, converted to the dtype and device of the target.
-        first_row: their place in the tensor.
-        last_row: their end, that of the tensor by default.
-
-    Example:
-        >>> import torch
-        >>> from accel_callbacks.modeling.absent_weights import copy_part
-        >>> target = torch.zeros(3)
-        >>> copy_part(target, torch.ones(1), first_row=1, last_row=2)
-        >>> target
-        tensor([0., 1., 0.])
-    """
-    require_neighbour("checkpoint_io")
-    from checkpoint_io.weights import Destination, Rows, WeightInfo
-
-    shape = tuple(target.shape)
-    end = (shape[0] if shape else 1) if last_row is None else last_row
-    destination = Destination(WeightInfo(whole.dtype, shape), target)
-    destination.put(Rows(first_row, end), whole)
-    torch.autograd.graph.increment_version(target)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.modeling.absent_weights import (
     AbsentWeights,
     Init,
-    copy_part,
     named_tensors,
 )
 
@@ -194,7 +193,7 @@ def _send(whole: torch.Tensor | None, target: torch.Tensor) -> None:
         else:
             rows = whole[first:last] if whole.dim() else whole
             block = rows.to(target.device, target.dtype)
-        copy_part(target, collectives.broadcast(block), first, last)
+        collectives.copy_part(target, collectives.broadcast(block), first, last)
 
 
 def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int, tuple[int, ...]]]:

@@ -118,6 +118,7 @@ class Preparer:
             if id(inner) in prepared or any(inner is one for one in new):
                 continue
             wrapped = self._wrap_for_precision(request, inner)
+            self._strategy.watch_calls(inner)
             if wrapped is not inner or request.evaluation_mode:
                 prepared[id(inner)] = wrapped
             else:

@@ -1,11 +1,15 @@
-"""Estimate the memory that a rank needs for a model that FSDP shards."""
+"""Estimate the memory that a rank needs for a model that FSDP shards, and a plan cuts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from accel_callbacks.strategies.tensor_plan import matched_styles
 
 __all__ = ["ShardedMemory", "sharded_memory"]
 
@@ -15,14 +19,14 @@ _COUNTER = 4  # bytes of Adam's step counter
 
 @dataclass(frozen=True)
 class ShardedMemory:
-    """The memory that training with Adam under FSDP always holds on a rank, in bytes.
+    """The memory that training with Adam always holds on a rank of a mesh, in bytes.
 
     Args:
         dtype: the type to compute in.
         masters: the type of the weights that Adam updates.
-        weights: shards of the parameters, and all buffers.
-        gradients: shards of the gradients.
-        optimizer: shards of Adam's two averages, and its step counters.
+        weights: parts of the parameters, and all buffers.
+        gradients: parts of the gradients.
+        optimizer: parts of Adam's two averages, and its step counters.
         largest_unit: parameters of the largest unit, which is gathered whole to compute.
         unit_name: name of that unit.
 
@@ -42,7 +46,7 @@ class ShardedMemory:
 
     @property
     def total(self) -> int:
-        """Sum of the shards, without gathered units."""
+        """Sum of the parts, without gathered units."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -51,17 +55,26 @@ def sharded_memory(
     shards: int,
     units: Iterable[Sequence[torch.nn.Module]],
     dtypes: Iterable[str] = ("fp32", "bf16"),
+    *,
+    tensor_parallel: int = 1,
+    plan: Mapping[str, Any] | None = None,
 ) -> list[ShardedMemory]:
-    """Return the memory of the rank with the largest shards, by dtype; activations do not count.
+    """Return the memory of the rank with the largest parts, by dtype; activations do not count.
 
     Each 16-bit dtype comes twice: with fp32 masters, and with weights and states of 16 bits.
     Frozen parameters keep their own type beside fp32 masters.
 
     Args:
         model: also one on the meta device, which takes no memory.
-        shards: ranks that share a replica.
+        shards: ranks over which FSDP shards.
         units: modules that are gathered together, inner units first; the rest of the model is one.
         dtypes: of ``"fp32"``, ``"fp16"`` and ``"bf16"``.
+        tensor_parallel: ranks that share each layer.
+        plan: how they do, as :class:`accel_callbacks.TorchTensorParallelConfig` takes it; styles
+            by their names only.
+
+    Raises:
+        ValueError: the plan does not fit the model, or has a style without a name.
 
     Example:
         >>> import torch
@@ -71,21 +84,64 @@ def sharded_memory(
         >>> one = sharded_memory(model, 8, [], ["fp32"])[0]
         >>> one.weights, one.optimizer, one.largest_unit
         (500000, 1000004, 4000000)
+        >>> plan = {"": "colwise"}
+        >>> sharded_memory(model, 1, [], ["fp32"], tensor_parallel=8, plan=plan)[0].weights
+        500000
     """
+    shapes = _cut_shapes(model, tensor_parallel, plan or {})
     kinds = [(name, masters) for name in dtypes for masters in dict.fromkeys(("fp32", name))]
-    sizes = dict(_units(model, units))
+    sizes = dict(_units(model, units, shapes))
     name = max(sizes, key=lambda one: sizes[one])
-    return [_memory(model, shards, *kind, sizes[name], name) for kind in kinds]
+    return [_memory(model, shards, shapes, *kind, sizes[name], name) for kind in kinds]
+
+
+_Shapes = Mapping[int, Sequence[int]]
+
+
+def _cut_shapes(model: torch.nn.Module, ranks: int, plan: Mapping[str, Any]) -> _Shapes:
+    """Return the shapes of the first rank's parts of parameters, by id."""
+    shapes = {id(one): list(one.shape) for one in model.parameters()}
+    if ranks == 1:
+        return shapes
+    cut: set[int] = set()
+    for name, module, style in matched_styles(model, plan):
+        if not isinstance(style, str):
+            raise ValueError(f"the plan has a {type(style).__name__} for {name}: give its name.")
+        for key, parameter in module.named_parameters(recurse=False):
+            dimension = _cut_dimension(module, key, style)
+            if dimension is not None and id(parameter) not in cut:
+                cut.add(id(parameter))
+                shape = shapes[id(parameter)]
+                shape[dimension] = -(-shape[dimension] // ranks)
+    return shapes
+
+
+def _cut_dimension(module: torch.nn.Module, key: str, style: str) -> int | None:
+    """Return the dimension along which torch's styles cut a parameter, None if it stays whole."""
+    rows = style.startswith(("rowwise", "embedding"))
+    if not rows and not style.startswith("colwise"):
+        return None
+    if isinstance(module, torch.nn.Embedding):
+        return 0 if rows else 1
+    if key != "weight":
+        return None if rows else 0
+    return 1 if rows else 0
 
 
 def _memory(
-    model: torch.nn.Module, shards: int, dtype: str, masters: str, largest: int, name: str
+    model: torch.nn.Module,
+    shards: int,
+    shapes: _Shapes,
+    dtype: str,
+    masters: str,
+    largest: int,
+    name: str,
 ) -> ShardedMemory:
     trained = [one for one in model.parameters() if one.requires_grad]
     frozen = [one for one in model.parameters() if not one.requires_grad]
-    states = sum(shard_elements(one, shards) for one in trained) * _BYTES[masters]
+    states = sum(shard_elements(shapes[id(one)], shards) for one in trained) * _BYTES[masters]
     kept = sum(
-        shard_elements(one, shards)
+        shard_elements(shapes[id(one)], shards)
         * (one.element_size() if masters != dtype else _size(one, dtype))
         for one in frozen
     )
@@ -101,19 +157,17 @@ def _memory(
     )
 
 
-def shard_elements(parameter: torch.Tensor, shards: int) -> int:
+def shard_elements(shape: Sequence[int], shards: int) -> int:
     """Return the elements of the first rank's shard: FSDP2 cuts the first dimension in chunks.
 
     Example:
-        >>> import torch
         >>> from accel_callbacks.modeling.sharded_memory import shard_elements
-        >>> shard_elements(torch.empty(7, 3), 2)
+        >>> shard_elements((7, 3), 2)
         12
     """
-    if parameter.dim() == 0 or parameter.numel() == 0:
-        return parameter.numel()
-    rows = parameter.shape[0]
-    return -(-rows // shards) * (parameter.numel() // rows)
+    if not shape:
+        return 1
+    return -(-shape[0] // shards) * math.prod(shape[1:])
 
 
 def _size(tensor: torch.Tensor, dtype: str) -> int:
@@ -121,17 +175,20 @@ def _size(tensor: torch.Tensor, dtype: str) -> int:
 
 
 def _units(
-    model: torch.nn.Module, units: Iterable[Sequence[torch.nn.Module]]
+    model: torch.nn.Module, units: Iterable[Sequence[torch.nn.Module]], shapes: _Shapes
 ) -> Iterator[tuple[str, int]]:
     """Yield the name of each unit and its elements; a parameter is in its innermost unit."""
     names = {module: name for name, module in model.named_modules()}
     seen: set[int] = set()
     for unit in units:
-        yield ", ".join(names[one] for one in unit), sum(_elements(one, seen) for one in unit)
-    yield type(model).__name__, _elements(model, seen)
+        yield (
+            ", ".join(names[one] for one in unit),
+            sum(_elements(one, seen, shapes) for one in unit),
+        )
+    yield type(model).__name__, _elements(model, seen, shapes)
 
 
-def _elements(module: torch.nn.Module, seen: set[int]) -> int:
+def _elements(module: torch.nn.Module, seen: set[int], shapes: _Shapes) -> int:
     own = [one for one in module.parameters() if id(one) not in seen]
     seen.update(map(id, own))
-    return sum(one.numel() for one in own)
+    return sum(math.prod(shapes[id(one)]) for one in own)

@@ -10,6 +10,7 @@ from accel_callbacks.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
 )
 from accel_callbacks.plugins.precision import AORecipeKwargs, AutocastKwargs, GradScalerKwargs
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
@@ -32,5 +33,6 @@ __all__ = [
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "sort_handlers",
 ]

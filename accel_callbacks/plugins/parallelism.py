@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -34,6 +34,7 @@ _JOINED: Mapping[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_sp": ("dp_shard", "sp"),
 }
 
 
@@ -59,8 +60,9 @@ class ParallelismConfig(KwargsHandler):
         tp_size: ranks of tensor parallelism.
         cp_size: ranks of context parallelism.
         cp_backend: ``"torch"``.
-        sp_size: ranks of sequence parallelism; not together with ``cp_size``.
-        sp_backend: ``"deepspeed"``.
+        sp_size: ranks of sequence parallelism, which exchange tokens for heads around attention;
+            not together with ``cp_size``.
+        sp_backend: ``"deepspeed"``, as Accelerate names it; the exchange is torch's.
         tp_handler: options of tensor parallelism, a :class:`TorchTensorParallelConfig`.
         cp_handler: options of context parallelism, a :class:`TorchContextParallelConfig`.
         sp_handler: options of sequence parallelism, a :class:`DeepSpeedSequenceParallelConfig`.
@@ -72,7 +74,7 @@ class ParallelismConfig(KwargsHandler):
         TypeError: a size is no integer, or a handler is of another class.
 
     Warns:
-        UserWarning: a handler for an axis of one rank.
+        UserWarning: a handler for an axis that was given the size 1.
 
     Example:
         >>> from accel_callbacks import ParallelismConfig
@@ -95,6 +97,7 @@ class ParallelismConfig(KwargsHandler):
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
 
     def __post_init__(self) -> None:
+        launched = {axis for axis in AXES if getattr(self, f"{axis}_size") is None}
         for axis in AXES:
             name = f"{axis}_size"
             size = getattr(self, name)
@@ -114,16 +117,21 @@ class ParallelismConfig(KwargsHandler):
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide sequences: use one."
             )
         for axis, kind in _HANDLERS.items():
-            self._check_handler(axis, kind)
+            self._check_handler(axis, kind, axis in launched)
 
-    def _check_handler(self, axis: str, kind: type[KwargsHandler]) -> None:
-        """Give an axis with several ranks the default options, and refuse those of another."""
+    def _check_handler(self, axis: str, kind: type[KwargsHandler], launched: bool) -> None:
+        """Give an axis with several ranks the default options, and refuse those of another.
+
+        Where the launcher chooses the size, a script has the options for every choice.
+        """
         name, size = f"{axis}_handler", self.sizes[axis]
         handler = getattr(self, name)
         if handler is None:
             object.__setattr__(self, name, kind() if size > 1 else None)
         elif not isinstance(handler, kind):
             raise TypeError(f"{name}={handler!r} must be a {kind.__name__}.")
+        elif size == 1 and launched:
+            object.__setattr__(self, name, None)
         elif size == 1:
             warn(f"{name} has no effect, because {axis}_size is 1: leave it out, or give the size.")
 
@@ -206,7 +214,7 @@ class ParallelismConfig(KwargsHandler):
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The axes over which FSDP shards."""
+        """The axes over which FSDP shards, but for ``sp``."""
         return [axis for axis in ("dp_shard", "cp") if self.sizes[axis] > 1]
 
     @property
@@ -217,8 +225,9 @@ class ParallelismConfig(KwargsHandler):
     @property
     def fsdp_dim_names(self) -> list[str]:
         """The dimensions of the mesh that FSDP gets: replicas, if any, and shards."""
-        shards = self.dp_shard_cp_dim_names
-        joined = shards if len(shards) < 2 else ["dp_shard_cp"]
+        axis = "sp" if self.sp_enabled else "cp"
+        shards = [name for name in ("dp_shard", axis) if self.sizes[name] > 1]
+        joined = shards if len(shards) < 2 else [f"dp_shard_{axis}"]
         return (["dp_replicate"] if self.dp_replicate_enabled else []) + joined
 
     @property
@@ -259,8 +268,8 @@ class ParallelismConfig(KwargsHandler):
         """Collective at the first call: return the mesh over all ranks; None for one rank.
 
         Where they join several axes of more than one rank, it also has the dimensions ``"dp"``
-        (both data axes), ``"dp_shard_cp"`` (over which FSDP shards) and ``"dp_cp"`` (over which
-        losses are averaged), for :meth:`get_submesh`.
+        (both data axes), ``"dp_shard_cp"`` or ``"dp_shard_sp"`` (over which FSDP shards) and
+        ``"dp_cp"`` (over which losses are averaged), for :meth:`get_submesh`.
 
         Args:
             device_type: such as ``"cpu"`` or ``"cuda"``.
@@ -365,7 +374,7 @@ class ParallelismConfig(KwargsHandler):
         plain |= {name: getattr(self, name) for name in _BACKENDS}
         for axis in _HANDLERS:
             handler = getattr(self, f"{axis}_handler")
-            plain[f"{axis}_handler"] = None if handler is None else asdict(handler)
+            plain[f"{axis}_handler"] = None if handler is None else handler.to_plain()
         return plain
 
     def fitted(self, world_size: int, *, sharded: bool) -> ParallelismConfig:
@@ -389,7 +398,7 @@ class ParallelismConfig(KwargsHandler):
                 return replace(self, dp_shard_size=world_size)
             return replace(self, dp_replicate_size=world_size)
         self.check_world(world_size)
-        if sharded and world_size > 1 and not self.dp_shard_cp_dim_names:
+        if sharded and world_size > 1 and not {*self.fsdp_dim_names} - {"dp_replicate"}:
             shown = ", ".join(f"{axis}_size={self.sizes[axis]}" for axis in self.active_mesh_dims)
             raise ValueError(
                 f"fsdp_plugin shards over dp_shard_size, which is 1 in ParallelismConfig({shown}): "

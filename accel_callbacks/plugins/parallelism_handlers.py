@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from accel_callbacks.plugins.base import KwargsHandler
 
@@ -10,6 +13,7 @@ __all__ = [
     "DeepSpeedSequenceParallelConfig",
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
 ]
 
 _ROTATIONS = ("allgather", "alltoall")
@@ -22,6 +26,10 @@ class TorchTensorParallelConfig(KwargsHandler):
 
     Args:
         enable_async_tp: overlap communication with computation; off by default.
+        plan: which modules are cut, and how: patterns of their names, with ``*`` for one part, to
+            ``"colwise"``, ``"rowwise"``, ``"colwise_gather_output"``, ``"embedding_rowwise"``,
+            ``"sequence_parallel"``, ``"replicated"`` or a ``ParallelStyle`` of torch; that of the
+            model if None.
 
     Example:
         >>> from accel_callbacks import ParallelismConfig, TorchTensorParallelConfig
@@ -31,6 +39,34 @@ class TorchTensorParallelConfig(KwargsHandler):
     """
 
     enable_async_tp: bool = False
+    plan: Mapping[str, Any] | None = None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options as plain values; a ``ParallelStyle`` of torch by its class."""
+        plan = self.plan and {
+            name: style if isinstance(style, str) else type(style).__name__
+            for name, style in self.plan.items()
+        }
+        return {"enable_async_tp": self.enable_async_tp, "plan": plan}
+
+
+@dataclass(frozen=True)
+class TorchTensorParallelPlugin(KwargsHandler):
+    """Tensor parallelism by the plan that a model brings along, as scripts for Accelerate ask it.
+
+    ``Accelerator(torch_tp_plugin=...)`` is ``parallelism_config=ParallelismConfig(tp_size=...)``,
+    which has more options.
+
+    Args:
+        tp_size: ranks that share each layer, 1 by default.
+
+    Example:
+        >>> from accel_callbacks import TorchTensorParallelPlugin
+        >>> TorchTensorParallelPlugin(tp_size=2).tp_size
+        2
+    """
+
+    tp_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -38,7 +74,11 @@ class TorchContextParallelConfig(KwargsHandler):
     """Options of context parallelism.
 
     Args:
-        cp_comm_strategy: how keys and values travel: ``"allgather"`` (default) or ``"alltoall"``.
+        cp_comm_strategy: how keys and values travel: ``"allgather"`` or ``"alltoall"``; what
+            ``accel launch`` was told if None, else ``"allgather"``.
+        load_balance: give each rank a piece of the start and one of the end of a sequence, so that
+            causal attention takes all of them equally long; on by default. Attention that is not
+            causal needs it off.
 
     Raises:
         ValueError: another strategy.
@@ -50,14 +90,20 @@ class TorchContextParallelConfig(KwargsHandler):
     """
 
     cp_comm_strategy: str | None = None
+    load_balance: bool = True
 
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:
-            object.__setattr__(self, "cp_comm_strategy", _ROTATIONS[0])
-        elif self.cp_comm_strategy not in _ROTATIONS:
+            launched = os.environ.get("ACCEL_PARALLELISM_CP_COMM_STRATEGY", _ROTATIONS[0])
+            object.__setattr__(self, "cp_comm_strategy", launched)
+        if self.cp_comm_strategy not in _ROTATIONS:
             raise ValueError(
                 f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown; use one of {_ROTATIONS}."
             )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options as plain values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -99,3 +145,7 @@ class DeepSpeedSequenceParallelConfig(KwargsHandler):
                 f"sp_attn_implementation={attention!r} cannot divide sequences; use one of "
                 f"{_ATTENTION} or a flash attention kernel of the hub."
             )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options as plain values."""
+        return asdict(self)

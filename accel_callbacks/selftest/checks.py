@@ -57,9 +57,17 @@ def small_model(seed: int = 3, dropout: float = 0.0) -> nn.Module:
     """Return a small model whose initial weights depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return nn.Sequential(
+        model = nn.Sequential(
             nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4)
         )
+    return _with_plan(model, first="0", last="4")
+
+
+def _with_plan(model: nn.Sequential, first: str, last: str) -> nn.Sequential:
+    """Give a model a plan of tensor parallelism, whose layers any number of ranks can share."""
+    plan: Any = {first: "colwise_gather_output", last: "embedding_rowwise"}
+    model._tp_plan = plan
+    return model
 
 
 def samples(count: int) -> TensorDataset:
@@ -330,7 +338,8 @@ def precision_holds(lab: Lab) -> str:
 
 def _train(accel: Accelerator) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """Take twelve steps on one batch; return the weights before and after, and the losses."""
-    inner = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).to(accel.device)
+    layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    inner = _with_plan(layers, first="0", last="2").to(accel.device)
     model, optimizer = accel.prepare(inner, torch.optim.Adam(inner.parameters(), lr=0.02))
     before = flat_weights(inner).clone()
     generator = torch.Generator(device="cpu").manual_seed(4)
@@ -350,7 +359,7 @@ def _train(accel: Accelerator) -> tuple[torch.Tensor, torch.Tensor, list[float]]
 def gradients_average(lab: Lab) -> str:
     """Check that training on shares gives the weights of one process with the whole batch."""
     accel = lab.accelerator()
-    world = accel.num_processes
+    world = accel.data_world
     count = 4 * _BATCH * world
     expect = Expectations()
     mine, rows = _trained(accel, count)
@@ -368,7 +377,7 @@ def accumulation_equals_one_batch(lab: Lab) -> str:
     """Check that micro-batches give the weights of whole windows, with a short last window."""
     window = max(2, lab.config.gradient_accumulation_steps)
     accel = lab.accelerator(gradient_accumulation_steps=window)
-    step = _BATCH * accel.num_processes
+    step = _BATCH * accel.data_world
     count = step * (window + window // 2)
     expect = Expectations()
     mine, _ = _trained(accel, count)
@@ -424,7 +433,7 @@ def _prepare(accel: Accelerator, seed: int) -> Any:
     """Prepare a model, an optimizer and a shuffled loader."""
     model = small_model(seed, dropout=0.5)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    data = samples(_BATCH * _BATCHES * accel.num_processes)
+    data = samples(_BATCH * _BATCHES * accel.data_world)
     return accel.prepare(model, optimizer, DataLoader(data, _BATCH, shuffle=True))
 
 

@@ -10,16 +10,15 @@ from accel_callbacks.strategies.base import Strategy
 from accel_callbacks.strategies.ddp import DDP
 from accel_callbacks.strategies.fsdp import FSDP
 from accel_callbacks.strategies.single_device import SingleDevice
+from accel_callbacks.strategies.tensor_parallel import TensorParallel
 
-__all__ = ["DDP", "FSDP", "SingleDevice", "Strategy", "create_strategy"]
+__all__ = ["DDP", "FSDP", "SingleDevice", "Strategy", "TensorParallel", "create_strategy"]
 
 _REGISTRY: dict[DistributedType, type[Strategy]] = {
     DistributedType.NO: SingleDevice,
     DistributedType.MULTI_CPU: DDP,
     DistributedType.MULTI_GPU: DDP,
 }
-# Axes whose engines are not implemented.
-_UNBUILT = ("cp", "sp", "tp")
 
 
 def create_strategy(
@@ -37,7 +36,7 @@ def create_strategy(
         fsdp: how models are sharded; the default options if ``None``.
 
     Raises:
-        ValueError: the axes do not arrange all ranks, or one of them has no engine.
+        ValueError: the axes do not arrange all ranks, or do not go together.
 
     Example:
         >>> import torch
@@ -48,23 +47,25 @@ def create_strategy(
     """
     if parallelism is not None:
         parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
-        refuse_unbuilt(parallelism)
-    if fsdp is not None or (parallelism is not None and parallelism.dp_shard_enabled):
+    # Both layers and sequences are cut: FSDP shards the former over the ranks of the latter.
+    both = (
+        parallelism is not None
+        and parallelism.tp_enabled
+        and (parallelism.cp_enabled or parallelism.sp_enabled)
+    )
+    shards = parallelism is not None and parallelism.dp_shard_enabled
+    if fsdp is not None or shards or both:
         return FSDP(topology, handlers, parallelism, fsdp or FullyShardedDataParallelPlugin())
+    if parallelism is not None and parallelism.tp_enabled:
+        _refuse_replicas(parallelism)
+        return TensorParallel(topology, handlers, parallelism)
     return _REGISTRY[topology.distributed_type](topology, handlers, parallelism)
 
 
-def refuse_unbuilt(parallelism: ParallelismConfig) -> None:
-    """Raise for axes without an engine.
-
-    Example:
-        >>> from accel_callbacks import ParallelismConfig
-        >>> from accel_callbacks.strategies import refuse_unbuilt
-        >>> refuse_unbuilt(ParallelismConfig(dp_replicate_size=2))
-    """
-    for axis in _UNBUILT:
-        if parallelism.sizes[axis] > 1:
-            raise ValueError(
-                f"{axis}_size={parallelism.sizes[axis]}: this axis of parallelism is not in this "
-                f"version; leave {axis}_size out."
-            )
+def _refuse_replicas(parallelism: ParallelismConfig) -> None:
+    if parallelism.dp_replicate_enabled:
+        raise ValueError(
+            f"tp_size={parallelism.tp_size} does not go with dp_replicate_size="
+            f"{parallelism.dp_replicate_size} alone: shard over the data axis, with "
+            f"dp_shard_size={parallelism.dp_replicate_size}."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,12 +17,19 @@ from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients
+from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism_handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+)
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
+from accel_callbacks.strategies.context_parallel import ContextParallel
+from accel_callbacks.strategies.head_exchange import HeadExchange
 from accel_callbacks.strategies.optimizer_state import (
     named_optimizer_state,
     positional_optimizer_state,
@@ -82,6 +89,18 @@ class Strategy(ABC):
         self.handlers = handlers or Handlers()
         self.parallelism = parallelism
         self._apart: WeakSet[torch.nn.Module] = WeakSet()
+        self._context: ContextParallel | None = None
+        self._told_no_context = False
+        if parallelism is not None and parallelism.cp_enabled:
+            options = parallelism.cp_handler or TorchContextParallelConfig()
+            self._context = ContextParallel(
+                parallelism.sizes["cp"], options, lambda: self.device_mesh["cp"]
+            )
+        elif parallelism is not None and parallelism.sp_enabled:
+            heads = parallelism.sp_handler or DeepSpeedSequenceParallelConfig()
+            self._context = HeadExchange(
+                parallelism.sizes["sp"], heads, lambda: self.device_mesh["sp"]
+            )
 
     def check(self, model: torch.nn.Module) -> None:
         """Refuse a model that cannot be wrapped, before it is changed.
@@ -106,6 +125,12 @@ class Strategy(ABC):
     def data_world(self) -> int:
         """Number of ranks that read different data."""
         return self.topology.world_size // self.copies
+
+    @property
+    def loss_world(self) -> int:
+        """Number of ranks whose losses are of different tokens: those of a sequence included."""
+        sizes = {} if self.parallelism is None else self.parallelism.sizes
+        return self.data_world * sizes.get("cp", 1) * sizes.get("sp", 1)
 
     @property
     def data_ranks(self) -> Sequence[int]:
@@ -139,8 +164,8 @@ class Strategy(ABC):
 
     @property
     def averaged_over(self) -> int:
-        """Data ranks over which backward averages gradients."""
-        return self.data_world if self.has_gradient_sync else 1
+        """Ranks with different losses over which backward averages gradients."""
+        return self.loss_world if self.has_gradient_sync else 1
 
     @property
     def allows_unfreezing(self) -> bool:
@@ -172,6 +197,11 @@ class Strategy(ABC):
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Compute blocks again in backward if the options say so; before the model is compiled."""
         return None
+
+    def watch_calls(self, model: torch.nn.Module) -> None:
+        """Check how a new model is called from now on, also one that is only evaluated."""
+        if self._context is not None:
+            self._context.adopt(model)
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -220,9 +250,33 @@ class Strategy(ABC):
         """Free the weights of others that an evaluation of a prepared model has left here."""
         return None
 
+    def cut_sequences(
+        self,
+        buffers: Sequence[torch.Tensor] | None,
+        seq_dims: Sequence[int] | None,
+        no_restore: Collection[torch.Tensor] | None,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ranks share sequences; see :class:`ContextParallel`."""
+        if self._context is not None:
+            return self._context.cut(buffers, seq_dims, no_restore)
+        if not self._told_no_context:
+            self._told_no_context = True
+            notice("maybe_context_parallel does nothing, because cp_size and sp_size are 1")
+        return nullcontext()
+
+    def gather_sequences(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
+        """Collective: return sequences as they were before ranks shared them."""
+        return tensor if self._context is None else self._context.gather(tensor, seq_dim)
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""
+        if self._context is not None:
+            self._context.check_backward()
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def loss_parallel(self) -> AbstractContextManager[Any]:
+        """Return a context in which losses take logits whose vocabulary is cut over ranks."""
+        return nullcontext()
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Make gradients synchronize after these methods of a wrapped model, as after its forward.
@@ -354,7 +408,17 @@ class Strategy(ABC):
         return set()
 
     def mark_unsynced(self, model: torch.nn.Module) -> None:
-        """Note that ranks may train this model without averaging from now on."""
+        """Note that ranks may train this model without averaging from now on.
+
+        Raises:
+            ValueError: ranks share sequences, and each would train with other tokens.
+        """
+        if self._context is not None:
+            raise ValueError(
+                "LocalSGD does not work with cp_size or sp_size above 1: ranks that share a "
+                "sequence must have the same weights. Use gradient_accumulation_steps to "
+                "communicate less."
+            )
         self._apart.add(model)
 
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:

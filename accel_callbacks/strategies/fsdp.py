@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -13,13 +13,12 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import explain_in_place
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
-from accel_callbacks.gradients import clip_norm, clip_value, has_gradients
+from accel_callbacks.gradients import has_gradients, local_part
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.absent_weights import absent_weights
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
@@ -32,7 +31,7 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
-from accel_callbacks.strategies.base import GatherCast, SetUp, Strategy
+from accel_callbacks.strategies.base import GatherCast
 from accel_callbacks.strategies.checks import (
     is_dispatched,
     is_plain,
@@ -48,7 +47,17 @@ from accel_callbacks.strategies.fsdp_groups import (
     reduce_held,
     reducing,
 )
-from accel_callbacks.strategies.full_parameters import full_parameters
+from accel_callbacks.strategies.sharding import Sharding
+from accel_callbacks.strategies.tensor_parallel import (
+    is_cut,
+    loss_parallel,
+    packed_dim,
+    parallelize,
+    required_plan,
+    separate_dropout,
+    share_cut,
+    share_whole,
+)
 from accel_callbacks.strategies.units import find_units, ignored_parameters
 from accel_callbacks.warning import warn
 
@@ -64,7 +73,7 @@ _DTYPES: dict[Any, torch.dtype | None] = {
 }
 
 
-class FSDP(Strategy):
+class FSDP(Sharding):
     """A strategy that shards parameters, gradients and optimizer states over the ranks.
 
     On one rank models stay as they are.
@@ -97,9 +106,6 @@ class FSDP(Strategy):
         super().__init__(topology, handlers, parallelism)
         self._policy: Any = None
         self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
-        self._sharded = WeakIdKeyDictionary()  # the parameters in place of those of the user
-        # In order, which must be that of all ranks, as those of a set are not.
-        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         # By sharded model: units that stay gathered after a forward; FSDP's groups; parameters that
         # are whole. The first two refer to the model, and must not keep it.
         self._lingering: WeakKeyDictionary[torch.nn.Module, list[ref[Any]]] = WeakKeyDictionary()
@@ -151,16 +157,28 @@ class FSDP(Strategy):
                     "rank's part alone."
                 )
         if not _is_sharded(model):
-            refuse_distributed(model)
+            self._check_cut(model)
         self._refuse_shared(model)
 
-    def _refuse_shared(self, model: torch.nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if parameter in self._sharded:
+    def _check_cut(self, model: torch.nn.Module) -> None:
+        """Refuse DTensors but those of tensor parallelism over the axis of this run."""
+        if self.parallelism is None or not self.parallelism.tp_enabled:
+            refuse_distributed(model)
+        elif not is_cut(model):
+            required_plan(model, self.parallelism)
+        else:
+            axis = self.device_mesh["tp"]
+            meshes = {getattr(one, "device_mesh", axis) for one in model.parameters()}
+            if meshes != {axis}:
                 raise ValueError(
-                    f"{name!r} of {type(model).__name__} is also a parameter of a model that is "
-                    "sharded already: put both models into one module, and prepare that."
+                    f"{type(model).__name__} is cut over another mesh than that of this run: cut "
+                    'it over accel.torch_device_mesh["tp"], or let prepare() cut it.'
                 )
+
+    def loss_parallel(self) -> AbstractContextManager[None]:
+        """Return torch's ``loss_parallel()`` under tensor parallelism."""
+        cut = self.parallelism is not None and self.parallelism.tp_enabled
+        return loss_parallel() if cut else nullcontext()
 
     def init_context(self) -> AbstractContextManager[None]:
         """Return ``init_empty_weights()``."""
@@ -192,17 +210,30 @@ class FSDP(Strategy):
         assert self.parallelism is not None
         if not _is_sharded(model):
             self._refuse_shared(model)
-            weights = self._initial_weights(model)
+            cut_already = is_cut(model)
+            # Values of a model that is cut already differ between ranks as they should.
+            weights = self._initial_weights(model, sync=not cut_already)
             before = dict(model.named_parameters(remove_duplicate=False))
             self._plain[model] = is_plain(model)
             names = self.parallelism.fsdp_dim_names
-            self._shard(model, self.parallelism.get_submesh(names, mesh.device_type))
+            shards = self.parallelism.get_submesh(names, mesh.device_type)
+            if self.parallelism.tp_enabled:
+                if cut_already:
+                    share_whole(model)
+                    if self.options.sync_module_states is not False:
+                        share_cut(model, shards)
+                else:
+                    with whole_parameters_freed(model):
+                        parallelize(model, required_plan(model, self.parallelism), mesh["tp"])
+                separate_dropout(model, self.parallelism, mesh["tp"], self.topology.device)
+            self._shard(model, shards)
             weights.fill()
             self._replace(before, model)
         else:  # by the user, or for another Accelerator
             self._plain[model] = True
             self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
         self._groups[model] = list(map(ref, parameter_groups(model)))
+        self._watch_inputs(model)
         needs_all_ranks(filter(_is_sharded, model.modules()))
         if not is_compiled(model):  # whose code would leave the hook out, or break there
             model.register_forward_hook(_explain_forward, always_call=True)
@@ -223,12 +254,12 @@ class FSDP(Strategy):
             and gather_through(one, wanted[id(one.sharded_param)])
         ]
 
-    def _initial_weights(self, model: torch.nn.Module) -> InitialWeights:
+    def _initial_weights(self, model: torch.nn.Module, sync: bool = True) -> InitialWeights:
         kept = torch.device("cpu") if self.options.offloads else self.topology.device
         return InitialWeights(
             model,
             kept,
-            sync=self.options.sync_module_states is not False,
+            sync=sync and self.options.sync_module_states is not False,
             param_init_fn=self.options.param_init_fn,
         )
 
@@ -241,6 +272,7 @@ class FSDP(Strategy):
         whole = ignored_parameters(model, options)
         self._place_whole(model, whole)
         common = {"mesh": mesh, "offload_policy": self._offload_policy(), **_ignoring(whole)}
+        common |= _around_packed(model, mesh)
         policy = self._policy or _policy(options.mixed_precision_policy, "no", AutocastKwargs())
         lingering: list[Any] = [model]
         upcast, taken = 0, {id(parameter) for parameter in whole}
@@ -284,17 +316,24 @@ class FSDP(Strategy):
             tensor
             for module in modules
             for tensor in (*module.parameters(), *module.buffers())
-            if id(tensor) not in taken and not collectives.is_sharded(tensor)
+            if id(tensor) not in taken and not _is_of_fsdp(tensor)
         ]
         taken.update(map(id, tensors))
         upcast = 0
         for tensor in tensors:
-            if not tensor.is_meta:
+            cut = collectives.is_sharded(tensor)  # and on the device already
+            if not tensor.is_meta and not cut:
                 tensor.data = tensor.data.to(self.topology.device)
             low = tensor.dtype in _LOW_PRECISION and tensor.requires_grad
             if policy.param_dtype is not None and low:
-                tensor.data = tensor.data.float()
                 upcast += tensor.numel()
+                if not cut:
+                    tensor.data = tensor.data.float()
+                else:  # of which ``.data`` is the local part alone
+                    fresh = torch.nn.Parameter(tensor.detach().float())
+                    torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+            if cut:
+                continue
             if not tensor.is_contiguous():
                 tensor.data = tensor.data.contiguous()
         return upcast
@@ -308,73 +347,6 @@ class FSDP(Strategy):
         pinned = getattr(given, "pin_memory", True) and self.topology.device.type != "cpu"
         return CPUOffloadPolicy(pin_memory=pinned)
 
-    def _replace(self, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
-        """Note the shard of each parameter of the user, whose memory was freed."""
-        for name, shard in model.named_parameters(remove_duplicate=False):
-            whole = before[name]
-            if shard is not whole and whole not in self._sharded:
-                self._sharded[whole] = shard
-                whole.grad = None  # an optimizer or a list of the user may keep it
-
-    # --- optimizers ---------------------------------------------------------------------------
-
-    def setup(
-        self,
-        models: Sequence[torch.nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        schedulers: Sequence[Any],
-    ) -> SetUp:
-        """Shard the models, and let all optimizers step with the shards."""
-        if self.topology.world_size > 1:
-            for optimizer in optimizers:
-                _refuse_lbfgs(optimizer)
-        done = super().setup(models, optimizers, schedulers)
-        self._optimizers.update(dict.fromkeys(optimizers))
-        # Those of earlier calls too: their model may have come only now.
-        for optimizer in list(self._optimizers) if models else optimizers:
-            self._bind(optimizer)
-        return done
-
-    def _bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace parameters by their shards, in place, wherever an optimizer has them."""
-        if not len(self._sharded):
-            return
-        shard = self._shard_of
-        for group in optimizer.param_groups:
-            group["params"][:] = map(shard, group["params"])
-            kinds = set(map(collectives.is_sharded, group["params"]))
-            if len(kinds) == 2 and group.get("foreach") is None and "foreach" in group:
-                group["foreach"] = False  # torch's kernels take no list with shards and others
-        state = optimizer.state
-        for known in [one for one in state if shard(one) is not one]:
-            state[shard(known)] = _sharded_state(state.pop(known), known, shard(known))
-        for name, value in vars(optimizer).items():
-            if name not in ("param_groups", "state"):
-                _replace_in(value, shard)
-
-    def _shard_of(self, parameter: Any) -> Any:
-        """Return the shard of a parameter of the user; other objects as they are."""
-        if isinstance(parameter, torch.Tensor):
-            return self._sharded.get(parameter, parameter)  # type: ignore[no-untyped-call]
-        return parameter
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer holds none of the sharded parameters, and no gradient.
-
-        Raises:
-            RuntimeError: the step would train nothing.
-        """
-        if not self._models or self.has_gradients(optimizer):
-            return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(map(collectives.is_sharded, held)):
-            return
-        raise RuntimeError(
-            f"step: {type(optimizer).__name__} holds no parameter of a sharded model, and would "
-            "train nothing: make it of model.parameters() of the same object that is passed to "
-            "prepare(), and pass it to prepare() too."
-        )
-
     # --- the step -----------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -386,7 +358,11 @@ class FSDP(Strategy):
         for model, whole in self._whole.items():
             trained = [parameter for parameter in whole if parameter.requires_grad]
             if trained and all(group.reduce_grads for group in parameter_groups(model)):
-                _average(trained)
+                assert self.parallelism is not None
+                assert self.device_mesh is not None
+                names = self.parallelism.fsdp_dim_names
+                mesh = self.parallelism.get_submesh(names, self.device_mesh.device_type)
+                _average(trained, self.copies, mesh)
 
     def mark_forward_methods(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Gather the weights for these methods too, and check that there are some."""
@@ -399,13 +375,6 @@ class FSDP(Strategy):
                     vars(model)[name] = _checked(model, name)
         if (absent := absent_weights(model)) is not None:
             absent.guard(names)
-
-    def full_parameters(
-        self, module: torch.nn.Module, *, writeback: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context in which each rank has whole parameters."""
-        refuse_on_subset("full_parameters")
-        return full_parameters(module, writeback=writeback)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model as the user built it, with its shards as parameters."""
@@ -459,45 +428,6 @@ class FSDP(Strategy):
         """Collective: bring the gradients of an open window into ``parameter.grad``."""
         reduce_held(self._models)
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clip by the total norm over all shards, and return it as a plain tensor."""
-        return clip_norm(map(self._shard_of, parameters), max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value_: float) -> None:
-        """Clip each gradient element to ``[-clip_value, clip_value]``."""
-        clip_value(map(self._shard_of, parameters), clip_value_)
-
-    def join(
-        self, models: Sequence[Any], follow: Callable[[int], None]
-    ) -> AbstractContextManager[None]:
-        """Refuse uneven inputs on several ranks.
-
-        Raises:
-            ValueError: a rank without a batch could not send its part of the weights.
-        """
-        if self.topology.world_size == 1:
-            return super().join(models, follow)
-        raise ValueError(
-            "join_uneven_inputs does not work with sharded models, of which each forward needs the "
-            "parts of all ranks: let prepare() split the data evenly, or train with "
-            "DistributedDataParallel (leave the fsdp_plugin out)."
-        )
-
-    def mark_unsynced(self, model: torch.nn.Module) -> None:
-        """Refuse to train ranks apart: each holds another part of the weights.
-
-        Raises:
-            ValueError: on several ranks.
-        """
-        if self.topology.world_size > 1:
-            raise ValueError(
-                "LocalSGD does not work with sharded models, of which each rank trains another "
-                "part: use gradient_accumulation_steps to communicate less, or train with "
-                "DistributedDataParallel (leave the fsdp_plugin out)."
-            )
-
     # --- states -------------------------------------------------------------------------------
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
@@ -523,6 +453,12 @@ def _default_parallelism(
 
 def _has_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _is_of_fsdp(tensor: Any) -> bool:
+    """Return whether a tensor is sharded by FSDP; those of tensor parallelism are not yet."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return mesh is not None and tuple(mesh.mesh_dim_names or ()) != ("tp",)
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
@@ -626,6 +562,27 @@ def _ignoring(whole: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
     return {"ignored_params": set(whole)}
 
 
+def _around_packed(model: torch.nn.Module, mesh: Any) -> dict[str, Any]:
+    """Return options by which weights that pack layers are sharded along their other dimension.
+
+    torch cannot say where the rows of a rank are that are cut twice.
+    """
+    packed = {n: p for n, p in model.named_parameters() if packed_dim(p) == 0}
+    if not packed:
+        return {}
+    from torch.distributed.tensor import Shard
+
+    ranks = mesh.size(mesh.ndim - 1)
+    for name, parameter in packed.items():
+        if parameter.dim() < 2 or parameter.shape[1] % ranks:
+            raise ValueError(
+                f"{name!r}, of shape {tuple(parameter.shape)}, packs several layers for tensor "
+                f"parallelism, and FSDP can shard its columns alone, over {ranks} ranks: choose a "
+                "dp_shard_size that divides them, or split it into one layer each."
+            )
+    return {"shard_placement_fn": lambda one: Shard(1) if packed_dim(one) == 0 else None}
+
+
 def _prefetch(modules: Sequence[Any]) -> None:
     """Let each unit gather the next one of the model ahead."""
     for module, following in pairwise(modules):
@@ -641,57 +598,34 @@ def _admit_unfrozen(group: Any) -> None:
 
 
 @torch.no_grad()
-def _average(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Collective: average gradients over all ranks; a missing one is 0, unless it is so on all.
+def _average(parameters: Sequence[torch.nn.Parameter], copies: int, mesh: Any) -> None:
+    """Collective: average gradients over data; a missing one is 0, unless it is so on all ranks.
 
     The average of an average is itself, so this may run after each backward of a window.
+
+    Args:
+        parameters: whole on all ranks, or cut by tensor parallelism.
+        copies: number of ranks that read the same data.
+        mesh: the dimensions whose ranks have different losses: of other data, or other tokens.
     """
-    world = dist.get_world_size()
     for parameter in parameters:
-        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        present = mine.new_tensor([parameter.grad is not None])
-        flat = torch.cat([mine.flatten() / world, present])
-        dist.all_reduce(flat, group=collectives.group_for(flat))
-        if flat[-1] > 0:
-            parameter.grad = flat[:-1].view_as(parameter).clone()
-
-
-# --- helpers of optimizers --------------------------------------------------------------------
-
-
-def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS does not work with sharded models: it looks at all parameters as one vector, "
-            "and each rank has only a part. Train with DistributedDataParallel (leave the "
-            "fsdp_plugin out), or with another optimizer."
-        )
-
-
-def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
-    """Collective: shard the tensors of a state that are as large as the parameter was."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if not isinstance(state, dict):
-        return state
-    return {
-        name: distribute_tensor(value, shard.device_mesh, shard.placements).to(shard.device)
-        if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim()
-        else value
-        for name, value in state.items()
-    }
-
-
-def _replace_in(value: Any, shard: Callable[[Any], Any]) -> None:
-    """Replace parameters in an attribute of an optimizer, in nested lists and dicts."""
-    if isinstance(value, list):
-        for index, one in enumerate(value):
-            value[index] = shard(one)
-            _replace_in(one, shard)
-    elif isinstance(value, dict):
-        for key in list(value):
-            one = value[key]
-            if shard(key) is not key or shard(one) is not one:
-                del value[key]
-                value[shard(key)] = shard(one)
-            _replace_in(one, shard)
+        part = local_part(parameter)
+        own = parameter.grad
+        if own is not None and any(one.is_partial() for one in getattr(own, "placements", ())):
+            own = own.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        mine = torch.zeros_like(part) if own is None else local_part(own)
+        flat = torch.cat([mine.flatten(), mine.new_tensor([own is not None])])
+        if copies == 1:
+            dist.all_reduce(flat, group=collectives.group_for(flat))
+        else:
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(flat, group=mesh.get_group(dimension))
+        if flat[-1] == 0:
+            continue
+        mean = (flat[:-1] / mesh.size()).view_as(part)
+        if own is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif own is not parameter.grad:
+            parameter.grad = own
+        assert parameter.grad is not None
+        local_part(parameter.grad).copy_(mean)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_callbacks.collectives import is_sharded
+from accel_callbacks.collectives import broadcast, copy_part, is_sharded
 from accel_callbacks.strategies.fsdp_groups import reshard
 
 __all__ = ["full_parameters"]
@@ -68,12 +68,8 @@ def _gathered(shard: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def _write_back(slots: list[tuple[Any, str, Any]], whole: dict[int, torch.nn.Parameter]) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
     written: set[int] = set()
     for _, _, shard in slots:
-        if id(shard) in written:
-            continue
-        written.add(id(shard))
-        part = distribute_tensor(whole[id(shard)].detach(), shard.device_mesh, shard.placements)
-        shard.detach().to_local().copy_(part.to_local())
+        if id(shard) not in written:
+            written.add(id(shard))
+            copy_part(shard, broadcast(whole[id(shard)].detach()))

@@ -151,6 +151,7 @@ if TYPE_CHECKING:
     from accel_callbacks import TorchContextParallelConfig as TorchContextParallelConfig
     from accel_callbacks import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_callbacks import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from accel_callbacks import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from accel_callbacks import TrainingRun as TrainingRun
     from accel_callbacks import apply_activation_checkpointing as apply_activation_checkpointing
     from accel_callbacks import broadcast as broadcast

@@ -92,6 +92,7 @@ def test_asks_and_writes_and_prints_how_to_launch(tmp_path: Path) -> None:
     shell.answer("Address of machine 0", "node0")
     shell.answer("A free port on it? [29500] ", "")
     shell.answer("(FSDP), to save memory? [y/N] ", "")
+    shell.answer("(tensor parallelism, by a plan)? [y/N] ", "")
     shell.answer("Number [1] ", "2")
     shell.answer("torch.compile? [y/N] ", "y")
     shell.answer("Number [1] ", "1")
@@ -170,14 +171,14 @@ def ask(
 
 
 def test_on_gpus_all_of_them_are_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, _ = ask(monkeypatch, GPUS, "", "", "", "2", "")
+    values, _ = ask(monkeypatch, GPUS, "", "", "", "", "2", "")
     assert values["distributed_type"] == "MULTI_GPU"
     assert values["num_processes"] == 4
     assert values["mixed_precision"] == "fp16"
 
 
 def test_some_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, _ = ask(monkeypatch, GPUS, "2", "7", "0, 3", "", "", "", "")
+    values, _ = ask(monkeypatch, GPUS, "2", "7", "0, 3", "", "", "", "", "")
     assert values["gpu_ids"] == "0,3"
     assert values["num_processes"] == 2
 
@@ -196,7 +197,7 @@ FSDP = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_par
 @pytest.mark.parametrize(
     ("typed", "block", "mesh"),
     [
-        (["y", "", "", "", "", ""], {"fsdp_activation_checkpointing": False}, None),
+        (["y", "", "", "", "", "", "", ""], {"fsdp_activation_checkpointing": False}, None),
         (
             ["y", "n", "y", "2", "GPT2Block", "y", "2"],
             {
@@ -209,7 +210,7 @@ FSDP = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_par
             {"dp_replicate_size": 2, "dp_shard_size": 2},
         ),
         (
-            ["y", "", "", "3", "9000", "", "3", "4", "1"],
+            ["y", "", "", "3", "9000", "", "3", "4", "1", "", ""],
             {
                 "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
                 "fsdp_min_num_params": 9000,
@@ -217,8 +218,18 @@ FSDP = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_par
             },
             None,
         ),
+        (
+            ["y", "", "", "", "", "", "4", "2"],
+            {"fsdp_activation_checkpointing": False},
+            {"tp_size": 2, "dp_shard_size": 2},
+        ),
+        (
+            ["y", "", "", "", "", "", "", "2"],
+            {"fsdp_activation_checkpointing": False},
+            {"cp_size": 2, "dp_shard_size": 2},
+        ),
     ],
-    ids=["defaults", "classes and replicas", "sizes"],
+    ids=["defaults", "classes and replicas", "sizes", "layers", "sequences"],
 )
 def test_how_models_are_sharded(
     typed: list[str],
@@ -231,6 +242,14 @@ def test_how_models_are_sharded(
     assert values["fsdp_config"] == FSDP | block
     named = mesh and {f"parallelism_config_{key}": size for key, size in mesh.items()}
     assert values.get("parallelism_config") == named
+
+
+def test_layers_are_cut_over_all_processes_where_nothing_is_sharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values, _ = ask(monkeypatch, GPUS, "", "", "", "y", "", "")
+    assert values["distributed_type"] == "MULTI_GPU"
+    assert values["parallelism_config"] == {"parallelism_config_tp_size": 4}
 
 
 def test_a_tpu_is_offered_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,11 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
         ),
         ("distributed_type: DEEPSPEED", "distributed_type: DEEPSPEED"),
         ("distributed_type: MEGATRON_LM", "distributed_type: MEGATRON_LM"),
-        ("parallelism_config: {parallelism_config_tp_size: 2}", "parallelism_config_tp_size: 2"),
+        (
+            "parallelism_config: {parallelism_config_tp_size: 4, "
+            "parallelism_config_dp_replicate_size: 2}",
+            "parallelism_config_tp_size: 4",
+        ),
         ("mixed_precision: fp8\nfp8_config: {backend: TE}", "fp8_config.backend: TE"),
         ("mpirun_config: {mpirun_hostfile: hosts}", "mpirun_hostfile: hosts"),
         ("tpu_use_cluster: true", "tpu_use_cluster"),

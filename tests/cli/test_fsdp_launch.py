@@ -77,7 +77,7 @@ facts = {
     "weights": held(model.parameters()),
     "gradients": gradients,
     "optimizer": held(states),
-    "reshard": accel.strategy.options.reshard if mesh is not None else None,
+    "reshard": accel.strategy.options.reshard if accel.strategy.name == "fsdp" else None,
 }
 with open(f"facts{accel.process_index}", "w") as file:
     json.dump(facts, file)
@@ -209,6 +209,49 @@ def test_the_self_test_holds_under_fsdp(warm_accel: Run, tmp_path: Path) -> None
     assert last == "9 checks hold"
 
 
+TENSOR_PARALLEL = ["--cpu", "--num_processes", "2", "--parallelism_config_tp_size", "2"]
+PLAN = {"1.*.linear": "colwise_gather_output", "2": "embedding_rowwise"}
+
+
+@pytest.mark.slow
+def test_a_launch_cuts_layers_by_the_plan_of_the_model(
+    warm_accel: Run,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = MODEL.replace("def make():\n    return", "def make():\n    model =")
+    text += f"    model._tp_plan = {PLAN}\n    return model\n"
+    (script / "planned.py").write_text(text)
+    text = TRAIN.replace("from model", "from planned").replace("8 // accel.num_processes", "8")
+    (script / "train.py").write_text(text)
+    run(warm_accel, *TENSOR_PARALLEL)
+    first, second = facts_of(script)
+    assert first["mesh"] == {"tp": 2}
+    assert first["losses"] == second["losses"]
+    monkeypatch.chdir(script)
+    words = ["planned:make", "--parallelism", "tp_size=2", "--dtypes", "fp32", "--json"]
+    assert main(["estimate-memory", *words]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["processes"]
+    for name in ("weights", "gradients", "optimizer"):
+        assert one[name] == first[name]
+
+
+@pytest.mark.parametrize(
+    "checks",
+    ["processes,gradients", pytest.param("", marks=pytest.mark.slow)],
+)
+def test_the_self_test_holds_where_layers_are_cut(
+    checks: str, warm_accel: Run, tmp_path: Path
+) -> None:
+    chosen = ["--checks", checks] if checks else []
+    done = warm_accel("test", *chosen, *TENSOR_PARALLEL, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert lines[0].endswith("precision no, tp 2")
+    assert last == f"{2 if checks else 9} checks hold"
+
+
 # --- the estimate, without processes -------------------------------------------------------
 
 
@@ -252,12 +295,61 @@ def test_the_parts_of_the_estimate() -> None:
         ("dp_shrad=2", "did you mean 'dp_shard'"),
         ("dp_shard=x", "not an integer of at least 1"),
         ("dp_shard=0", "not an integer of at least 1"),
-        ("tp=2", "this axis is not in this version"),
+        ("tp=2,dp_replicate=2", "give a dp_shard"),
     ],
 )
 def test_a_wrong_mesh_is_one_line(axes: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate-memory", "torch.nn:Identity", "--parallelism", axes]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_plan_cuts_rows_and_columns_before_fsdp_shards() -> None:
+    model = Uneven()
+    plan = {
+        "embed": "embedding_rowwise",
+        "head": "colwise_gather_output",
+        "blocks.*.0": "colwise",
+        "blocks.*.1": "rowwise",
+    }
+    (one,) = sharded_memory(
+        model,
+        2,
+        [(block,) for block in regions(model)],
+        ["fp32"],
+        tensor_parallel=2,
+        plan=plan,
+    )
+    # Of 10 x 6, 7 x 6 + 7 and 6 x 7 + 6: rows of the first three, columns of the last weight.
+    trained = 3 * 6 + 2 * (2 * 6 + 2 + 3 * 4 + 3)
+    assert one.gradients == 4 * trained
+    assert one.weights == 4 * (trained + 3 * 6 + 3)
+    # The root: the rows of the embedding, and the frozen layer; a block has two elements less.
+    assert one.largest_unit == 4 * (5 * 6 + 5 * 6)
+
+
+def test_a_model_without_a_plan_is_told_of_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlps.py").write_text(
+        "from torch import nn\n"
+        "def make(): return nn.ModuleDict({'fc1': nn.Linear(4, 8), 'fc2': nn.Linear(8, 4)})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["estimate-memory", "mlps:make", "--parallelism", "tp=2", "--dtypes", "fp32"]
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    proposed = '{"fc1": "colwise", "fc2": "rowwise"}'
+    assert "mlps:make has no plan of tensor parallelism" in error
+    assert f"--tp_plan '{proposed}'" in error
+    assert main([*words, "--tp_plan", proposed, "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["processes"]
+    assert one["weights"] == 4 * (2 * 4 * 4 + 4 + 4)
+    assert main([*words, "--tp_plan", '{"fc3": "colwise"}']) == 1
+    assert "names 'fc3'" in capsys.readouterr().err
+    assert main(["estimate-memory", "mlps:make", "--tp_plan", proposed]) == 2
+    assert "--tp_plan is for --parallelism" in capsys.readouterr().err
+    assert main(["estimate-memory", "torch.nn:Identity", "--parallelism=tp=2"]) == 1
+    assert "give one with --tp_plan (Identity has no layers" in capsys.readouterr().err
 
 
 def test_the_estimate_as_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,11 +251,30 @@ def test_a_mesh_alone_shards_too(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
-def test_other_axes_are_refused(axis: str, tmp_path: Path) -> None:
-    found = resolve(tmp_path, {"parallelism_config": {f"parallelism_config_{axis}_size": 2}})
-    with pytest.raises(SettingsError, match=f"{axis}_size: 2 .*is not in this version"):
-        refuse_unbuilt(found)
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"tp": 2, "dp_replicate": 2}, "tp_size: 2 .*parallelism_config_dp_shard_size in place"),
+    ],
+)
+def test_axes_that_do_not_go_together_are_refused(
+    sizes: dict[str, int], text: str, tmp_path: Path
+) -> None:
+    mesh = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
+    with pytest.raises(SettingsError, match=text):
+        refuse_unbuilt(resolve(tmp_path, {"parallelism_config": mesh}))
+
+
+@pytest.mark.parametrize("data", ["dp_shard_size", "dp_replicate_size"])
+def test_layers_and_sequences_are_cut(data: str, tmp_path: Path) -> None:
+    sizes = {"tp_size": 2, "cp_size": 4, "cp_comm_strategy": "alltoall", data: 2}
+    mesh = {f"parallelism_config_{key}": value for key, value in sizes.items()}
+    found = resolve(tmp_path, {"parallelism_config": mesh})
+    refuse_unbuilt(found)
+    assert found.idle() == {}
+    assert found.variables() == {
+        f"ACCEL_PARALLELISM_{key.upper()}": str(value) for key, value in sizes.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,6 @@ MISSING = {
     "*eep?peed*": "DeepSpeedPlugin",
     "*egatron*": "MegatronLMPlugin",
     "GatheredParameters": "GatheredParameters",
-    "Torch*Parallel*": "TorchTensorParallelPlugin",
     "TERecipeKwargs": "TERecipeKwargs",
     "MSAMPRecipeKwargs": "MSAMPRecipeKwargs",
     "FP8RecipeKwargs": "FP8RecipeKwargs",

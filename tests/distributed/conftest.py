@@ -118,3 +118,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def pool_of_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Four processes."""
     yield from make_pool(4, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="module")
+def pool_of_8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Eight processes, for slow tests of three axes."""
+    yield from make_pool(8, tmp_path_factory.mktemp("pool"))

@@ -185,6 +185,17 @@ def adapter_on_a_large_model(printed: str, processes: int) -> None:
     assert int(saved) < int(on_disk) / 3
 
 
+def tensor_parallel(printed: str, processes: int) -> None:
+    assert "'blocks.*.up_proj': 'colwise'" in printed
+    assert number("keeps\n", printed.replace(",", "")) == {1: 101_834, 2: 52_234}[processes]
+    assert number("accuracy", printed) > 80
+
+
+def context_parallel(printed: str, processes: int) -> None:
+    assert ("sequences are not shared" in printed) is (processes > 1)
+    assert 0 < number("loss", printed) < 3  # of log 16
+
+
 def shard_a_model(printed: str, processes: int) -> None:
     whole = number("", printed.split(" weights;")[0].replace(",", ""))
     kept, states = (
@@ -202,6 +213,8 @@ CHECKS: dict[str, tuple[Callable[[str, int], None], tuple[str, ...]]] = {
     "distributed_evaluation.py": (distributed_evaluation, ()),
     "several_models.py": (several_models, ()),
     "shard_a_model.py": (shard_a_model, ("--cpu",)),
+    "tensor_parallel.py": (tensor_parallel, ("--cpu", "--epochs", "2")),
+    "context_parallel.py": (context_parallel, ("--cpu", "--epochs", "1")),
     "checkpoint_hooks.py": (checkpoint_hooks, ()),
     "evaluate_the_best.py": (evaluate_the_best, ()),
     "large_model.py": (large_model, ("--cpu",)),

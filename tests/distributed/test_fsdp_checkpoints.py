@@ -22,6 +22,7 @@ from accel_callbacks import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     RemoteError,
+    TorchTensorParallelConfig,
     broadcast,
     load_checkpoint_in_model,
     utils,
@@ -37,6 +38,10 @@ pytestmark = [
 
 #: Ranks and arguments of the Accelerator.
 LAYOUTS: dict[str, int] = {"one": 1, "ddp2": 2, "fsdp2": 2, "fsdp4": 4, "hsdp2x2": 4}
+#: Cut by tensor parallelism: columns of 15 for FSDP's two, and a norm beside that is whole.
+CUT: dict[str, int] = {"tp2": 2, "fsdp2tp2": 4}
+RANKS = LAYOUTS | CUT
+PLAN = {"blocks.*.inner": "colwise", "blocks.*.outer": "rowwise"}
 PATIENCE = timedelta(seconds=40)
 STEPS = 12  # micro-batches of an epoch
 # Where a run saves: between two windows, in the middle of the epoch; inside of a window.
@@ -73,6 +78,13 @@ class Net(torch.nn.Module):
 def accelerator(layout: str, timeout: timedelta = PATIENCE, **options: Any) -> Accelerator:
     if layout.startswith("fsdp"):
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    if layout in CUT:
+        shards = {"fsdp2tp2": 2, "tp2": 1}[layout]
+        handler = TorchTensorParallelConfig(plan=PLAN)
+        mesh = ParallelismConfig(dp_shard_size=shards, tp_size=2, tp_handler=handler)
+        options["parallelism_config"] = mesh
+    if layout == "tp2":
+        options.pop("fsdp_plugin", None)
     if layout.startswith("hsdp"):
         mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         options |= {"parallelism_config": mesh, "fsdp_plugin": FullyShardedDataParallelPlugin()}
@@ -87,7 +99,7 @@ def prepared(layout: str, seed: int = 0, window: int = 3, **options: Any) -> tup
     torch.manual_seed(1)
     inputs = torch.randn(8 * STEPS, 7)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    loader = DataLoader(data, 8 // accel.num_processes, shuffle=True)
+    loader = DataLoader(data, 8 // accel.data_world, shuffle=True)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     return accel, *accel.prepare(model, optimizer, loader, schedule)
 
@@ -136,10 +148,12 @@ def saving(layout: str, folder: str, counted: bool) -> dict[str, list]:
     return {name: value.tolist() for name, value in contents(job).items()}
 
 
-def going_on(layout: str, folder: str, place: str, counted: bool) -> list[dict[str, list]]:
+def going_on(
+    layout: str, folder: str, place: str, counted: bool, layouts: list[str]
+) -> list[dict[str, list]]:
     """Go on from what each layout saved, to the end of the epoch."""
     results = []
-    for before in LAYOUTS:
+    for before in layouts:
         job = prepared(layout, seed=5)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -155,7 +169,7 @@ Run = Callable[..., Any]
 @pytest.fixture(scope="module")
 def pools(pool: Any, pool_of_4: Any) -> Run:
     """Returns the processes of a layout."""
-    return lambda layout: {2: pool, 4: pool_of_4}[LAYOUTS[layout]]
+    return lambda layout: {2: pool, 4: pool_of_4}[RANKS[layout]]
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +177,7 @@ def run_on(pools: Run) -> Run:
     """Runs a function of a layout on its ranks: one is this process."""
 
     def run(layout: str, function: Run, *args: Any) -> Any:
-        if LAYOUTS[layout] == 1:
+        if RANKS[layout] == 1:
             return function(layout, *args)
         results = pools(layout).run(function, layout, *args)
         assert all(result == results[0] for result in results)
@@ -183,14 +197,42 @@ def saved(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str, bool, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_goes_on_from_what_every_other_one_saved(run_on, saved, layout, place):
     folder, counted, wanted = saved
-    results = run_on(layout, going_on, folder, place, counted)
-    for before, result in zip(LAYOUTS, results, strict=True):
+    assert_goes_on(run_on, layout, place, folder, counted, wanted, list(LAYOUTS))
+
+
+def assert_goes_on(run_on, layout, place, folder, counted, wanted, layouts):
+    results = run_on(layout, going_on, folder, place, counted, layouts)
+    for before, result in zip(layouts, results, strict=True):
         assert result.keys() == wanted[before].keys()
         for name, value in result.items():
             if before == layout:
                 assert value == wanted[before][name], f"{name}, not bitwise"
             here, there = torch.tensor(value), torch.tensor(wanted[before][name])
             torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6, msg=f"{before} {name}")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["mean", "counted"])
+def saved_by_all(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str, bool, dict]:
+    """What a run of each layout saved, those of tensor parallelism included."""
+    folder, counted = str(tmp_path_factory.mktemp("all")), request.param
+    return folder, counted, {one: run_on(one, saving, folder, counted) for one in RANKS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", RANKS)
+def test_layouts_of_tensor_parallelism_join_the_others(run_on, saved_by_all, layout, place):
+    folder, counted, wanted = saved_by_all
+    others = list(RANKS if layout in CUT else CUT)
+    assert_goes_on(run_on, layout, place, folder, counted, wanted, others)
+
+
+def test_tensor_parallelism_goes_on_from_one_process_and_back(run_on, tmp_path):
+    """In the middle of a window: the quick part of the one above."""
+    folder, layouts = str(tmp_path), ["one", "tp2"]
+    wanted = {one: run_on(one, saving, folder, False) for one in layouts}
+    for layout in layouts:
+        assert_goes_on(run_on, layout, "inside", folder, False, wanted, layouts)
 
 
 # --- whole tensors of sharded ones -----------------------------------------------------------

@@ -1,7 +1,7 @@
 """Ranks that share a model read the same data and count once, under models that ignore the mesh.
 
-DDP over all ranks with ``tp_size=2``: two ranks do the same work, so that a run on a mesh of 2n
-ranks must be a plain run on n ranks.
+DDP over all ranks with ``cp_size=2``, and no sequence that is cut: two ranks do the same work, so
+that a run on a mesh of 2n ranks must be a plain run on n ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from accel_callbacks import (
     skip_first_batches,
 )
 from accel_callbacks.callbacks import Throughput
-from tests.support.strategies import axes_without_engine
 
 pytestmark = [
     pytest.mark.distributed,
@@ -43,15 +42,14 @@ def accelerator(copies: int = 1, *, config: dict[str, Any] | None = None, **opti
     arrangement = None
     if copies > 1:
         replicas = int(os.environ["WORLD_SIZE"]) // copies
-        arrangement = ParallelismConfig(dp_replicate_size=replicas, tp_size=copies)
-    with axes_without_engine():
-        return Accelerator(
-            cpu=True,
-            timeout=SHORT,
-            parallelism_config=arrangement,
-            dataloader_config=DataLoaderConfiguration(**(config or {})),
-            **options,
-        )
+        arrangement = ParallelismConfig(dp_replicate_size=replicas, cp_size=copies)
+    return Accelerator(
+        cpu=True,
+        timeout=SHORT,
+        parallelism_config=arrangement,
+        dataloader_config=DataLoaderConfiguration(**(config or {})),
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -500,7 +498,7 @@ def test_another_number_of_data_ranks_is_told(run_on, tmp_path):
 
 
 def arranged(sizes: dict[str, int]) -> dict[str, Any]:
-    with axes_without_engine(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = ParallelismConfig(**sizes)
         accel = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
@@ -565,14 +563,13 @@ def test_a_mesh_whose_shards_join_two_axes(run_on):
 def built_anew() -> tuple[bool, bool, int]:
     """A mesh of a group that is gone is no mesh."""
     config = ParallelismConfig(dp_replicate_size=1, tp_size=2)
-    with axes_without_engine():
-        first = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
-        again = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
-        before = first.torch_device_mesh
-        shared = again.torch_device_mesh is before
-        first.end_training()
-        third = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
-        mesh = third.torch_device_mesh
+    first = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
+    again = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
+    before = first.torch_device_mesh
+    shared = again.torch_device_mesh is before
+    first.end_training()
+    third = Accelerator(cpu=True, timeout=SHORT, parallelism_config=config)
+    mesh = third.torch_device_mesh
     total = torch.ones(())
     torch.distributed.all_reduce(total, group=mesh.get_group("tp"))
     return shared, mesh is before, int(total)
@@ -587,7 +584,6 @@ def test_a_mesh_belongs_to_its_process_group(run_on):
     [
         ({"dp_shard_size": 3}, "arranges 3 ranks, and this run has 2"),
         ({"tp_size": 2, "dp_replicate_size": 2}, "accel launch --num_processes 4"),
-        ({"tp_size": 2}, "not in this version"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_one_error_on_all_ranks(pool, sizes, text):

@@ -18,14 +18,3 @@ def strategy(kind: type[strategies.Strategy]) -> Iterator[None]:
         yield
     finally:
         registry[DistributedType.MULTI_CPU] = before
-
-
-@contextmanager
-def axes_without_engine() -> Iterator[None]:
-    """Accelerators made in the block take axes that have no engine: the models ignore them."""
-    before = strategies._UNBUILT
-    strategies._UNBUILT = ()
-    try:
-        yield
-    finally:
-        strategies._UNBUILT = before

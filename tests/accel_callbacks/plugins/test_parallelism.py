@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from accel_callbacks import (
     Accelerator,
@@ -19,9 +20,9 @@ from accel_callbacks import (
     Topology,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
 )
 from accel_callbacks.strategies import create_strategy
-from tests.support.strategies import axes_without_engine
 
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 4, "cp_size": 5}
 
@@ -114,7 +115,28 @@ def test_an_axis_has_default_options():
 
 def test_options_of_an_axis_without_ranks_are_warned_of():
     with pytest.warns(UserWarning, match="cp_handler has no effect, because cp_size is 1"):
-        ParallelismConfig(cp_handler=TorchContextParallelConfig())
+        ParallelismConfig(cp_size=1, cp_handler=TorchContextParallelConfig())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_options_of_an_axis_whose_size_is_the_launchers_are_kept_where_it_has_ranks(
+    monkeypatch, recwarn, size
+):
+    monkeypatch.setenv("ACCEL_PARALLELISM_TP_SIZE", str(size))
+    handler = TorchTensorParallelConfig(plan={"0": "colwise"})
+    config = ParallelismConfig(tp_handler=handler)
+    assert config.tp_handler is (handler if size > 1 else None)
+    config.fitted(4, sharded=False) if size == 1 else None
+    assert not recwarn.list
+
+
+def test_how_keys_and_values_travel_is_what_the_launcher_was_told(monkeypatch):
+    monkeypatch.setenv("ACCEL_PARALLELISM_CP_COMM_STRATEGY", "alltoall")
+    assert ParallelismConfig(cp_size=2).cp_handler.cp_comm_strategy == "alltoall"
+    assert TorchContextParallelConfig("allgather").cp_comm_strategy == "allgather"
+    monkeypatch.setenv("ACCEL_PARALLELISM_CP_COMM_STRATEGY", "pigeons")
+    with pytest.raises(ValueError, match="'pigeons' is unknown"):
+        TorchContextParallelConfig()
 
 
 @pytest.mark.parametrize(
@@ -143,8 +165,18 @@ def test_a_config_as_json_is_plain():
     assert plain == {
         **{"dp_replicate_size": 1, "dp_shard_size": 2, "cp_size": 1, "sp_size": 1, "tp_size": 2},
         **{"cp_backend": "torch", "sp_backend": "deepspeed"},
-        **{"tp_handler": {"enable_async_tp": False}, "cp_handler": None, "sp_handler": None},
+        **{
+            "tp_handler": {"enable_async_tp": False, "plan": None},
+            "cp_handler": None,
+            "sp_handler": None,
+        },
     }
+
+
+def test_a_plan_as_json_is_plain():
+    plan = {"up": ColwiseParallel(), "down": "rowwise"}
+    config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
+    assert config.to_json()["tp_handler"]["plan"] == {"up": "ColwiseParallel", "down": "rowwise"}
 
 
 def test_a_config_is_copied_without_its_meshes():
@@ -186,18 +218,42 @@ def test_a_plugin_needs_an_axis_to_shard_over():
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_data_ranks_are_those_of_the_mesh(copies):
-    config = ParallelismConfig(dp_replicate_size=8 // copies, tp_size=copies)
+    config = ParallelismConfig(dp_shard_size=8 // copies, tp_size=copies)
     for rank in range(8):
         topology = Topology(torch.device("cpu"), rank=rank, world_size=8)
-        with axes_without_engine():
-            strategy = create_strategy(topology, parallelism=config)
+        strategy = create_strategy(topology, parallelism=config)
         assert strategy.copies == copies
         assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
         assert strategy.averaged_over == 8 // copies
         assert list(strategy.data_ranks) == list(range(0, 8, copies))
-    for axis in ("tp", "cp", "sp"):
-        with pytest.raises(ValueError, match=f"leave {axis}_size out"):
-            create_strategy(topology, parallelism=ParallelismConfig(**{f"{axis}_size": 8}))
+
+
+def test_losses_of_ranks_that_share_a_sequence_are_of_different_tokens():
+    for axis in ("cp", "sp"):
+        config = ParallelismConfig(dp_shard_size=2, **{f"{axis}_size": 4})
+        topology = Topology(torch.device("cpu"), rank=5, world_size=8)
+        strategy = create_strategy(topology, parallelism=config)
+        assert (strategy.data_rank, strategy.data_world, strategy.averaged_over) == (1, 2, 8)
+        assert config.fsdp_dim_names == [f"dp_shard_{axis}"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharded", "name"),
+    [
+        ({"cp_size": 8}, False, "ddp"),
+        ({"cp_size": 4, "dp_replicate_size": 2}, False, "ddp"),
+        ({"cp_size": 8}, True, "fsdp"),
+        ({"cp_size": 4, "dp_shard_size": 2}, False, "fsdp"),
+        ({"cp_size": 4, "tp_size": 2}, False, "fsdp"),
+    ],
+)
+def test_losses_are_averaged_over_the_ranks_of_a_sequence_too(sizes, sharded, name):
+    topology = Topology(torch.device("cpu"), rank=5, world_size=8)
+    plugin = FullyShardedDataParallelPlugin() if sharded else None
+    strategy = create_strategy(topology, None, ParallelismConfig(**sizes), plugin)
+    assert strategy.name == name
+    assert strategy.data_world == 8 // sizes["cp_size"] // sizes.get("tp_size", 1)
+    assert strategy.averaged_over == strategy.loss_world == 8 // sizes.get("tp_size", 1)
 
 
 # --- the Accelerator --------------------------------------------------------------------------
@@ -245,9 +301,25 @@ def test_an_accelerator_that_shards():
     assert AcceleratorState(cpu=True).fsdp_plugin is None
 
 
-@pytest.mark.parametrize("name", ["parallelism_config", "fsdp_plugin"])
+def test_a_plugin_of_tensor_parallelism_is_a_config_with_its_size():
+    plugin = TorchTensorParallelPlugin(tp_size=2)
+    with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=2\) arranges 2 ranks"):
+        Accelerator(cpu=True, torch_tp_plugin=plugin)
+    with pytest.raises(ValueError, match="leave torch_tp_plugin out"):
+        Accelerator(cpu=True, torch_tp_plugin=plugin, parallelism_config=ParallelismConfig())
+    accel = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin())
+    assert accel.parallelism_config == ParallelismConfig()
+    with pytest.raises(TypeError, match="has no option 'torch_device_mesh'"):
+        TorchTensorParallelPlugin(tp_size=2, torch_device_mesh=None)
+
+
+@pytest.mark.parametrize("name", ["parallelism_config", "fsdp_plugin", "torch_tp_plugin"])
 def test_an_argument_of_another_class_is_an_error(name):
-    kind = {"parallelism_config": "ParallelismConfig"}.get(name, "FullyShardedDataParallelPlugin")
+    kind = {
+        "parallelism_config": "ParallelismConfig",
+        "fsdp_plugin": "FullyShardedDataParallelPlugin",
+        "torch_tp_plugin": "TorchTensorParallelPlugin",
+    }[name]
     with pytest.raises(TypeError, match=f"{name}={{'tp_size': 2}} must be a {kind}"):
         Accelerator(cpu=True, **{name: {"tp_size": 2}})
     theirs = type(kind, (), {"__module__": "accelerate.utils"})()

@@ -1,0 +1,149 @@
+"""Layers that pack several into one weight, and Conv1D of transformers, cut over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = ["LocalColwise", "LocalRowwise", "local_parameters", "outputs_dim"]
+
+
+def outputs_dim(module: torch.nn.Module) -> int:
+    """Return the dimension of a weight along which its outputs are: 1 for Conv1D, else 0.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.packed_layers import outputs_dim
+        >>> outputs_dim(torch.nn.Linear(2, 4))
+        0
+    """
+    return int(isinstance(getattr(module, "nf", None), int))
+
+
+def local_parameters(module: torch.nn.Module, taken: Any) -> None:
+    """Let a module compute with plain tensors in place of its DTensors.
+
+    Args:
+        module: with DTensors as parameters.
+        taken: called with the name of a parameter and the DTensor; returns the plain tensor.
+    """
+    held: dict[str, Any] = {}
+
+    def use_local(module: torch.nn.Module, inputs: Any) -> None:
+        held.update(module._parameters)
+        for name, parameter in held.items():
+            if parameter is not None:
+                module._parameters[name] = taken(name, parameter)
+
+    def put_back(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        module._parameters.update(held)
+        held.clear()
+
+    module.register_forward_pre_hook(use_local)
+    module.register_forward_hook(put_back, always_call=True)
+
+
+class LocalColwise(ParallelStyle):
+    """Give each rank some of the outputs of a layer, from each of its parts.
+
+    The weight is a DTensor in the order of the user, which a checkpoint has too; the bias is whole
+    on each rank, which takes its part of it in the forward.
+
+    Args:
+        parts: number of layers in one, all of the same size: 3 for queries, keys and values.
+        sequence: the input is cut along the sequence.
+    """
+
+    def __init__(self, parts: int = 1, *, sequence: bool = False) -> None:
+        super().__init__()
+        self._parts = parts
+        self._given = Shard(1) if sequence else Replicate()
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        dim = outputs_dim(module)
+        # Conv1D gives its output this width.
+        if dim == 1:
+            module.nf = module.nf // device_mesh.size()
+        _cut(module, device_mesh, dim, self._parts)
+        rank, ranks, parts, given = (
+            device_mesh.get_local_rank(),
+            device_mesh.size(),
+            self._parts,
+            self._given,
+        )
+
+        def taken(name: str, parameter: Any) -> torch.Tensor:
+            if name == "weight":
+                return parameter.to_local()  # type: ignore[no-any-return]
+            return _part(parameter.to_local(grad_placements=[Partial()]), 0, parts, rank, ranks)
+
+        def whole(module: torch.nn.Module, inputs: Any) -> Any:
+            first = DTensor.from_local(inputs[0], device_mesh, [given], run_check=False)
+            first = first.redistribute(placements=[Replicate()])
+            return (first.to_local(grad_placements=[Partial()]), *inputs[1:])
+
+        module.register_forward_pre_hook(whole)
+        local_parameters(module, taken)
+        return module
+
+
+class LocalRowwise(ParallelStyle):
+    """Give each rank some of the inputs of a layer; its output is the sum over ranks.
+
+    Args:
+        sequence: leave each rank a part of the sequence of the output.
+    """
+
+    def __init__(self, *, sequence: bool = False) -> None:
+        super().__init__()
+        self._wanted = Shard(1) if sequence else Replicate()
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        _cut(module, device_mesh, 1 - outputs_dim(module), 1)
+        ranks, wanted = device_mesh.size(), self._wanted
+
+        def taken(name: str, parameter: Any) -> torch.Tensor:
+            if name == "weight":
+                return parameter.to_local()  # type: ignore[no-any-return]
+            # The sum over ranks has it once.
+            local: torch.Tensor = parameter.to_local(grad_placements=[Partial()]) / ranks
+            return local
+
+        def summed(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+            part = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            return part.redistribute(placements=[wanted]).to_local()
+
+        local_parameters(module, taken)
+        module.register_forward_hook(summed)
+        return module
+
+
+def _cut(module: torch.nn.Module, mesh: Any, dim: int, parts: int) -> None:
+    """Replace the weight by this rank's part, and the bias by a replicated one."""
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None:
+            continue
+        value = parameter.detach()
+        placement: Placement = Replicate()
+        if name == "weight":
+            value = _part(value, dim, parts, mesh.get_local_rank(), mesh.size()).contiguous()
+            placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+        local = value if value.is_meta else value.to(mesh.device_type)
+        fresh = DTensor.from_local(
+            local,
+            mesh,
+            [placement],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        module._parameters[name] = torch.nn.Parameter(fresh, parameter.requires_grad)
+
+
+def _part(tensor: torch.Tensor, dim: int, parts: int, rank: int, ranks: int) -> torch.Tensor:
+    """Return what a rank has of each of the equal parts of a tensor."""
+    return torch.cat([one.chunk(ranks, dim)[rank] for one in tensor.chunk(parts, dim)], dim)

@@ -1,0 +1,169 @@
+"""Check that the ranks of one replica, which compute the same, do so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_callbacks import collectives
+from accel_callbacks.gradients import local_part
+from accel_callbacks.warning import warn
+
+__all__ = ["ReplicaAgreement"]
+
+_TIMES = 2
+_SHOWN = 4
+_LOSS = 1e-4  # relative: whole activations are bitwise equal on all ranks, but for atomic sums
+_GRADIENT = 1e-2
+_INPUT = 1e-9
+
+
+class ReplicaAgreement:
+    """Compares inputs, losses, and gradients of whole parameters, over ranks of tensor parallelism.
+
+    Only of the first steps; collective.
+
+    Args:
+        mesh: the mesh of one dimension of these ranks.
+
+    Warns:
+        UserWarning: they differ, so what is trained is not the model of one process.
+
+    Example:
+        >>> from accel_callbacks.strategies.replica_agreement import ReplicaAgreement
+        >>> ReplicaAgreement(None).done
+        False
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+        self._inputs = self._losses = self._gradients = _TIMES
+
+    @property
+    def done(self) -> bool:
+        """True after the first training steps."""
+        return not (self._losses or self._gradients)
+
+    def check_inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Compare what a model is given that is only evaluated: a hook before its forward."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._inputs:
+            return
+        self._inputs -= 1
+        rows = self._all([_summary((args, kwargs))])
+        found = [row[0] for row in rows]
+        if all(map(math.isfinite, found)) and max(found) - min(found) > _INPUT * max(
+            map(abs, found)
+        ):
+            self._inputs = 0
+            warn(
+                f"the ranks of one tensor-parallel model gave {type(model).__name__} different "
+                "inputs, and its outputs are those of none of them: take batches of a loader that "
+                "prepare() returned, or divide work by accel.data_parallel_rank, not by rank."
+            )
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Compare the loss of a backward pass."""
+        if not self._losses:
+            return
+        self._losses -= 1
+        found = [row[0] for row in self._all([float(local_part(loss).detach().double().sum())])]
+        if not all(map(math.isfinite, found)):
+            return
+        if max(found) - min(found) > _LOSS * max(map(abs, found)):
+            self._losses = 0
+            shown = ", ".join(f"{value:.6g}" for value in found)
+            warn(
+                f"the ranks of one tensor-parallel model have different losses ({shown}): they "
+                "must get the same batches (those of a loader that prepare() returned), draw the "
+                "same random numbers (set_seed), and the plan must end with whole outputs "
+                '("rowwise" after "colwise"; "colwise_gather_output" for a head).'
+            )
+
+    def check_gradients(self, models: Sequence[torch.nn.Module]) -> None:
+        """Compare the gradients of parameters that are not cut by tensor parallelism."""
+        if not self._gradients:
+            return
+        self._gradients -= 1
+        named = [
+            (name, one)
+            for model in models
+            for name, one in model.named_parameters()
+            if one.requires_grad and not _is_on(one, self._mesh)
+        ]
+        found = self._all([value for _, one in named for value in _marks(one.grad)])
+        total = math.sqrt(sum(value**2 for value in found[0][::2]))
+        wrong = [
+            name
+            for number, (name, one) in enumerate(named)
+            if _differ([row[2 * number : 2 * number + 2] for row in found], one.numel(), total)
+        ]
+        if wrong:
+            self._gradients = 0
+            shown = ", ".join(map(repr, wrong[:_SHOWN]))
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            warn(
+                f"{shown}{more}: parameters that are whole on each rank of tensor parallelism have "
+                "different gradients there, and would drift apart. They see activations that are "
+                'cut: give their modules the style "replicated_with_grad_allreduce", or '
+                '"sequence_parallel" if it is the sequence that is cut. Random numbers that differ '
+                "between the ranks have the same effect."
+            )
+
+    def _all(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the values of all ranks."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        every = [torch.empty_like(mine) for _ in range(self._mesh.size())]
+        if values:
+            dist.all_gather(every, mine, group=self._mesh.get_group())
+        return [one.tolist() for one in every]
+
+    @property
+    def _device(self) -> torch.device:
+        kind = self._mesh.device_type
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _summary(value: Any, place: int = 1) -> float:
+    """Return a number that differs where nested inputs do."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(_summary(one, place + number) for number, one in enumerate(value))
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.is_complex():
+        return 0.0
+    part = local_part(value).detach().double().flatten()
+    places = torch.arange(1, part.numel() + 1, dtype=part.dtype, device=part.device)
+    return place * (float((part * places.sqrt()).sum()) + part.numel())
+
+
+def _is_on(parameter: torch.Tensor, mesh: Any) -> bool:
+    """Return whether a parameter belongs to the mesh of tensor parallelism, cut or replicated."""
+    if not collectives.is_sharded(parameter):
+        return False
+    own: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    if own == mesh:
+        return True
+    return bool(set(own.mesh_dim_names or ()) & set(mesh.mesh_dim_names or ()))
+
+
+def _marks(gradient: torch.Tensor | None) -> tuple[float, float]:
+    """Return the norm and the sum of this rank's part; of a missing one, that of zero."""
+    if gradient is None or gradient.is_sparse:
+        return 0.0, 0.0
+    part = local_part(gradient).detach().double()
+    return float(part.norm()), float(part.sum())
+
+
+def _differ(marks: Sequence[Sequence[float]], elements: int, total: float) -> bool:
+    norms, sums = [one[0] for one in marks], [one[1] for one in marks]
+    if not all(map(math.isfinite, (*norms, *sums))):
+        return False
+    allowed = _GRADIENT * max(norms) + 1e-6 * total
+    apart = (max(norms) - min(norms), (max(sums) - min(sums)) / math.sqrt(max(elements, 1)))
+    return max(apart) > allowed

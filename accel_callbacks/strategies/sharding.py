@@ -1,0 +1,258 @@
+"""What strategies share that replace the parameters of a model by shards of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_callbacks import collectives
+from accel_callbacks.distributed.rank_subset import refuse_on_subset
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.gradients import clip_norm, clip_value
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategies.base import SetUp, Strategy
+from accel_callbacks.strategies.full_parameters import full_parameters
+from accel_callbacks.strategies.replica_agreement import ReplicaAgreement
+from accel_callbacks.warning import warn
+
+__all__ = ["Sharding"]
+
+
+class Sharding(Strategy):
+    """A strategy whose models have shards in place of the parameters that the user built.
+
+    Optimizers step with the shards, in whatever order they and their models are prepared.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None = None,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        super().__init__(topology, handlers, parallelism)
+        self._sharded = WeakIdKeyDictionary()  # the parameters in place of those of the user
+        # In order, which must be that of all ranks, as those of a set are not.
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        self._agreement: ReplicaAgreement | None = None
+
+    #: What to do to train without shards.
+    _plainer = "train with DistributedDataParallel (leave the fsdp_plugin out)"
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        """The sharded models, in the same order on all ranks."""
+        raise NotImplementedError
+
+    def _refuse_shared(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter in self._sharded:
+                raise ValueError(
+                    f"{name!r} of {type(model).__name__} is also a parameter of a model that is "
+                    "sharded already: put both models into one module, and prepare that."
+                )
+
+    def _refuse_lbfgs(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS does not work with sharded models: it looks at all parameters as one "
+                "vector, and each rank has only a part. Choose another optimizer, or "
+                f"{self._plainer}."
+            )
+
+    def _replace(self, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
+        """Note the shard of each parameter of the user, whose memory was freed."""
+        for name, shard in model.named_parameters(remove_duplicate=False):
+            whole = before[name]
+            if shard is not whole and whole not in self._sharded:
+                self._sharded[whole] = shard
+                whole.grad = None  # an optimizer or a list of the user may keep it
+
+    @property
+    def _agrees(self) -> ReplicaAgreement | None:
+        """Compares the ranks of tensor parallelism at the first steps; None without it."""
+        if self._agreement is None and self.parallelism is not None and self.parallelism.tp_enabled:
+            self._agreement = ReplicaAgreement(self.device_mesh["tp"])
+        return self._agreement
+
+    def _watch_inputs(self, model: torch.nn.Module) -> None:
+        """Compare the inputs of evaluation over the ranks of tensor parallelism."""
+        agreement = self._agrees
+        if agreement is None:
+            return
+
+        # A function, which a copy of the model shares; a method would be copied with its mesh.
+        def compare(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            agreement.check_inputs(module, args, kwargs)
+
+        model.register_forward_pre_hook(compare, with_kwargs=True)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass."""
+        agreement = self._agrees
+        if agreement is not None and not agreement.done:
+            agreement.check_loss(loss)
+        super().backward(loss, **kwargs)
+
+    def setup(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+    ) -> SetUp:
+        """Shard the models, and let all optimizers step with the shards."""
+        if self.topology.world_size > 1:
+            for optimizer in optimizers:
+                self._refuse_lbfgs(optimizer)
+        done = super().setup(models, optimizers, schedulers)
+        self._optimizers.update(dict.fromkeys(optimizers))
+        # Those of earlier calls too: their model may have come only now.
+        for optimizer in list(self._optimizers) if models else optimizers:
+            self._bind(optimizer)
+        return done
+
+    def _bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace parameters by their shards, in place, wherever an optimizer has them."""
+        shard = self._shard_of
+        for group in optimizer.param_groups:
+            group["params"][:] = map(shard, group["params"])
+            _fit_kernels(optimizer, group)
+        if not len(self._sharded):
+            return
+        state = optimizer.state
+        for known in [one for one in state if shard(one) is not one]:
+            state[shard(known)] = _sharded_state(state.pop(known), known, shard(known))
+        for name, value in vars(optimizer).items():
+            if name not in ("param_groups", "state"):
+                _replace_in(value, shard)
+
+    def _shard_of(self, parameter: Any) -> Any:
+        """Return the shard of a parameter of the user; other objects as they are."""
+        if isinstance(parameter, torch.Tensor):
+            return self._sharded.get(parameter, parameter)  # type: ignore[no-untyped-call]
+        return parameter
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer holds none of the sharded parameters, and no gradient.
+
+        Raises:
+            RuntimeError: the step would train nothing.
+        """
+        if self._models and self._agrees is not None:
+            self._agrees.check_gradients(self._models)
+        if not self._models or self.has_gradients(optimizer):
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(map(collectives.is_sharded, held)):
+            return
+        raise RuntimeError(
+            f"step: {type(optimizer).__name__} holds no parameter of a sharded model, and would "
+            "train nothing: make it of model.parameters() of the same object that is passed to "
+            "prepare(), and pass it to prepare() too."
+        )
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm over all shards, and return it as a plain tensor."""
+        return clip_norm(map(self._shard_of, parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value_: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        clip_value(map(self._shard_of, parameters), clip_value_)
+
+    def join(
+        self, models: Sequence[Any], follow: Callable[[int], None]
+    ) -> AbstractContextManager[None]:
+        """Refuse uneven inputs on several ranks.
+
+        Raises:
+            ValueError: a rank without a batch could not do its part of the forward.
+        """
+        if self.topology.world_size == 1:
+            return super().join(models, follow)
+        raise ValueError(
+            "join_uneven_inputs does not work with sharded models, of which each forward needs the "
+            f"parts of all ranks: let prepare() split the data evenly, or {self._plainer}."
+        )
+
+    def mark_unsynced(self, model: torch.nn.Module) -> None:
+        """Refuse to train ranks apart: each holds another part of the weights.
+
+        Raises:
+            ValueError: on several ranks.
+        """
+        if self.topology.world_size > 1:
+            raise ValueError(
+                "LocalSGD does not work with sharded models, of which each rank trains another "
+                "part: use gradient_accumulation_steps to communicate less, or "
+                f"{self._plainer}."
+            )
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context in which each rank has whole parameters."""
+        refuse_on_subset("full_parameters")
+        return full_parameters(module, writeback=writeback)
+
+
+# Whose fused kernels DTensors have.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _fit_kernels(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Step with one parameter after the other where torch's kernels do not take all of a group.
+
+    They take no list with shards and others, which tensor parallelism leaves.
+    """
+    kinds = set(map(collectives.is_sharded, group["params"]))
+    mixed = len(kinds) == 2
+    if group.get("fused") and (mixed or (True in kinds and not isinstance(optimizer, _FUSED))):
+        name = type(optimizer).__name__
+        what = "sharded parameters beside whole ones" if mixed else "sharded parameters"
+        warn(f"{name}(fused=True): torch has no such kernel for {what}; it steps one by one.")
+        group["fused"], group["foreach"] = False, False
+        # By this GradScaler would leave the scale to the kernel.
+        if hasattr(optimizer, "_step_supports_amp_scaling"):
+            optimizer._step_supports_amp_scaling = False
+    elif mixed and "foreach" in group:
+        if group["foreach"]:
+            warn(
+                f"{type(optimizer).__name__}(foreach=True): torch has no such kernel for sharded "
+                "parameters beside whole ones; it steps one by one."
+            )
+        group["foreach"] = False
+
+
+def _sharded_state(state: Any, whole: torch.Tensor, shard: Any) -> Any:
+    """Collective: shard the tensors of a state that are as large as the parameter was."""
+    if not isinstance(state, dict):
+        return state
+    return {
+        name: collectives.shard_like(collectives.broadcast(value.to(shard.device)), shard)
+        if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim()
+        else value
+        for name, value in state.items()
+    }
+
+
+def _replace_in(value: Any, shard: Callable[[Any], Any]) -> None:
+    """Replace parameters in an attribute of an optimizer, in nested lists and dicts."""
+    if isinstance(value, list):
+        for index, one in enumerate(value):
+            value[index] = shard(one)
+            _replace_in(one, shard)
+    elif isinstance(value, dict):
+        for key in list(value):
+            one = value[key]
+            if shard(key) is not key or shard(one) is not one:
+                del value[key]
+                value[shard(key)] = shard(one)
+            _replace_in(one, shard)

@@ -1,0 +1,446 @@
+"""Tensor parallelism: layers of one replica are cut over the ranks of an axis."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.gradients import local_part
+from accel_callbacks.modeling.empty_weights import init_empty_weights
+from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
+from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategies.checks import is_plain, refuse_spread
+from accel_callbacks.strategies.cut_dropout import CutDropout, draws_random_numbers
+from accel_callbacks.strategies.sharding import Sharding
+from accel_callbacks.strategies.tensor_plan import (
+    first_pattern,
+    is_cut_after,
+    matched_styles,
+    parts_of,
+    plan_of,
+    propose_plan,
+)
+from accel_callbacks.warning import warn
+
+__all__ = [
+    "TensorParallel",
+    "is_cut",
+    "loss_parallel",
+    "packed_dim",
+    "parallelize",
+    "reduce_partial_gradients",
+    "required_plan",
+    "separate_dropout",
+    "share_cut",
+    "share_whole",
+]
+
+
+class TensorParallel(Sharding):
+    """A strategy that cuts layers over the ranks of one replica, without data parallelism.
+
+    Args:
+        topology: the rank and device of this process.
+        handlers: options of other parts.
+        parallelism: how the ranks are arranged.
+
+    Example:
+        >>> from accel_callbacks.strategies.tensor_parallel import TensorParallel
+        >>> TensorParallel.has_gradient_sync
+        False
+    """
+
+    name = "tensor_parallel"
+
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None = None,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        super().__init__(topology, handlers, parallelism)
+        self._plain: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return list(self._plain)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Refuse a model without a plan, before it is changed."""
+        if not is_cut(model):
+            self._refuse_shared(model)
+            refuse_spread(model)
+            required_plan(model, self.parallelism)
+
+    def init_context(self) -> AbstractContextManager[None]:
+        """Return ``init_empty_weights()``."""
+        return init_empty_weights()
+
+    def pretrained_context(self) -> AbstractContextManager[None]:
+        """Return a context in which rank 0 alone loads weights, to send them when cutting."""
+        return weights_on_rank_0(self.topology.rank)
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Leave the model where it is: nowhere is all of it on one device."""
+        return model
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Cut the layers of the model."""
+        if model in self._plain:
+            return model
+        mesh = self.device_mesh["tp"]
+        self._plain[model] = is_plain(model)
+        if is_cut(model):
+            model.to(self.topology.device)
+            share_whole(model)
+        else:
+            weights = InitialWeights(model, self.topology.device)
+            before = dict(model.named_parameters(remove_duplicate=False))
+            plan = required_plan(model, self.parallelism)
+            with whole_parameters_freed(model):
+                parallelize(model, plan, mesh)
+            _place_whole(model, self.topology.device)
+            weights.fill()
+            self._replace(before, model)
+        reduce_partial_gradients(model)
+        separate_dropout(model, self.parallelism, mesh, self.topology.device)
+        self._watch_inputs(model)
+        return model
+
+    def loss_parallel(self) -> AbstractContextManager[None]:
+        """Return torch's ``loss_parallel()``."""
+        return loss_parallel()
+
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return whether the model was plain before it was cut."""
+        return self._plain.get(model, is_plain(model))
+
+
+def required_plan(
+    model: torch.nn.Module, parallelism: ParallelismConfig | None
+) -> Mapping[str, Any]:
+    """Return the plan that was given, or that the model brings along.
+
+    Raises:
+        ValueError: there is none; the message has a proposal if there is one.
+    """
+    handler = None if parallelism is None else parallelism.tp_handler
+    if handler is not None and handler.enable_async_tp:
+        warn("enable_async_tp has no effect: torch overlaps only what it compiles. Leave it out.")
+    plan = (handler.plan if handler is not None else None) or plan_of(model)
+    if plan:
+        return plan
+    try:
+        proposal = f"accel.propose_tp_plan(model) proposes {propose_plan(model)}; read it, and pass"
+    except ValueError as error:
+        proposal = f"{error} Pass"
+    raise ValueError(
+        f"{type(model).__name__} has no plan of tensor parallelism. {proposal} it as "
+        "ParallelismConfig(tp_size=..., tp_handler=TorchTensorParallelConfig(plan=...))."
+    )
+
+
+def is_cut(model: torch.nn.Module) -> bool:
+    """Return whether a model has DTensors, as one of transformers with a ``tp_plan``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_parallel import is_cut
+        >>> is_cut(torch.nn.Linear(1, 1))
+        False
+    """
+    return any(map(collectives.is_sharded, model.parameters()))
+
+
+def loss_parallel() -> AbstractContextManager[None]:
+    """Return a context in which ``cross_entropy`` takes logits whose vocabulary is cut."""
+    from torch.distributed.tensor.parallel import loss_parallel as context
+
+    return context()
+
+
+def packed_dim(parameter: torch.Tensor) -> int | None:
+    """Return the dimension along which a weight that packs layers is cut, None for others.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_parallel import packed_dim
+        >>> packed_dim(torch.ones(1)) is None
+        True
+    """
+    placements = getattr(parameter, "placements", ())
+    found = [one.dim for one in placements if type(one).__name__ == "_StridedShard"]
+    return found[0] if found else None
+
+
+@torch.no_grad()
+def share_whole(model: torch.nn.Module) -> None:
+    """Collective: give the whole parameters and buffers of a cut model the values of rank 0."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not collectives.is_sharded(tensor) and not tensor.is_meta:
+            tensor.data.copy_(collectives.broadcast(tensor.detach()))
+
+
+@torch.no_grad()
+def share_cut(model: torch.nn.Module, mesh: Any) -> None:
+    """Collective: give the parts of a cut model the values that the first rank of a mesh has.
+
+    Args:
+        model: cut over another dimension.
+        mesh: the dimensions whose ranks have the same parts.
+    """
+    import torch.distributed as dist
+
+    for parameter in dict.fromkeys(model.parameters()):
+        if collectives.is_sharded(parameter) and not parameter.is_meta:
+            part = local_part(parameter)
+            for dimension in range(mesh.ndim):
+                group = mesh.get_group(dimension)
+                sent = part.contiguous()
+                dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+                if sent is not part:
+                    part.copy_(sent)
+
+
+def _place_whole(model: torch.nn.Module, device: torch.device) -> None:
+    """Move what the plan has left whole to the device."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not collectives.is_sharded(tensor) and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+def reduce_partial_gradients(model: torch.nn.Module) -> None:
+    """Let backward sum the gradients of replicated parameters over the ranks that each add a part.
+
+    As norms do, of which each rank sees a part of the sequence. torch would leave the sum to
+    whoever reads the gradient, and a clipped or saved one would be the part of one rank.
+    """
+    for parameter in model.parameters():
+        if not collectives.is_sharded(parameter):
+            continue
+        target: Any = parameter
+        if all(one.is_replicate() for one in target.placements):
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # a hook that it has once it is unfrozen
+            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+            if frozen:
+                parameter.requires_grad_(False)
+
+
+def _summed(gradient: Any) -> Any:
+    placements = getattr(gradient, "placements", ())
+    if not any(one.is_partial() for one in placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    return gradient.redistribute(placements=[Replicate() for _ in placements])
+
+
+def separate_dropout(
+    model: torch.nn.Module, parallelism: ParallelismConfig | None, mesh: Any, device: torch.device
+) -> None:
+    """Let dropout of cut activations draw other numbers on each rank of tensor parallelism."""
+    if not draws_random_numbers(model):
+        return
+    handler = None if parallelism is None else parallelism.tp_handler
+    plan = (handler.plan if handler is not None else None) or plan_of(model)
+    cut = {pattern: is_cut_after(style) for pattern, style in plan.items()}
+    styled = [(module, bool(cut[pattern])) for module, pattern in _by_pattern(model, cut).items()]
+    if styled:
+        CutDropout(model, styled, mesh.get_local_rank(), device)
+
+
+def _by_pattern(
+    model: torch.nn.Module, cut: Mapping[str, bool | None]
+) -> dict[torch.nn.Module, str]:
+    found = {}
+    for name, module in model.named_modules():
+        pattern = first_pattern(name, cut)
+        if pattern is not None and cut[pattern] is not None:
+            found[module] = pattern
+    return found
+
+
+def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
+    """Collective: cut the layers of a model that a plan names; tied weights stay tied.
+
+    Args:
+        model: the model, whole on each rank of the mesh; values are those of its first rank.
+        plan: see :func:`accel_callbacks.strategies.tensor_plan.matched_styles`.
+        mesh: of one dimension.
+
+    Raises:
+        ValueError: the plan does not fit the model, or the sizes of a layer cannot be divided.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    # All ranks have the same values, or get them afterwards.
+    known = inspect.signature(parallelize_module).parameters
+    options: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in known else {}
+    ties = _ties(model)
+    chosen = list(matched_styles(model, plan))
+    for name, module, style in chosen:
+        _check_layer(name, module, style, mesh.size())
+    for name, module, style in chosen:
+        if style == "replicated_with_grad_allreduce":
+            _replicate(module, mesh)
+        elif style != "replicated":
+            if style in _SEQUENCE_BEGINS:
+                module.register_forward_hook(_SequenceLength(name, mesh.size()))
+            parallelize_module(module, mesh, _style(style, module), **options)
+    _tie_again(model, ties)
+
+
+# Styles after which each rank has a part of the sequence, which was whole before.
+_SEQUENCE_BEGINS = ("embedding_rowwise_sequence", "sequence_split", "rowwise_sequence")
+
+
+def _style(style: Any, module: torch.nn.Module) -> Any:
+    """Return torch's style for a name, or ours for layers that torch does not cut."""
+    if not isinstance(style, str):
+        return style
+    if style.startswith("packed") or _is_conv1d(module):
+        # Imported here, because it needs torch's tensors of several ranks.
+        from accel_callbacks.strategies.packed_layers import LocalColwise, LocalRowwise
+
+        in_sequence = "_sequence" in style
+        if style.startswith("rowwise"):
+            return LocalRowwise(sequence=in_sequence)
+        return LocalColwise(parts_of(style), sequence=in_sequence)
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    whole, sequence, last = Replicate(), Shard(1), Shard(-1)
+    if style == "sequence_parallel":
+        return SequenceParallel(use_local_output=True)
+    if style == "sequence_split":
+        return PrepareModuleOutput(output_layouts=whole, desired_output_layouts=sequence)
+    if style.startswith("colwise"):
+        taken = sequence if "_sequence" in style else whole
+        if style.endswith("loss_parallel"):
+            return ColwiseParallel(input_layouts=taken, output_layouts=last, use_local_output=False)
+        given = whole if style.endswith("gather_output") else last
+        return ColwiseParallel(input_layouts=taken, output_layouts=given)
+    taken = whole if style.startswith("embedding") else last
+    given = sequence if style.endswith("_sequence") else whole
+    return RowwiseParallel(input_layouts=taken, output_layouts=given)
+
+
+class _SequenceLength:
+    """A forward hook that refuses sequences that the ranks cannot share.
+
+    torch would take the parts for equal ones, and exchange the wrong elements.
+    """
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self._name, self._ranks = name, ranks
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if output.dim() < 2 or output.shape[1] % self._ranks:
+            length = tuple(output.shape)[1:2] or tuple(output.shape)
+            raise ValueError(
+                f"{self._name} returned a sequence of {length[0]} (dimension 1), which "
+                f"{self._ranks} ranks of tensor parallelism cannot share in sequence parallelism: "
+                "pad the batch to a multiple of it."
+            )
+
+
+def _replicate(module: torch.nn.Module, mesh: Any) -> None:
+    """Replicate the parameters of a module of which each rank sees a part of the activations."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    from accel_callbacks.strategies.packed_layers import local_parameters
+
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            placed = parameter.detach().to(mesh.device_type) if not parameter.is_meta else parameter
+            whole = DTensor.from_local(placed.detach(), mesh, [Replicate()], run_check=False)
+            module._parameters[name] = torch.nn.Parameter(whole, parameter.requires_grad)
+    local_parameters(module, lambda _, one: one.to_local(grad_placements=[Partial()]))
+
+
+# What Conv1D of transformers, which has its weight the other way round, is cut by.
+_OF_CONV1D = ("colwise", "colwise_sequence", "rowwise", "rowwise_sequence")
+
+
+def _is_conv1d(module: torch.nn.Module) -> bool:
+    # By name: one of transformers is here only if the script has imported it.
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
+
+
+def _check_layer(name: str, module: torch.nn.Module, style: Any, ranks: int) -> None:
+    if not isinstance(style, str):
+        return
+    packed = style.startswith("packed")
+    cuts = packed or style.startswith(("colwise", "rowwise", "embedding"))
+    kinds = (torch.nn.Linear,) if packed else (torch.nn.Linear, torch.nn.Embedding)
+    conv1d = _is_conv1d(module) and (packed or style in _OF_CONV1D)
+    if cuts and not conv1d and not isinstance(module, kinds):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, and {style!r} cuts "
+            f"{'Linear and Conv1D' if packed else 'Linear and Embedding'} only: "
+            "replace the layer, leave it out of the plan, or write a ParallelStyle of torch."
+        )
+    weight = getattr(module, "weight", None)
+    # Parts of a vocabulary may be unequal: no layer takes the part as it is.
+    of_vocabulary = style.startswith("embedding") or style.endswith(("_output", "loss_parallel"))
+    if not cuts or of_vocabulary or not isinstance(weight, torch.Tensor):
+        return
+    dimension = int(style.startswith("rowwise")) ^ int(conv1d)
+    parts = parts_of(style)
+    if parts > 1 and weight.shape[dimension] % (parts * ranks):
+        raise ValueError(
+            f"{name}.weight has {weight.shape[dimension]} {'columns' if dimension else 'rows'}, of "
+            f"which {style!r} cuts each of {parts} equal parts over {ranks} ranks: choose a "
+            "tp_size that divides the parts, or the number of parts that there are "
+            '("packed_colwise:3" for queries, keys and values), or leave the layer out of the plan.'
+        )
+    if weight.shape[dimension] % ranks:
+        raise ValueError(
+            f"{name}.weight has {weight.shape[dimension]} "
+            f"{'columns' if dimension else 'rows'}, which {ranks} ranks of tensor parallelism "
+            "cannot share: choose a tp_size that divides it, or leave the layer out of the plan."
+        )
+
+
+_Slots = list[tuple[torch.nn.Module, str]]
+
+
+def _ties(model: torch.nn.Module) -> list[_Slots]:
+    """Return the places of each parameter that has several."""
+    places: dict[int, _Slots] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, key))
+    return [slots for slots in places.values() if len(slots) > 1]
+
+
+def _tie_again(model: torch.nn.Module, ties: list[_Slots]) -> None:
+    for slots in ties:
+        found = [module._parameters[key] for module, key in slots]
+        kinds = {getattr(one, "placements", None) for one in found}
+        if len(kinds) > 1:
+            names = {id(module): name for name, module in model.named_modules()}
+            shown = " and ".join(f"{names[id(module)]}.{key}" for module, key in slots)
+            raise ValueError(
+                f"{shown} are one tensor, and the plan of tensor parallelism cuts them in "
+                "different ways: give both the same (for an embedding and its head: "
+                '"embedding_rowwise" and "colwise_gather_output").'
+            )
+        for module, key in slots[1:]:
+            module._parameters[key] = found[0]
