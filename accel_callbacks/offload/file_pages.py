@@ -70,6 +70,8 @@ def map_pages(address: int, nbytes: int, descriptor: int, offset: int) -> None:
         raise OSError("pages are mapped on Linux only")
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     _map(address, nbytes, protection, mmap.MAP_PRIVATE, descriptor, offset)
+    # As one request: what faults read ahead comes in steps, and was up to three times as slow.
+    os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
     # Not by touching them, which is a signal where the disk fails.
     _bring(address, nbytes)
 
