@@ -323,7 +323,7 @@ class ContextParallel:
         if name.endswith(_OF_SEQUENCES):
             raise ValueError(
                 f"{name} has one output for a whole sequence, and would take it from the tokens of "
-                f"each rank alone: call it outside of {_WHAT}, or leave cp_size out."
+                f"each rank alone: call it outside of {_WHAT}, or leave {self._size} out."
             )
         tokens = next((kwargs[k] for k in ("input_ids", "inputs_embeds") if k in kwargs), None)
         if tokens is not None and tokens.shape[1] == self._length:
