@@ -285,10 +285,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.distributed
-def test_a_batch_file_without_srun(
-    warm_accel: Run, cluster: dict[str, str], tmp_path: Path
-) -> None:
-    done = warm_accel("launch", "--nproc_per_node", "1", "train.py", "x", **cluster)
+def test_a_batch_file_without_srun(accel: Run, cluster: dict[str, str], tmp_path: Path) -> None:
+    done = accel("launch", "--nproc_per_node", "1", "train.py", "x", **cluster)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["2.0 0 1 x\n"] * 2
 

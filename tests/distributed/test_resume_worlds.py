@@ -115,7 +115,6 @@ def flat(batches: list) -> list:
     return [sample for batch in batches for sample in batch]
 
 
-by_seed_or_drawn = pytest.mark.parametrize("seeded", [True, False], ids=["by seed", "drawn"])
 # Each change with each of both, and both with each other; the rest is slow.
 half = pytest.mark.parametrize(
     ("before", "after", "even", "seeded"),
@@ -129,9 +128,7 @@ half = pytest.mark.parametrize(
 )
 
 
-@every_change
-@by_seed_or_drawn
-@pytest.mark.parametrize("even", [True, False])
+@half
 def test_the_rest_and_the_next_epoch_are_exact_from_every_batch_on(
     run_on, before, after, even, seeded
 ):

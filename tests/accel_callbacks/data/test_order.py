@@ -185,9 +185,17 @@ two_workers = {"num_workers": 2}
 persistent = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
 
 
-@pytest.mark.parametrize("own_generator", [False, True], ids=["", "own generator"])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+# Each sampler with and without a generator and with each optimizer; the rest is slow.
+@pytest.mark.parametrize(
+    ("sampler", "optimizer", "own_generator"),
+    [
+        pytest.param(sampler, optimizer, own, marks=[pytest.mark.slow] if late else [])
+        for number, sampler in enumerate(SAMPLERS)
+        for optimizer in ("SGD", "AdamW")
+        for own in (False, True)
+        for late in [(number + own + (optimizer == "SGD")) % 2]
+    ],
+)
 def test_a_prepared_loop_is_bitwise_the_plain_one(sampler, optimizer, own_generator):
     check_same(Case(sampler, optimizer=optimizer, own_generator=own_generator))
 
