@@ -176,7 +176,7 @@ def check(struck: Struck) -> None:
         assert re.search(sentence, text, re.DOTALL), told
 
 
-# Of what the next test has: each fault, both ranks, and a place of each kind.
+# Some cases of the next test; delays and blocks are tried here alone.
 SHORT = [
     Case("backward", "stop"),
     Case("save, after the write", "stop", rank=0),
