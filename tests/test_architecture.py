@@ -391,13 +391,14 @@ def unguarded_names(tree: ast.Module) -> set[str]:
 
 
 def _looks_at_the_system(node: ast.AST) -> bool:
-    looks = ("hasattr", "suppress", "getattr", "sys.platform")
-    inside = [node, *ast.walk(node)] if not isinstance(node, ast.If) else ast.walk(node.test)
-    return any(
-        isinstance(one, ast.Try)
-        or (isinstance(one, ast.Name | ast.Attribute) and ast.unparse(one) in looks)
-        for one in inside
-    )
+    inside = ast.walk(node.test if isinstance(node, ast.If) else node)
+    return any(isinstance(one, ast.Try) or _is_look(one) for one in inside)
+
+
+def _is_look(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return (node.value.id, node.attr) == ("sys", "platform")
+    return isinstance(node, ast.Name) and node.id in ("hasattr", "suppress", "getattr")
 
 
 def undocumented(owner: object) -> list[str]:

@@ -75,8 +75,17 @@ def get(store: Store, name: str, size: int, step: int = 5 * MIB) -> bytes:
     return bytes(result)
 
 
-@pytest.mark.parametrize("size", [0, 1, PART, PART + 1, 2 * PART + 12345])
-@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(
+    ("announced", "size"),
+    [
+        *((announced, size) for announced in (True, False) for size in (0, 1)),
+        *((True, PART), (False, PART + 1), (True, 2 * PART + 12345)),
+        *(
+            pytest.param(announced, size, marks=pytest.mark.slow)
+            for announced, size in [(False, PART), (True, PART + 1), (False, 2 * PART + 12345)]
+        ),
+    ],
+)
 def test_round_trip(server: S3Server, size: int, announced: bool) -> None:
     store, plain = place(server), server.client()
     data = os.urandom(size)

@@ -80,11 +80,11 @@ def test_two_processes_connect(
 
 
 def test_module_on_a_fixed_port(
-    accel: Run, write: Callable[[str, str], str], tmp_path: Path, free_port: int
+    warm_accel: Run, write: Callable[[str, str], str], tmp_path: Path, free_port: int
 ) -> None:
     write("reduce.py", ALL_REDUCE)
     port = ["--main_process_port", str(free_port)]
-    done = accel("launch", "--num_processes", "2", *port, "-m", "reduce", OMP_NUM_THREADS="1")
+    done = warm_accel("launch", "--num_processes", "2", *port, "-m", "reduce", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out1").read_text().startswith("3.0 2 None None 1")
 
@@ -97,10 +97,12 @@ with open("argv" + os.environ["RANK"], "w") as file:
 
 
 def test_a_module_has_its_file_as_first_argument_as_from_python(
-    accel: Run, write: Callable[[str, str], str], tmp_path: Path
+    warm_accel: Run, write: Callable[[str, str], str], tmp_path: Path
 ) -> None:
     file = write("who.py", WHO_AM_I)
-    done = accel("launch", "--cpu", "--num_processes", "2", "-m", "who", "7", OMP_NUM_THREADS="1")
+    done = warm_accel(
+        "launch", "--cpu", "--num_processes", "2", "-m", "who", "7", OMP_NUM_THREADS="1"
+    )
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         first, second = (tmp_path / f"argv{rank}").read_text().split(" ")
@@ -133,15 +135,15 @@ def test_two_machines(
 
 
 def test_a_taken_port_is_reported_without_a_traceback(
-    accel: Run, write: Callable[[str, str], str], free_port: int
+    warm_accel: Run, write: Callable[[str, str], str], free_port: int
 ) -> None:
     script = write("reduce.py", ALL_REDUCE)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()
         port = ["--main_process_port", str(free_port)]
-        one = accel("launch", "--cpu", *port, script)
-        two = accel("launch", "--cpu", *("--num_processes", "2"), *port, script)
+        one = warm_accel("launch", "--cpu", *port, script)
+        two = warm_accel("launch", "--cpu", *("--num_processes", "2"), *port, script)
     assert one.returncode == two.returncode == 1
     assert one.stderr.startswith(f"accel launch: error: port {free_port} cannot be used")
     assert "accel launch: error: the processes did not find each other" in two.stderr
@@ -157,18 +159,18 @@ def test_program_that_is_not_python(accel: Run, tmp_path: Path) -> None:
 
 
 def test_failing_rank_is_named_and_its_code_is_ours(
-    accel: Run, write: Callable[[str, str], str]
+    warm_accel: Run, write: Callable[[str, str], str]
 ) -> None:
-    done = accel("launch", "--num_processes", "2", write("fails.py", FAILING), "23")
+    done = warm_accel("launch", "--num_processes", "2", write("fails.py", FAILING), "23")
     assert done.returncode == 23
     assert "fails.py failed: rank 1 exited with code 23" in done.stderr
 
 
 def test_traceback_of_the_failing_rank_is_kept(
-    accel: Run, write: Callable[[str, str], str], tmp_path: Path
+    warm_accel: Run, write: Callable[[str, str], str], tmp_path: Path
 ) -> None:
     logs = ["--log_dir", "logs", "--tee", "3"]
-    done = accel("launch", "--num_processes", "2", *logs, write("fails.py", FAILING))
+    done = warm_accel("launch", "--num_processes", "2", *logs, write("fails.py", FAILING))
     assert done.returncode == 1
     assert "boom on one" in done.stderr
     (named,) = [line for line in done.stderr.splitlines() if "its output: " in line]
@@ -196,10 +198,12 @@ def test_missing_script(accel: Run) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_restart_after_a_kill(accel: Run, write: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_restart_after_a_kill(
+    warm_accel: Run, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
     script = write("restarts.py", RESTARTING)
     words = ["--num_processes", "2", "--max_restarts", "1", script]
-    done = accel("launch", *words, OMP_NUM_THREADS="1")
+    done = warm_accel("launch", *words, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["1 2.0\n"] * 2
 

@@ -91,16 +91,16 @@ def test_the_traceback_of_the_failing_rank_comes_first(
 
 @pytest.mark.distributed
 def test_of_several_tracebacks_the_first_is_shown_again(
-    accel: Run, write: Callable[[str, str], str]
+    warm_accel: Run, write: Callable[[str, str], str]
 ) -> None:
-    done = accel(*TWO, write("breaks.py", BROKEN), "all")
+    done = warm_accel(*TWO, write("breaks.py", BROKEN), "all")
     report = done.stderr[done.stderr.index("accel launch: ") :]
     assert report.count("in deep") == 1
 
 
 @pytest.mark.distributed
-def test_quiet_leaves_the_report_out(accel: Run, write: Callable[[str, str], str]) -> None:
-    done = accel(*TWO, "--quiet", write("breaks.py", BROKEN))
+def test_quiet_leaves_the_report_out(warm_accel: Run, write: Callable[[str, str], str]) -> None:
+    done = warm_accel(*TWO, "--quiet", write("breaks.py", BROKEN))
     assert (done.returncode, "accel launch" in done.stderr) == (1, False)
     assert "boom on one" in done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 import weakref
@@ -193,8 +194,17 @@ def saved(request: Any, run_on: Run, tmp_path_factory: Any) -> tuple[str, bool, 
     return folder, counted, {one: run_on(one, saving, folder, counted) for one in LAYOUTS}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Layouts of four processes take turns, and the rest is slow.
+LATE = [("fsdp4", "inside"), ("hsdp2x2", "between")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] if one in LATE else [])
+        for one in itertools.product(LAYOUTS, PLACES)
+    ],
+)
 def test_every_layout_goes_on_from_what_every_other_one_saved(run_on, saved, layout, place):
     folder, counted, wanted = saved
     assert_goes_on(run_on, layout, place, folder, counted, wanted, list(LAYOUTS))

@@ -53,8 +53,8 @@ def failures(name: str, folder: str) -> dict[str, str]:
     return found
 
 
-# These read or write parameters, gradients or files of the ranks; the others are slow.
-QUICK = ("EMA", "GradientNorm")
+# It reads and writes parameters and files of the ranks; the others are slow.
+QUICK = ("EMA",)
 
 
 @pytest.mark.parametrize(

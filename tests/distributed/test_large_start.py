@@ -729,8 +729,16 @@ def train_checkpointed(policy: Any, kind: str) -> Any:
     return found, sum(sizes), names
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp", "compiled"])
-@pytest.mark.parametrize("policy", [True, 2, "selective"])
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        # Each policy with shards, and another one with each other kind; the rest is slow.
+        pytest.param(policy, kind, marks=[] if quick else [pytest.mark.slow])
+        for policy in (True, 2, "selective")
+        for kind in ("fsdp", "ddp", "compiled")
+        for quick in [kind == "fsdp" or (policy, kind) in [(2, "ddp"), ("selective", "compiled")]]
+    ],
+)
 def test_checkpointed_blocks_train_alike(pool, kind: str, policy: Any) -> None:
     plain, most, names = pool.run(train_checkpointed, False, kind)[0]
     for found, saved, own_names in pool.run(train_checkpointed, policy, kind):

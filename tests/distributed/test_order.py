@@ -17,6 +17,15 @@ pytestmark = pytest.mark.distributed
 
 # Where two processes take a batch each, one with twice the batch size reads as much.
 BY_SAMPLE = [name for name in SAMPLERS if "batch" not in name and name != "lists of indices"]
+# With and without a generator take turns, and the rest is slow.
+by_turns = pytest.mark.parametrize(
+    ("sampler", "own_generator"),
+    [
+        pytest.param(sampler, own, marks=[pytest.mark.slow] if (number + own) % 2 else [])
+        for number, sampler in enumerate(BY_SAMPLE)
+        for own in (False, True)
+    ],
+)
 
 
 def orders(
@@ -70,8 +79,7 @@ def orders(
     return found, torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("own_generator", [False, True], ids=["", "own generator"])
-@pytest.mark.parametrize("sampler", BY_SAMPLE)
+@by_turns
 def test_two_processes_read_together_what_one_reads(pool, sampler, own_generator):
     alone, generators = orders(sampler, own_generator, 0, 1)
     for together, left in pool.run(orders, sampler, own_generator, 0, 2):
@@ -116,8 +124,7 @@ def resumed(sampler: str, own_generator: bool, state: Any) -> Any:
     return orders(sampler, own_generator, 0, 2, state=state)[0][0]
 
 
-@pytest.mark.parametrize("own_generator", [False, True], ids=["", "own generator"])
-@pytest.mark.parametrize("sampler", BY_SAMPLE)
+@by_turns
 def test_a_resume_goes_on_in_the_same_order_on_another_number_of_processes(
     pool, sampler, own_generator
 ):

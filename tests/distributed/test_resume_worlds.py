@@ -115,12 +115,20 @@ def flat(batches: list) -> list:
     return [sample for batch in batches for sample in batch]
 
 
-by_seed_or_drawn = pytest.mark.parametrize("seeded", [True, False], ids=["by seed", "drawn"])
+# Each change with each of both, and both with each other; the rest is slow.
+half = pytest.mark.parametrize(
+    ("before", "after", "even", "seeded"),
+    [
+        pytest.param(before, after, even, seeded, marks=[pytest.mark.slow] if slow else [])
+        for number, (before, after) in enumerate(WORLDS)
+        for even in (True, False)
+        for seeded in (True, False)
+        for slow in [(number + even + seeded) % 2]
+    ],
+)
 
 
-@every_change
-@by_seed_or_drawn
-@pytest.mark.parametrize("even", [True, False])
+@half
 def test_the_rest_and_the_next_epoch_are_exact_from_every_batch_on(
     run_on, before, after, even, seeded
 ):
@@ -152,9 +160,7 @@ def test_with_another_global_batch_the_rest_is_still_read_once(run_on, before, a
         assert all(len(batch) == 3 * after for batch in rest[:-1])
 
 
-@every_change
-@by_seed_or_drawn
-@pytest.mark.parametrize("even", [True, False])
+@half
 def test_batches_of_varying_sizes_go_on_exactly(run_on, before, after, even, seeded):
     epochs, states = run_on(before, stops_everywhere, None, 0, even, seeded)
     results = run_on(after, goes_on, states, None, 0, even, seeded)
@@ -164,7 +170,13 @@ def test_batches_of_varying_sizes_go_on_exactly(run_on, before, after, even, see
         assert not seeded or flat(following) == flat(epochs[2])
 
 
-@every_change
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        world if world in [(1, 2), (2, 1)] else pytest.param(*world, marks=pytest.mark.slow)
+        for world in WORLDS
+    ],
+)
 def test_four_loader_workers_change_nothing(run_on, before, after):
     epochs, states = run_on(before, stops_everywhere, GLOBAL_BATCH // before, 0, True)
     with_workers = run_on(before, stops_everywhere, GLOBAL_BATCH // before, 4, True)

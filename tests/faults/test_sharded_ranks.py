@@ -43,7 +43,7 @@ def slow(*values: Any) -> Any:
 # Where a rank fails or dies: at its first file, at a later one, at a sync, at the commit.
 KILLS = [
     ("fsdp", 3, "write", 1),
-    ("hsdp", 2, "fsync", 0),
+    slow("hsdp", 2, "fsync", 0),
     slow("fsdp", 0, "replace", 0),
     slow("fsdp", 0, "write", 0),
     slow("fsdp", 1, "open", 0),

@@ -67,7 +67,6 @@ SURVIVED: dict[str, Callable[[], list[Rule]]] = {
 IN_SHORT = {
     "500_on_two_parts",
     "slow_down_everywhere",
-    "500_on_complete",
     "reset_in_a_part",
     "lost_answer_to_complete",
     "lost_answer_to_manifest",

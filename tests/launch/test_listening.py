@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from accel_callbacks.distributed.tcp_store import local_address_towards, serve_store
+from tests.support import warm
 from tests.support.listening import listening
 
 pytestmark = [
@@ -58,9 +59,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
         drop = ("ACCEL_", "TORCH", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "GLOO_", "NCCL_")
         env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-        process = subprocess.Popen(
+        process = warm.Popen(
             [*before, "script.py", *after], cwd=tmp_path, env={**env, **extra}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            warm_children=True,
         )  # fmt: skip
         started.append(process)
         return process

@@ -185,20 +185,35 @@ two_workers = {"num_workers": 2}
 persistent = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
 
 
-@pytest.mark.parametrize("own_generator", [False, True], ids=["", "own generator"])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+# Each sampler with and without a generator and with each optimizer; the rest is slow.
+@pytest.mark.parametrize(
+    ("sampler", "optimizer", "own_generator"),
+    [
+        pytest.param(sampler, optimizer, own, marks=[pytest.mark.slow] if late else [])
+        for number, sampler in enumerate(SAMPLERS)
+        for optimizer in ("SGD", "AdamW")
+        for own in (False, True)
+        for late in [(number + own + (optimizer == "SGD")) % 2]
+    ],
+)
 def test_a_prepared_loop_is_bitwise_the_plain_one(sampler, optimizer, own_generator):
     check_same(Case(sampler, optimizer=optimizer, own_generator=own_generator))
 
 
 SOME = ("shuffle", "batches", "python, one by one", "own replacement")
+WORKERS = {"2 workers": two_workers, "persistent": persistent}
 
 
-@pytest.mark.parametrize("workers", [two_workers, persistent], ids=["2 workers", "persistent"])
+# Both kinds of workers take turns, and the rest is slow.
 @pytest.mark.parametrize(
-    "sampler",
-    [s if s in SOME else pytest.param(s, marks=pytest.mark.slow) for s in SAMPLERS],
+    ("sampler", "workers"),
+    [
+        pytest.param(sampler, workers, id=f"{sampler}, {name}", marks=marks)
+        for sampler in SAMPLERS
+        for number, (name, workers) in enumerate(WORKERS.items())
+        for quick in [sampler in SOME and SOME.index(sampler) % 2 == number]
+        for marks in [[] if quick else [pytest.mark.slow]]
+    ],
 )
 def test_a_prepared_loop_with_workers_is_bitwise_the_plain_one(sampler, workers):
     check_same(Case(sampler, workers))
@@ -304,8 +319,16 @@ def per_epoch(case: Case) -> int:
     return whole if case.stop_after is None else min(case.stop_after, whole)
 
 
-@pytest.mark.parametrize("own_generator", [False, True], ids=["", "own generator"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+# The others of one with or without a generator are in the slow test below, as every other setting.
+@pytest.mark.parametrize(
+    ("sampler", "own_generator"),
+    [
+        pytest.param(sampler, own, id=f"{sampler}, own generator" if own else sampler)
+        for number, sampler in enumerate(SAMPLERS)
+        for own in (False, True)
+        if sampler in SOME or own == bool(number % 2)
+    ],
+)
 def test_a_resume_at_each_place_of_an_epoch_is_bitwise_the_unbroken_run(sampler, own_generator):
     long = per_epoch(Case(sampler)) > 10
     check_resumes(

@@ -301,9 +301,17 @@ def test_reading_up_to_the_place_is_said_once(kind):
 
 
 @quiet
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Stream, Placed])
-@pytest.mark.parametrize(("saved", "here"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("saved", "here", "kind", "workers"),
+    [
+        # With workers, one kind of stream on more processes, the other on fewer; the rest is slow.
+        pytest.param(saved, here, kind, workers, marks=[] if quick else [pytest.mark.slow])
+        for saved, here in [(1, 2), (2, 1), (2, 2)]
+        for kind in (Stream, Placed)
+        for workers in (0, 2)
+        for quick in [not workers or (saved, here, kind) in [(1, 2, Placed), (2, 1, Stream)]]
+    ],
+)
 def test_a_stream_goes_on_at_the_sample_on_another_number_of_processes(kind, saved, here, workers):
     def make():
         return DataLoader(kind(22), 2, num_workers=workers)
@@ -430,8 +438,10 @@ def train(accel, loader, model, optimizer, stop):
         yield "after", seen
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize(
+    ("place", "workers"),
+    [("before", 0), ("after", 0), pytest.param("before", 2, marks=pytest.mark.slow), ("after", 2)],
+)
 def test_a_checkpoint_carries_the_place_in_a_stream(tmp_path, workers, place):
     def make():
         accel = Accelerator(cpu=True)

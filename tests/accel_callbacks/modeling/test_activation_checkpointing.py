@@ -249,8 +249,15 @@ def test_prepared_models_train_alike(precision: str) -> None:
     assert all(map(torch.equal, weights(True), weights(False)))
 
 
-@pytest.mark.parametrize("policy", [True, "selective"])
-@pytest.mark.parametrize("regional", [True, False])
+@pytest.mark.parametrize(
+    ("regional", "policy"),
+    [
+        (True, "selective"),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, "selective", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_are_compiled_with_it(policy: Any, regional: bool) -> None:
     def prepared(policy: Any) -> torch.nn.Module:
         torch._dynamo.reset()
