@@ -35,10 +35,13 @@ from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingSta
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
 from accel_callbacks.config import (
     PRECISIONS,
+    accumulated,
     launched_fsdp,
     launched_handlers,
+    launched_megatron,
     launched_parallelism,
     launched_plugin,
+    refuse_beside_megatron,
     resolve_config,
     unread_variables,
 )
@@ -72,10 +75,11 @@ from accel_callbacks.memory import release_memory
 from accel_callbacks.modeling.compile import uncompile
 from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_scheduler
 from accel_callbacks.optimizer import AcceleratedOptimizer
-from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
+from accel_callbacks.plugins.base import Handlers, KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
+from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
 from accel_callbacks.plugins.process_group import group_options
@@ -94,7 +98,6 @@ __all__ = ["Accelerator"]
 _STRATEGIES = (
     "deepspeed_plugin",
     "deepspeed_plugins",
-    "megatron_lm_plugin",
     "torch_tp_plugin",
 )
 T = TypeVar("T")
@@ -132,6 +135,8 @@ class Accelerator(ProcessControl, MediaLogging):
         parallelism_config: how the ranks are arranged; data parallelism over all by default.
         fsdp_plugin: shard models (FSDP2), with these options; so does ``dp_shard_size`` of the
             ``parallelism_config``.
+        megatron_lm_plugin: options of Megatron-LM, in place of the two before: they arrange the
+            ranks for engines of this library.
         dynamo_backend: backend of torch.compile for prepared models; none by default.
         dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
         dataloader_config: how prepared loaders shard their data across ranks.
@@ -183,6 +188,7 @@ class Accelerator(ProcessControl, MediaLogging):
         kwargs_handlers: Iterable[KwargsHandler] | None = (),
         parallelism_config: ParallelismConfig | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
         dynamo_backend: DynamoBackend | str | Callable[..., Any] | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -218,17 +224,26 @@ class Accelerator(ProcessControl, MediaLogging):
         dispatch = Dispatcher(_several(callbacks), adapters=(adapt,))
         _check_plugin("parallelism_config", parallelism_config, ParallelismConfig)
         _check_plugin("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+        _check_plugin("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
         self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
+        parallelism = launched_parallelism(parallelism_config, self.config)
+        fsdp = launched_fsdp(fsdp_plugin, self.config)
+        megatron = launched_megatron(megatron_lm_plugin, self.config)
+        if megatron is not None:
+            refuse_beside_megatron(parallelism, fsdp)
+            self.config = accumulated(self.config, megatron)
+            self.handlers = Handlers({**self.handlers.by_class, MegatronLMPlugin: megatron})
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
         self.topology = resolve_topology(cpu=self.config.cpu, anew=True, **group)
-        self.strategy = create_strategy(
-            self.topology,
-            self.handlers,
-            launched_parallelism(parallelism_config, self.config),
-            launched_fsdp(fsdp_plugin, self.config),
-        )
+        if megatron is not None:
+            parallelism, fsdp = megatron.arranged(self.topology.world_size)
+        self.strategy = create_strategy(self.topology, self.handlers, parallelism, fsdp)
         own = _given(parallelism_config, self.strategy.fsdp_plugin, dynamo_backend or dynamo_plugin)
+        if megatron is not None:
+            own |= {"megatron_lm", *(f"megatron.{one.name}" for one in fields(megatron))}
+            if (left := megatron.notes()) and self.is_main_process:
+                warn(left)
         unread = unread_variables(self.config, os.environ, own)
         if unread and self.is_main_process:
             warn(unread)

@@ -18,10 +18,12 @@ from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
+from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
 from accel_callbacks.strategies.checks import is_plain, refuse_empty
@@ -187,7 +189,9 @@ class Strategy(ABC):
 
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Compute blocks again in backward if the options say so; before the model is compiled."""
-        return None
+        megatron = self.handlers.get(MegatronLMPlugin)
+        if megatron is not None:
+            checkpoint_with(megatron.activation_checkpointing, model)
 
     def watch_calls(self, model: torch.nn.Module) -> None:
         """Check how a new model is called from now on, also one that is only evaluated."""

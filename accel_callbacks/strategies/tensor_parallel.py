@@ -131,7 +131,7 @@ def required_plan(
     handler = None if parallelism is None else parallelism.tp_handler
     if handler is not None and handler.enable_async_tp:
         warn("enable_async_tp has no effect: torch overlaps only what it compiles. Leave it out.")
-    plan = (handler.plan if handler is not None else None) or plan_of(model)
+    plan = _chosen_plan(model, parallelism)
     if plan:
         return plan
     try:
@@ -142,6 +142,24 @@ def required_plan(
         f"{type(model).__name__} has no plan of tensor parallelism. {proposal} it as "
         "ParallelismConfig(tp_size=..., tp_handler=TorchTensorParallelConfig(plan=...))."
     )
+
+
+def _chosen_plan(
+    model: torch.nn.Module, parallelism: ParallelismConfig | None
+) -> Mapping[str, Any]:
+    """Return the plan that was given or proposed as asked for, or that of the model, else empty."""
+    handler = None if parallelism is None else parallelism.tp_handler
+    given = None if handler is None else handler.plan
+    if not isinstance(given, str):
+        return given or plan_of(model)
+    cuts_sequence = given == "proposed_sequence"
+    own = plan_of(model)
+    if own and (not cuts_sequence or any("sequence" in str(style) for style in own.values())):
+        return own
+    try:
+        return propose_plan(model, sequence_parallel=cuts_sequence)
+    except ValueError as error:
+        raise ValueError(f"{error} Set the plan as an attribute of the model: tp_plan.") from None
 
 
 def is_cut(model: torch.nn.Module) -> bool:
@@ -211,8 +229,7 @@ def separate_dropout(
     """Let dropout of cut activations draw other numbers on each rank of tensor parallelism."""
     if not draws_random_numbers(model):
         return
-    handler = None if parallelism is None else parallelism.tp_handler
-    plan = (handler.plan if handler is not None else None) or plan_of(model)
+    plan = _chosen_plan(model, parallelism)
     cut = {pattern: is_cut_after(style) for pattern, style in plan.items()}
     styled = [(module, bool(cut[pattern])) for module, pattern in _by_pattern(model, cut).items()]
     if styled:
