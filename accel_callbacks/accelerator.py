@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import cached_property
 from os import PathLike
@@ -232,6 +232,10 @@ class Accelerator(ProcessControl, MediaLogging):
         if megatron is not None:
             refuse_beside_megatron(parallelism, fsdp)
             self.config = accumulated(self.config, megatron)
+            if gradient_accumulation_plugin is not None:
+                gradient_accumulation_plugin = replace(
+                    gradient_accumulation_plugin, num_steps=self.config.gradient_accumulation_steps
+                )
             self.handlers = Handlers({**self.handlers.by_class, MegatronLMPlugin: megatron})
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
