@@ -89,7 +89,11 @@ ARGUMENTS: Mapping[tuple[str, str, object], tuple[Kind, str]] = {
     ),
     ("Accelerator", "deepspeed_plugin", ANY): ("left", _NOT_YET),
     ("Accelerator", "deepspeed_plugins", ANY): ("left", _NOT_YET),
-    ("Accelerator", "megatron_lm_plugin", ANY): ("left", _NOT_YET),
+    ("Accelerator", "megatron_lm_plugin", ANY): (
+        "differs",
+        "its options choose engines of this library, for the script's own loop and model: see the "
+        "page on configs of Megatron-LM; what does nothing by itself, clipping too, is a warning",
+    ),
     ("Accelerator", "torch_tp_plugin", ANY): ("left", _NOT_YET),
     ("get_logger", "log_level", ANY): ("note", "sets the level of this logger, not of the root"),
     ("Accelerator", "log_with", "aim"): ("left", "there is no tracker for aim"),
@@ -141,7 +145,6 @@ ATTRIBUTES: Mapping[str, str] = {
     "deepspeed_ulysses_dl_adapter": _NO_METHOD,
     "fp8_backend": _NO_METHOD,
     "lomo_backward": _NO_METHOD,
-    "maybe_context_parallel": _NO_METHOD,
     "verify_device_map": _NO_METHOD,
 }
 
@@ -151,7 +154,6 @@ STATE_ATTRIBUTES: Mapping[str, str] = {
     "deepspeed_plugins": _NO_METHOD,
     "dynamo_plugin": _NO_METHOD,
     "get_deepspeed_plugin": _NO_METHOD,
-    "megatron_lm_plugin": _NO_METHOD,
     "select_deepspeed_plugin": _NO_METHOD,
     "torch_tp_plugin": _NO_METHOD,
 }
