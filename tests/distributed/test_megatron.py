@@ -117,6 +117,17 @@ class Bert(nn.Module):
         return F.cross_entropy(self.classifier(pooled), tokens[:, 0] % 2)
 
 
+class PreTrainedModel(Llama):
+    """By its name, a model that takes positions from the length of its activations."""
+
+
+PreTrainedModel.__module__ = "transformers.modeling_utils"
+
+
+class LikeTransformers(PreTrainedModel):
+    pass
+
+
 def trains(kind: str, **options: Any) -> dict[str, Any]:
     """Losses of a plain loop, and what the options came to."""
     quiet()
@@ -129,7 +140,7 @@ def trains(kind: str, **options: Any) -> dict[str, Any]:
         gradient_accumulation_steps=None if options else 2,
     )
     torch.manual_seed(0)
-    model: Any = {"llama": Llama, "bert": Bert}[kind]()
+    model: Any = {"llama": Llama, "bert": Bert, "like transformers": LikeTransformers}[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     generator = torch.Generator().manual_seed(3)
     data = torch.randint(0, WORDS, (32, 8), generator=generator)
@@ -214,6 +225,20 @@ def test_layers_and_sequences_of_llama_are_cut(pool):
     results = pool.run(trains_with, "llama", options)
     check("llama", results, options, "tensor_parallel", {"tp": 2})
     assert "embed_tokens.weight" in results[0]["cut"]
+
+
+def keeps_sequences() -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        found = trains_with("like transformers", {"tp_degree": 2, "sequence_parallelism": True})
+    return found, {str(one.message) for one in caught if one.category is UserWarning}
+
+
+def test_sequences_that_a_model_counts_stay_whole(pool):
+    for found, texts in pool.run(keeps_sequences):
+        check("llama", [found], {}, "tensor_parallel", {"tp": 2})
+        assert "embed_tokens.weight" not in found["cut"]
+        assert any(one.startswith("sequences stay whole between the blocks") for one in texts)
 
 
 def test_a_distributed_optimizer_shards(pool):
