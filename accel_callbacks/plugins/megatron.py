@@ -65,8 +65,8 @@ MEGATRON: Mapping[str, MegatronRule] = {
         "ParallelismConfig(cp_size=); the loop wraps forward and backward in "
         "accel.maybe_context_parallel()"
     ),
-    "sequence_parallelism": _mapped("the proposed plan cuts sequences between the blocks too"),
-    "num_micro_batches": _mapped("gradient_accumulation_steps: batches of one optimizer step"),
+    "sequence_parallelism": _mapped("the proposed plan cuts sequences between the blocks too; without tp_degree, no effect"),
+    "num_micro_batches": _mapped("gradient_accumulation_steps: batches of one optimizer step, in accel.accumulate()"),
     "use_distributed_optimizer": _mapped(
         "FSDP2 with reshard_after_forward=False, over the ranks with different data"
     ),
@@ -352,9 +352,19 @@ class MegatronLMPlugin(KwargsHandler):
 
     def _left(self) -> dict[str, Any]:
         found = self._asked("idle", "passed on")
-        if self.sequence_parallelism and (self.tp_degree or 1) == 1:
+        one = (self.tp_degree or 1) == 1
+        if self.sequence_parallelism and one:
             found["sequence_parallelism"] = True
+        if self.optimizer_cpu_offload and one and not self._shards:
+            found["optimizer_cpu_offload"] = True
+        if self.recompute_granularity != "full":
+            names = ("recompute_method", "recompute_num_layers")
+            found |= {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         return found
+
+    @property
+    def _shards(self) -> bool:
+        return bool(self.use_distributed_optimizer or self.use_custom_fsdp)
 
     @property
     def activation_checkpointing(self) -> bool | str:
@@ -388,8 +398,7 @@ class MegatronLMPlugin(KwargsHandler):
                 f"divides {world_size}, or `accel launch --num_processes {tp * cp}`."
             )
         data = world_size // (tp * cp)
-        asked = bool(self.use_distributed_optimizer or self.use_custom_fsdp)
-        shards = data * cp > 1 and (asked or tp > 1)
+        shards = data * cp > 1 and (self._shards or tp > 1)
         words = "proposed_sequence" if self.sequence_parallelism else "proposed"
         parallelism = ParallelismConfig(
             dp_replicate_size=1 if shards else data,

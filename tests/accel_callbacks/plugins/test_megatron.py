@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ decoder_seq_length tensorboard_dir set_all_logging_options eval_iters eval_inter
 custom_train_step_class custom_train_step_kwargs custom_model_provider_function
 custom_prepare_model_function custom_megatron_datasets_provider_function custom_get_batch_function
 custom_loss_function other_megatron_args
-""".split()
+"""
 CONFIG_OF_ACCELERATE = """
 tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d no_save_optim
 optimizer_cpu_offload use_precision_aware_optimizer decoder_last_pipeline_num_layers pp_degree
@@ -46,7 +47,7 @@ gradient_clipping recompute_granularity recompute_method recompute_num_layers at
 expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout
 attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss
 use_rotary_position_embeddings
-""".split()
+"""
 # What each option that asks for something may be, where it is no number.
 VALUES: dict[str, Any] = {
     "attention_backend": "flash",
@@ -73,19 +74,29 @@ def of_kind(*kinds: str) -> list[str]:
 
 def test_every_option_of_accelerate_is_there_in_its_order_and_has_a_rule() -> None:
     ours = [one.name for one in fields(MegatronLMPlugin)]
-    assert ours == PLUGIN_OF_ACCELERATE
+    assert ours == PLUGIN_OF_ACCELERATE.split()
     assert set(MEGATRON) == set(ours)
 
 
 def test_every_key_of_the_config_of_accelerate_is_there_and_is_an_option() -> None:
     keys = [one.name.removeprefix("megatron_lm_") for one in fields(MegatronConfig)]
-    assert sorted(keys) == sorted(CONFIG_OF_ACCELERATE)
+    assert sorted(keys) == sorted(CONFIG_OF_ACCELERATE.split())
     assert set(keys) <= set(MEGATRON)
 
 
 def test_the_plugin_of_accelerate_itself_has_these_fields() -> None:
     theirs = pytest.importorskip("accelerate.utils", reason="scripts/test_adapters has accelerate")
-    assert [one.name for one in fields(theirs.MegatronLMPlugin)] == PLUGIN_OF_ACCELERATE
+    assert [one.name for one in fields(theirs.MegatronLMPlugin)] == PLUGIN_OF_ACCELERATE.split()
+
+
+def test_the_page_has_a_row_for_every_option() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "move-from-megatron-config.md"
+    found: dict[str, str] = {}
+    for row in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if row.startswith("| `"):
+            found.update(dict.fromkeys(cells[0].replace("`", "").split(", "), cells[1]))
+    assert found == {name: rule.kind for name, rule in MEGATRON.items()}
 
 
 def test_nothing_is_said_of_an_empty_plugin_and_its_defaults() -> None:
@@ -105,9 +116,21 @@ def test_what_does_nothing_here_is_named_one_by_one() -> None:
 def test_what_is_mapped_is_not_named() -> None:
     options = {name: value_for(name) for name in of_kind("mapped")}
     assert MegatronLMPlugin(**options).notes() == ""
-    # Sequences are cut over the ranks that share layers.
-    alone = MegatronLMPlugin(sequence_parallelism=True)
-    assert " sequence_parallelism=True (" in alone.notes()
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("sequence_parallelism", "tp_degree"),
+        ("optimizer_cpu_offload", "use_distributed_optimizer"),
+        ("recompute_method", "recompute_granularity"),
+        ("recompute_num_layers", "recompute_granularity"),
+    ],
+)
+def test_what_is_mapped_in_vain_is_named(name: str, needed: str) -> None:
+    options = {name: value_for(name)}
+    assert f" {name}={value_for(name)!r} (" in MegatronLMPlugin(**options).notes()
+    assert MegatronLMPlugin(**options, **{needed: value_for(needed)}).notes() == ""
 
 
 @pytest.mark.parametrize("name", of_kind("refused"))
