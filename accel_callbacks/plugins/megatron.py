@@ -65,8 +65,12 @@ MEGATRON: Mapping[str, MegatronRule] = {
         "ParallelismConfig(cp_size=); the loop wraps forward and backward in "
         "accel.maybe_context_parallel()"
     ),
-    "sequence_parallelism": _mapped("the proposed plan cuts sequences between the blocks too; without tp_degree, no effect"),
-    "num_micro_batches": _mapped("gradient_accumulation_steps: batches of one optimizer step, in accel.accumulate()"),
+    "sequence_parallelism": _mapped(
+        "the proposed plan cuts sequences between the blocks too; without tp_degree, no effect"
+    ),
+    "num_micro_batches": _mapped(
+        "gradient_accumulation_steps: batches of one optimizer step, in accel.accumulate()"
+    ),
     "use_distributed_optimizer": _mapped(
         "FSDP2 with reshard_after_forward=False, over the ranks with different data"
     ),
