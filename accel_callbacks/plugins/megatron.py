@@ -418,7 +418,6 @@ class MegatronLMPlugin(KwargsHandler):
         return FullyShardedDataParallelPlugin(
             reshard_after_forward=bool(self.use_custom_fsdp),
             cpu_offload=bool(self.optimizer_cpu_offload),
-            activation_checkpointing=self.activation_checkpointing,
         )
 
     def filled(self) -> MegatronLMPlugin:

@@ -19,7 +19,7 @@ from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
-from accel_callbacks.modeling.compile import original
+from accel_callbacks.modeling.compile import original, regions
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -32,6 +32,7 @@ from accel_callbacks.strategies.optimizer_state import (
     named_optimizer_state,
     positional_optimizer_state,
 )
+from accel_callbacks.warning import warn
 
 __all__ = ["SetUp", "Strategy"]
 
@@ -190,8 +191,16 @@ class Strategy(ABC):
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Compute blocks again in backward if the options say so; before the model is compiled."""
         megatron = self.handlers.get(MegatronLMPlugin)
-        if megatron is not None:
-            checkpoint_with(megatron.activation_checkpointing, model)
+        if megatron is None or not megatron.activation_checkpointing:
+            return
+        if not any(True for _ in regions(model)):
+            # On by default in the files of Accelerate, whatever models there are besides.
+            warn(
+                f"{type(model).__name__} repeats no blocks, and so none are computed again: the "
+                "options of Megatron-LM to recompute have no effect on it."
+            )
+            return
+        checkpoint_with(megatron.activation_checkpointing, model)
 
     def watch_calls(self, model: torch.nn.Module) -> None:
         """Check how a new model is called from now on, also one that is only evaluated."""

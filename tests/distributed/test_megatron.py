@@ -192,7 +192,11 @@ CASES = {
         {"tp": 2},
     ),
     "selective": ({"recompute_activations": True}, "ddp", {"dp_replicate": 2}),
-    "optimizer": ({"use_distributed_optimizer": True}, "fsdp", {"dp_shard": 2}),
+    "optimizer": (
+        {"use_distributed_optimizer": True, "recompute_granularity": "full"},
+        "fsdp",
+        {"dp_shard": 2},
+    ),
     "custom_fsdp": (
         {"use_custom_fsdp": True, "recompute_activations": True},
         "fsdp",

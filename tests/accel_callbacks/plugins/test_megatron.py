@@ -196,11 +196,14 @@ def test_degrees_are_axes(options: Any, world: int, mesh: Any, reshard: bool | N
     ],
 )
 def test_recomputation_is_activation_checkpointing(options: Any, policy: Any) -> None:
-    plugin = MegatronLMPlugin(use_custom_fsdp=True, optimizer_cpu_offload=True, **options)
-    assert plugin.activation_checkpointing == policy
+    assert MegatronLMPlugin(**options).activation_checkpointing == policy
+
+
+def test_an_offloaded_optimizer_is_offloaded_shards() -> None:
+    plugin = MegatronLMPlugin(use_distributed_optimizer=True, optimizer_cpu_offload=True)
     fsdp = plugin.arranged(2).fsdp
     assert fsdp is not None
-    assert (fsdp.activation_checkpointing, fsdp.offloads) == (policy, True)
+    assert fsdp.offloads
 
 
 def test_blocks_are_computed_again_on_one_process_too() -> None:
@@ -216,6 +219,15 @@ def test_blocks_are_computed_again_on_one_process_too() -> None:
     plain = made(MegatronLMPlugin())
     assert ["forward" in vars(one) for one in plain] == [False, False]
     assert apply_activation_checkpointing(plain) == ["0", "1"]
+
+
+def test_a_model_without_blocks_is_trained_with_a_warning() -> None:
+    import torch
+
+    accel = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(recompute_activations=True))
+    with pytest.warns(UserWarning, match="Linear repeats no blocks"):
+        model = accel.prepare(torch.nn.Linear(1, 1))
+    assert "forward" not in vars(model)
 
 
 def accelerator(plugin: MegatronLMPlugin | None, **options: Any) -> Accelerator:
@@ -301,3 +313,16 @@ def test_a_wrong_variable_is_named() -> None:
     wrong = {**LAUNCHED, "ACCEL_MEGATRON_LM_TP_DEGREE": "0"}
     with pytest.raises(ValueError, match=r"\(ACCEL_MEGATRON_LM_\*\): tp_degree=0 must be"):
         launched_megatron(None, resolve_config({}, wrong))
+
+
+def test_ranks_that_share_a_model_have_one_seed_before_any_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from accel_callbacks.distributed import topology
+
+    monkeypatch.setattr(topology, "_copies", None)
+    monkeypatch.setattr(topology, "process_rank", lambda: (3, 4, 3, 4))
+    monkeypatch.setenv("ACCEL_MEGATRON_LM_TP_DEGREE", "2")
+    assert topology.process_data_rank() == 3  # of a block that another kind of run has no use for
+    monkeypatch.setenv("ACCEL_DISTRIBUTED_TYPE", "MEGATRON_LM")
+    assert topology.process_data_rank() == 1
