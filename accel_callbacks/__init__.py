@@ -42,6 +42,7 @@ _HOME = {
     "LocalSGD": "local_sgd",
     "LoggerType": "tracking.general_tracker",
     "LostRankError": "errors",
+    "MegatronLMPlugin": "plugins.megatron",
     "MultiProcessAdapter": "logging",
     "ParallelismConfig": "plugins.parallelism",
     "PartialState": "state",
@@ -191,6 +192,7 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.gradient_accumulation import (
         GradientAccumulationPlugin as GradientAccumulationPlugin,
     )
+    from accel_callbacks.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
     from accel_callbacks.plugins.parallelism import ParallelismConfig as ParallelismConfig
     from accel_callbacks.plugins.parallelism_handlers import (
         DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import cached_property
 from os import PathLike
@@ -35,10 +35,13 @@ from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingSta
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
 from accel_callbacks.config import (
     PRECISIONS,
+    accumulated,
     launched_fsdp,
     launched_handlers,
+    launched_megatron,
     launched_parallelism,
     launched_plugin,
+    refuse_beside_megatron,
     resolve_config,
     unread_variables,
 )
@@ -72,10 +75,11 @@ from accel_callbacks.memory import release_memory
 from accel_callbacks.modeling.compile import uncompile
 from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_scheduler
 from accel_callbacks.optimizer import AcceleratedOptimizer
-from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
+from accel_callbacks.plugins.base import Handlers, KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
+from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelPlugin
 from accel_callbacks.plugins.precision import AutocastKwargs
@@ -95,7 +99,6 @@ __all__ = ["Accelerator"]
 _STRATEGIES = (
     "deepspeed_plugin",
     "deepspeed_plugins",
-    "megatron_lm_plugin",
 )
 T = TypeVar("T")
 
@@ -134,6 +137,8 @@ class Accelerator(ProcessControl, MediaLogging):
             ``parallelism_config``.
         torch_tp_plugin: a ``parallelism_config`` with this ``tp_size`` alone, for scripts that were
             written for Accelerate.
+        megatron_lm_plugin: options of Megatron-LM, in place of the two before: they arrange the
+            ranks for engines of this library.
         dynamo_backend: backend of torch.compile for prepared models; none by default.
         dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
         dataloader_config: how prepared loaders shard their data across ranks.
@@ -186,6 +191,7 @@ class Accelerator(ProcessControl, MediaLogging):
         parallelism_config: ParallelismConfig | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
         dynamo_backend: DynamoBackend | str | Callable[..., Any] | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -222,18 +228,31 @@ class Accelerator(ProcessControl, MediaLogging):
         _check_plugin("parallelism_config", parallelism_config, ParallelismConfig)
         _check_plugin("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
         _check_plugin("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
+        _check_plugin("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
         parallelism_config = _chosen_parallelism(parallelism_config, torch_tp_plugin)
         self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
+        parallelism = launched_parallelism(parallelism_config, self.config)
+        fsdp = launched_fsdp(fsdp_plugin, self.config)
+        megatron = launched_megatron(megatron_lm_plugin, self.config)
+        if megatron is not None:
+            refuse_beside_megatron(parallelism, fsdp)
+            self.config = accumulated(self.config, megatron)
+            if gradient_accumulation_plugin is not None:
+                gradient_accumulation_plugin = replace(
+                    gradient_accumulation_plugin, num_steps=self.config.gradient_accumulation_steps
+                )
+            self.handlers = Handlers({**self.handlers.by_class, MegatronLMPlugin: megatron})
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
         self.topology = resolve_topology(cpu=self.config.cpu, anew=True, **group)
-        self.strategy = create_strategy(
-            self.topology,
-            self.handlers,
-            launched_parallelism(parallelism_config, self.config),
-            launched_fsdp(fsdp_plugin, self.config),
-        )
+        if megatron is not None:
+            parallelism, fsdp = megatron.arranged(self.topology.world_size)
+        self.strategy = create_strategy(self.topology, self.handlers, parallelism, fsdp)
         own = _given(parallelism_config, self.strategy.fsdp_plugin, dynamo_backend or dynamo_plugin)
+        if megatron is not None:
+            own |= {"megatron_lm", *(f"megatron.{one.name}" for one in fields(megatron))}
+            if (left := megatron.notes()) and self.is_main_process:
+                warn(left)
         unread = unread_variables(self.config, os.environ, own)
         if unread and self.is_main_process:
             warn(unread)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.compile import TorchDynamoPlugin, choose_plugin
+from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import AXES, ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
 from accel_callbacks.plugins.precision import AORecipeKwargs
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceleratorConfig",
+    "accumulated",
     "launched_fsdp",
     "launched_handlers",
+    "launched_megatron",
     "launched_parallelism",
     "launched_plugin",
+    "refuse_beside_megatron",
     "resolve_config",
     "unread_variables",
 ]
@@ -46,10 +50,12 @@ class AcceleratorConfig:
         dynamo_use_regional_compilation: compile the repeated blocks of a model.
         fp8_pad_inner_dim: pad inputs of fp8 layers.
         fp8_enable_fsdp_float8_all_gather: gather the sharded weights of fp8 layers in fp8.
-        distributed_type: ``"FSDP"`` shards models; others follow from the processes.
+        distributed_type: ``"FSDP"`` shards models, ``"MEGATRON_LM"`` reads ``megatron``; others
+            follow from the processes.
         fsdp: keywords of :class:`accel_callbacks.FullyShardedDataParallelPlugin`.
         parallelism: sizes of the axes of a :class:`accel_callbacks.ParallelismConfig`, and how
             context travels.
+        megatron: keywords of :class:`accel_callbacks.MegatronLMPlugin`.
         origins: the origin of each value, by option, such as ``"fsdp.cpu_offload"``.
 
     Example:
@@ -75,6 +81,7 @@ class AcceleratorConfig:
     distributed_type: str | None = None
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     parallelism: Mapping[str, Any] = field(default_factory=dict)
+    megatron: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -101,6 +108,20 @@ def _switch(text: str) -> bool | int | str:
     return int(text) if isinstance(value, str) and text.isdecimal() else value
 
 
+_MEGATRON: dict[str, Callable[[str], Any]] = {
+    "tp_degree": int,
+    "context_parallel_size": int,
+    "sequence_parallelism": _boolean,
+    "num_micro_batches": int,
+    "use_distributed_optimizer": _boolean,
+    "use_custom_fsdp": _boolean,
+    "optimizer_cpu_offload": _boolean,
+    "recompute_activations": _boolean,
+    "recompute_granularity": str,
+    "recompute_method": str,
+    "recompute_num_layers": int,
+    "gradient_clipping": float,
+}
 # The launcher passes its options to the processes that it starts in these variables.
 _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "mixed_precision": ("ACCEL_MIXED_PRECISION", str),
@@ -131,8 +152,12 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
         f"parallelism.{axis}_size": (f"ACCEL_PARALLELISM_{axis.upper()}_SIZE", int) for axis in AXES
     },
     "parallelism.cp_comm_strategy": ("ACCEL_PARALLELISM_CP_COMM_STRATEGY", str),
+    **{
+        f"megatron.{name}": (f"ACCEL_MEGATRON_LM_{name.upper()}", convert)
+        for name, convert in _MEGATRON.items()
+    },
 }
-_GROUPS = ("fsdp", "parallelism")
+_GROUPS = ("fsdp", "parallelism", "megatron")
 _SAME = ("sharding_strategy", "reshard_after_forward")
 
 
@@ -182,6 +207,10 @@ _OF_ACCELERATE = {
     "ACCELERATE_USE_DEEPSPEED": "deepspeed",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
     **{f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": f"parallelism.{axis}_size" for axis in AXES},
+    **{
+        f"MEGATRON_LM_{name.upper()}": f"megatron.{name}"
+        for name in ("tp_degree", "pp_degree", "num_micro_batches", "use_distributed_optimizer")
+    },
     # transformers reads others, such as FSDP_CPU_RAM_EFFICIENT_LOADING.
     "FSDP_SHARDING_STRATEGY": "fsdp.sharding_strategy",
     "FSDP_RESHARD_AFTER_FORWARD": "fsdp.reshard_after_forward",
@@ -197,6 +226,7 @@ _DEFAULTS = {
     "fsdp.sharding_strategy": "full_shard",
     "fsdp.reshard_after_forward": "true",
     **{f"parallelism.{axis}_size": "1" for axis in AXES},
+    **{f"megatron.{name}": "1" for name in ("tp_degree", "pp_degree", "num_micro_batches")},
 }
 _SHOWN = 4
 
@@ -362,6 +392,91 @@ def launched_parallelism(
     if travels is not None and sizes["cp_size"] > 1:
         sizes["cp_handler"] = TorchContextParallelConfig(travels)
     return ParallelismConfig(**sizes)
+
+
+def launched_megatron(
+    plugin: MegatronLMPlugin | None, config: AcceleratorConfig
+) -> MegatronLMPlugin | None:
+    """Return the options of Megatron-LM; those that the script leaves None are the launcher's.
+
+    Returns:
+        ``None`` if neither the script nor the launch has any.
+
+    Raises:
+        ValueError: an option of the launcher is invalid.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, MegatronLMPlugin
+        >>> from accel_callbacks.config import launched_megatron
+        >>> config = AcceleratorConfig(distributed_type="MEGATRON_LM", megatron={"tp_degree": 2})
+        >>> launched_megatron(None, config).tp_degree
+        2
+        >>> launched_megatron(MegatronLMPlugin(tp_degree=1), config).tp_degree
+        1
+        >>> launched_megatron(None, AcceleratorConfig()) is None
+        True
+    """
+    if config.distributed_type != "MEGATRON_LM":
+        return plugin
+    given = plugin or MegatronLMPlugin()
+    left = {name: v for name, v in config.megatron.items() if getattr(given, name) is None}
+    try:
+        return replace(given, **left) if left else given
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Megatron-LM as the launch asks for it (ACCEL_MEGATRON_LM_*): {error}"
+        ) from None
+
+
+def refuse_beside_megatron(
+    parallelism: ParallelismConfig | None, fsdp: FullyShardedDataParallelPlugin | None
+) -> None:
+    """Raise for options that arrange the ranks too, beside those of Megatron-LM.
+
+    Raises:
+        ValueError: there is one; the message names it.
+
+    Example:
+        >>> from accel_callbacks.config import refuse_beside_megatron
+        >>> refuse_beside_megatron(None, None)
+    """
+    for name, given, instead in (
+        ("parallelism_config", parallelism, "tp_degree and context_parallel_size"),
+        ("fsdp_plugin", fsdp, "use_distributed_optimizer or use_custom_fsdp"),
+    ):
+        if given is not None:
+            raise ValueError(
+                f"{name} (an argument, or from the launch) and the options of Megatron-LM both "
+                f"arrange the ranks: leave it out, and give {instead}; or leave those of "
+                "Megatron-LM out."
+            )
+
+
+def accumulated(config: AcceleratorConfig, plugin: MegatronLMPlugin | None) -> AcceleratorConfig:
+    """Return the options with ``num_micro_batches`` as the micro-batches of one optimizer step.
+
+    Raises:
+        ValueError: ``gradient_accumulation_steps`` is given too, as another number above 1.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, MegatronLMPlugin
+        >>> from accel_callbacks.config import accumulated
+        >>> config = accumulated(AcceleratorConfig(), MegatronLMPlugin(num_micro_batches=4))
+        >>> config.gradient_accumulation_steps
+        4
+    """
+    steps = None if plugin is None else plugin.num_micro_batches
+    given = config.gradient_accumulation_steps
+    if steps is None or steps in (1, given):
+        return config
+    name = "gradient_accumulation_steps"
+    if given > 1:
+        raise ValueError(
+            f"{name}={given} ({config.origins.get(name, 'default')}) and num_micro_batches={steps} "
+            "of Megatron-LM both say how many batches make one optimizer step: give one of them."
+        )
+    origins = {**config.origins, name: "num_micro_batches of Megatron-LM"}
+    return replace(config, gradient_accumulation_steps=steps, origins=origins)
 
 
 def launched_fsdp(

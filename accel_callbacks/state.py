@@ -23,6 +23,7 @@ from accel_callbacks.distributed.topology import (
     select_device,
 )
 from accel_callbacks.errors import nearest
+from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.process_group import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
@@ -307,6 +308,12 @@ class AcceleratorState(PartialState):
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """How models are sharded, None if they are not."""
         return None if self._strategy is None else self._strategy.fsdp_plugin
+
+    @property
+    def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
+        """The options of Megatron-LM with their defaults, None if there are none."""
+        found = None if self._strategy is None else self._strategy.handlers.get(MegatronLMPlugin)
+        return None if found is None else found.filled()
 
     @property
     def is_fsdp2(self) -> bool:

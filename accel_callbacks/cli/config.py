@@ -361,10 +361,42 @@ _UNITS: Mapping[str, Callable[[], _Values]] = {
 def _cut_layers(chosen: Mapping[str, Any]) -> _Values:
     """Ask whether the layers of a model that is not sharded are cut."""
     count = chosen.get("num_processes", 1)
-    question = f"Cut layers over all {count} processes (tensor parallelism, by a plan)?"
-    if count == 1 or not yes_or_no(question):
+    if count == 1:
         return {}
-    return _mesh({"tp_size": count})
+    if yes_or_no(f"Cut layers over all {count} processes (tensor parallelism, by a plan)?"):
+        return _mesh({"tp_size": count})
+    return _megatron(count)
+
+
+def _megatron(count: int) -> _Values:
+    """Ask for options of Megatron-LM, those that Accelerate asks for."""
+    if not yes_or_no("Take options of Megatron-LM, for engines of this library?"):
+        return {}
+
+    def degree(text: str) -> int:
+        number = int(find("megatron_lm_config.megatron_lm_tp_degree").parse(text or "1"))
+        if count % number:
+            raise ValueError
+        return number
+
+    hint = f"type a number that divides {count}"
+    block: _Values = {
+        "tp_degree": _until("How many processes share each layer? [1] ", degree, hint)
+    }
+    if block["tp_degree"] > 1:
+        block["sequence_parallelism"] = yes_or_no(
+            "Share sequences between the blocks too?", default=True
+        )
+    if count > block["tp_degree"]:
+        block["use_distributed_optimizer"] = yes_or_no(
+            "Shard the optimizer's states over the others (FSDP2)?", default=True
+        )
+    block["recompute_activations"] = yes_or_no(
+        "Compute activations twice, but for products and attention?", default=True
+    )
+    print("Gradients are clipped by the loop: accel.clip_grad_norm_(model.parameters(), 1.0).")
+    named = {f"megatron_lm_{key}": value for key, value in block.items()}
+    return {"distributed_type": "MEGATRON_LM", "megatron_lm_config": named}
 
 
 def _arranged(chosen: Mapping[str, Any]) -> _Values:

@@ -20,6 +20,7 @@ from accel_callbacks.cli.parser import CommandError, CommandParser, natural_int
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.fsdp2 import fsdp1_notes
 from accel_callbacks.launch.machine import DRIVERS, gpu_drivers, has_driver, usable_cores
+from accel_callbacks.launch.megatron import megatron_note
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.peer_access import nccl_workarounds
 from accel_callbacks.launch.plan import AgentPlan, DirectPlan, Plan, Program, TpuPlan, build_plan
@@ -210,7 +211,7 @@ def _plan(args: Namespace, environment: Mapping[str, str]) -> Plan:
         one = find(path)
         if resolved.origins.get(path) == "command line" and resolved.value(path) != one.default:
             print(f"accel launch: {one.flag} has no effect: {reason}", file=sys.stderr)
-    for line in fsdp1_notes(resolved):
+    for line in (*fsdp1_notes(resolved), *filter(None, [megatron_note(resolved)])):
         print(f"accel launch: {line}", file=sys.stderr)
     host = Host(environment, usable_cores(), _count_devices, _free_port)
     words = getattr(args, "words", [])

@@ -354,27 +354,69 @@ class MegatronConfig:
 
     BLOCK: ClassVar[str] = "megatron_lm_config"
 
-    megatron_lm_tp_degree: int = option(1, "processes of tensor parallelism", least=1)
+    megatron_lm_tp_degree: int = option(
+        1,
+        "processes of tensor parallelism",
+        least=1,
+        variable="ACCEL_MEGATRON_LM_TP_DEGREE",
+        child=True,
+    )
     megatron_lm_pp_degree: int = option(1, "stages of pipeline parallelism", least=1)
-    megatron_lm_num_micro_batches: int | None = option(None, "micro-batches of a batch", least=1)
-    megatron_lm_sequence_parallelism: bool = option(False, "shard sequences", valued=True)
+    megatron_lm_num_micro_batches: int | None = option(
+        None,
+        "micro-batches of a batch",
+        least=1,
+        variable="ACCEL_MEGATRON_LM_NUM_MICRO_BATCHES",
+        child=True,
+    )
+    megatron_lm_sequence_parallelism: bool = option(
+        False,
+        "shard sequences",
+        valued=True,
+        variable="ACCEL_MEGATRON_LM_SEQUENCE_PARALLELISM",
+        child=True,
+    )
     megatron_lm_recompute_activations: bool = option(
-        False, "compute selected activations twice", valued=True
+        False,
+        "compute selected activations twice",
+        valued=True,
+        variable="ACCEL_MEGATRON_LM_RECOMPUTE_ACTIVATIONS",
+        child=True,
     )
     megatron_lm_use_distributed_optimizer: bool = option(
-        False, "shard the optimizer's states", valued=True
+        False,
+        "shard the optimizer's states",
+        valued=True,
+        variable="ACCEL_MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
+        child=True,
     )
     megatron_lm_gradient_clipping: float = option(
-        1.0, "largest norm of the gradients; 0 for none", least=0
+        1.0,
+        "largest norm of the gradients; 0 for none",
+        least=0,
+        variable="ACCEL_MEGATRON_LM_GRADIENT_CLIPPING",
+        child=True,
     )
     megatron_lm_recompute_granularity: str | None = option(
-        None, "what is computed twice", choices=("full", "selective")
+        None,
+        "what is computed twice",
+        choices=("full", "selective"),
+        variable="ACCEL_MEGATRON_LM_RECOMPUTE_GRANULARITY",
+        child=True,
     )
     megatron_lm_recompute_method: str | None = option(
-        None, "which layers are computed twice", choices=("uniform", "block")
+        None,
+        "which layers are computed twice",
+        choices=("uniform", "block"),
+        variable="ACCEL_MEGATRON_LM_RECOMPUTE_METHOD",
+        child=True,
     )
     megatron_lm_recompute_num_layers: int | None = option(
-        None, "layers of a unit that is computed twice", least=1
+        None,
+        "layers of a unit that is computed twice",
+        least=1,
+        variable="ACCEL_MEGATRON_LM_RECOMPUTE_NUM_LAYERS",
+        child=True,
     )
     megatron_lm_attention_backend: str | None = option(None, "backend of attention, such as flash")
     megatron_lm_expert_model_parallel_size: int | None = option(
@@ -384,7 +426,11 @@ class MegatronConfig:
         None, "tensor parallelism in experts", least=1
     )
     megatron_lm_context_parallel_size: int | None = option(
-        None, "processes of context parallelism", least=1
+        None,
+        "processes of context parallelism",
+        least=1,
+        variable="ACCEL_MEGATRON_LM_CONTEXT_PARALLEL_SIZE",
+        child=True,
     )
     megatron_lm_attention_dropout: float | None = option(
         None, "dropout in attention", least=0, most=1
@@ -400,7 +446,11 @@ class MegatronConfig:
         False, "use rotary position embeddings", valued=True
     )
     megatron_lm_use_custom_fsdp: bool = option(
-        False, "shard with Megatron-LM's own FSDP", valued=True
+        False,
+        "shard with Megatron-LM's own FSDP",
+        valued=True,
+        variable="ACCEL_MEGATRON_LM_USE_CUSTOM_FSDP",
+        child=True,
     )
     megatron_lm_no_load_optim: bool = option(False, "load no states of the optimizer", valued=True)
     megatron_lm_no_save_optim: bool = option(False, "save no states of the optimizer", valued=True)
@@ -411,7 +461,11 @@ class MegatronConfig:
         False, "overlap the copies of an optimizer on the host", valued=True
     )
     megatron_lm_optimizer_cpu_offload: bool = option(
-        False, "keep the optimizer's states on the host", valued=True
+        False,
+        "keep the optimizer's states on the host",
+        valued=True,
+        variable="ACCEL_MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD",
+        child=True,
     )
     megatron_lm_use_precision_aware_optimizer: bool = option(
         False, "choose the types of the optimizer's states", valued=True

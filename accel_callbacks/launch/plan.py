@@ -185,6 +185,7 @@ def build_plan(
 
 def _check_mesh(settings: LaunchSettings, processes: int) -> None:
     """Raise SettingsError unless the mesh arranges all processes, before any of them starts."""
+    _check_degrees(settings, processes)
     mesh = {} if settings.parallelism_config is None else vars(settings.parallelism_config)
     sizes = {key: size for key, size in mesh.items() if key.endswith("_size") and size > 1}
     arranged = math.prod(sizes.values())
@@ -195,6 +196,20 @@ def _check_mesh(settings: LaunchSettings, processes: int) -> None:
         f"parallelism_config: {shown} arranges {arranged} processes, and this launch has "
         f"{processes}: the product of the sizes must be {processes}, or --num_processes {arranged}"
     )
+
+
+def _check_degrees(settings: LaunchSettings, processes: int) -> None:
+    """Raise SettingsError unless the degrees of Megatron-LM divide the processes."""
+    block = settings.megatron_lm_config
+    if settings.distributed_type != "MEGATRON_LM" or block is None:
+        return
+    tp, cp = block.megatron_lm_tp_degree, block.megatron_lm_context_parallel_size or 1
+    if processes % (tp * cp):
+        raise SettingsError(
+            f"megatron_lm_config: megatron_lm_tp_degree: {tp}, megatron_lm_context_parallel_size: "
+            f"{cp} arrange groups of {tp * cp} processes, and this launch has {processes}: give "
+            f"degrees whose product divides {processes}, or --num_processes {tp * cp}"
+        )
 
 
 def _needs_agent(settings: LaunchSettings, extras: Mapping[str, Any]) -> bool:

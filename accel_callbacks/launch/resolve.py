@@ -246,10 +246,10 @@ def refuse_unbuilt(resolved: Resolved) -> None:
 
     Example:
         >>> from accel_callbacks.launch.resolve import refuse_unbuilt, resolve_settings
-        >>> asked = {"distributed_type": "MEGATRON_LM"}
+        >>> asked = {"distributed_type": "DEEPSPEED"}
         >>> refuse_unbuilt(resolve_settings(asked, None, "/x/a.py", {"HOME": "/x"}))
         Traceback (most recent call last):
-        accel_callbacks.launch.option.SettingsError: distributed_type: MEGATRON_LM (command ...
+        accel_callbacks.launch.option.SettingsError: distributed_type: DEEPSPEED (command ...
     """
     for one in UNBUILT:
         if one.asked(resolved.settings):

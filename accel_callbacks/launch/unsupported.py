@@ -6,12 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["IDLE", "OF_FSDP1", "UNBUILT", "Unbuilt"]
+from accel_callbacks.launch.parallelism_settings import MegatronConfig
+from accel_callbacks.plugins.megatron import MEGATRON
+
+__all__ = ["IDLE", "OF_FSDP1", "OF_MEGATRON", "UNBUILT", "Unbuilt"]
 
 #: Keys of ``fsdp_config`` that have no meaning in FSDP2, and what takes their place.
 OF_FSDP1: Mapping[str, str] = {
     "fsdp_backward_prefetch": "FSDP2 always gathers the next unit early in backward",
     "fsdp_use_orig_params": "FSDP2 always keeps the weights' own names, types and groups",
+}
+#: Keys of ``megatron_lm_config`` that have no meaning here, and why.
+OF_MEGATRON: Mapping[str, str] = {
+    f"megatron_lm_{name}": rule.text
+    for name, rule in MEGATRON.items()
+    if rule.kind == "idle" and f"megatron_lm_{name}" in MegatronConfig.__dataclass_fields__
 }
 _Test = Callable[[Any], bool]
 
@@ -92,11 +101,27 @@ def _fsdp(key: str, value: Any, reason: str, instead: str) -> Unbuilt:
     )
 
 
+def _megatron(name: str) -> Unbuilt:
+    """Refuse a degree of Megatron-LM above 1."""
+    key = f"megatron_lm_{name}"
+    reason, _, instead = MEGATRON[name].text.partition(": ")
+    return Unbuilt(
+        f"megatron_lm_config.{key}",
+        lambda settings: (
+            settings.distributed_type == "MEGATRON_LM"
+            and settings.megatron_lm_config is not None
+            and (getattr(settings.megatron_lm_config, key) or 1) > 1
+        ),
+        reason,
+        instead,
+    )
+
+
 _DDP = "--distributed_type MULTI_GPU or MULTI_CPU trains with DDP, which is the same"
 
 UNBUILT: tuple[Unbuilt, ...] = (
     _kind("DEEPSPEED", "DeepSpeed"),
-    _kind("MEGATRON_LM", "Megatron-LM"),
+    *map(_megatron, ("pp_degree", "expert_model_parallel_size", "expert_tensor_parallel_size")),
     _fsdp("fsdp_sharding_strategy", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp("fsdp_reshard_after_forward", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp(
@@ -188,6 +213,7 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     ),
     "deepspeed_config": (_without("DEEPSPEED"), "distributed_type is not DEEPSPEED"),
     "megatron_lm_config": (_without("MEGATRON_LM"), "distributed_type is not MEGATRON_LM"),
+    **{f"megatron_lm_config.{key}": (_always, reason) for key, reason in OF_MEGATRON.items()},
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),
     **_of_axis("cp", "backend", "comm_strategy"),
     **_of_axis("sp", "backend"),

@@ -33,13 +33,20 @@ _BEYOND = ("commands", "test_utils")
 
 _FOR_TESTS = "left as it is: only tests import it, and accelerate has to be installed for them"
 _NO_FSDP = "a part of its FSDP: Accelerator(fsdp_plugin=...) does this in prepare, or not at all"
+_NO_MEGATRON = (
+    "a part of the loop of Megatron-LM, which is not run here: write the loop of a plain script; "
+    "MegatronLMPlugin arranges the processes"
+)
 _NO_ENGINE = "this engine is not there yet: keep this script with Accelerate"
 ADVICE: Mapping[str, str] = {
     "__version__": "the version of Accelerate is irrelevant here: remove the check",
     "*fsdp*": _NO_FSDP,
     "*FSDP*": _NO_FSDP,
     "*eep?peed*": _NO_ENGINE,
-    "*egatron*": _NO_ENGINE,
+    "*egatron*": _NO_MEGATRON,
+    "*TrainStep": _NO_MEGATRON,
+    "avg_losses_across_data_parallel_group": _NO_MEGATRON,
+    "gather_across_data_parallel_groups": _NO_MEGATRON,
     "GatheredParameters": _NO_ENGINE,
     "TERecipeKwargs": "fp8 is torchao here: AORecipeKwargs",
     "MSAMPRecipeKwargs": "fp8 is torchao here: AORecipeKwargs",

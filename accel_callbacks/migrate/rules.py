@@ -95,10 +95,14 @@ ARGUMENTS: Mapping[tuple[str, str, object], tuple[Kind, str]] = {
     ),
     ("Accelerator", "deepspeed_plugin", ANY): ("left", _NOT_YET),
     ("Accelerator", "deepspeed_plugins", ANY): ("left", _NOT_YET),
-    ("Accelerator", "megatron_lm_plugin", ANY): ("left", _NOT_YET),
     ("TorchTensorParallelPlugin", "torch_device_mesh", ANY): (
         "left",
         "a TypeError: the Accelerator builds the mesh; leave it out",
+    ),
+    ("Accelerator", "megatron_lm_plugin", ANY): (
+        "differs",
+        "its options choose engines of this library, for the script's own loop and model: see the "
+        "page on configs of Megatron-LM; what does nothing by itself, clipping too, is a warning",
     ),
     ("get_logger", "log_level", ANY): ("note", "sets the level of this logger, not of the root"),
     ("Accelerator", "log_with", "aim"): ("left", "there is no tracker for aim"),
@@ -159,7 +163,6 @@ STATE_ATTRIBUTES: Mapping[str, str] = {
     "deepspeed_plugins": _NO_METHOD,
     "dynamo_plugin": _NO_METHOD,
     "get_deepspeed_plugin": _NO_METHOD,
-    "megatron_lm_plugin": _NO_METHOD,
     "select_deepspeed_plugin": _NO_METHOD,
     "torch_tp_plugin": _NO_METHOD,
 }

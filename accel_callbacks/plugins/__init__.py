@@ -5,6 +5,7 @@ from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
+from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "Handlers",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "MegatronLMPlugin",
     "OptionEnum",
     "ParallelismConfig",
     "TorchContextParallelConfig",

@@ -17,6 +17,7 @@ __all__ = [
 ]
 
 _ROTATIONS = ("allgather", "alltoall")
+_PLANS = ("proposed", "proposed_sequence")
 _ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa")
 
 
@@ -29,7 +30,12 @@ class TorchTensorParallelConfig(KwargsHandler):
         plan: which modules are cut, and how: patterns of their names, with ``*`` for one part, to
             ``"colwise"``, ``"rowwise"``, ``"colwise_gather_output"``, ``"embedding_rowwise"``,
             ``"sequence_parallel"``, ``"replicated"`` or a ``ParallelStyle`` of torch; that of the
-            model if None.
+            model if None. ``"proposed"``: that of the model, else what
+            :meth:`Accelerator.propose_tp_plan` gives. ``"proposed_sequence"``: what it gives with
+            ``sequence_parallel=True``.
+
+    Raises:
+        ValueError: another word in place of a plan.
 
     Example:
         >>> from accel_callbacks import ParallelismConfig, TorchTensorParallelConfig
@@ -39,11 +45,17 @@ class TorchTensorParallelConfig(KwargsHandler):
     """
 
     enable_async_tp: bool = False
-    plan: Mapping[str, Any] | None = None
+    plan: Mapping[str, Any] | str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.plan, str) and self.plan not in _PLANS:
+            raise ValueError(f"plan={self.plan!r} is unknown; use a plan, or one of {_PLANS}.")
 
     def to_plain(self) -> dict[str, Any]:
         """Return the options as plain values; a ``ParallelStyle`` of torch by its class."""
-        plan = self.plan and {
+        if not self.plan or isinstance(self.plan, str):
+            return {"enable_async_tp": self.enable_async_tp, "plan": self.plan}
+        plan = {
             name: style if isinstance(style, str) else type(style).__name__
             for name, style in self.plan.items()
         }

@@ -18,10 +18,12 @@ from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients
 from accel_callbacks.logging import notice
-from accel_callbacks.modeling.compile import original
+from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
+from accel_callbacks.modeling.compile import original, regions
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import (
     DeepSpeedSequenceParallelConfig,
@@ -34,6 +36,7 @@ from accel_callbacks.strategies.optimizer_state import (
     named_optimizer_state,
     positional_optimizer_state,
 )
+from accel_callbacks.warning import warn
 
 __all__ = ["SetUp", "Strategy"]
 
@@ -196,7 +199,17 @@ class Strategy(ABC):
 
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Compute blocks again in backward if the options say so; before the model is compiled."""
-        return None
+        megatron = self.handlers.get(MegatronLMPlugin)
+        if megatron is None or not megatron.activation_checkpointing:
+            return
+        if not any(True for _ in regions(model)):
+            # On by default in the files of Accelerate, whatever models there are besides.
+            warn(
+                f"{type(model).__name__} repeats no blocks, and so none are computed again: the "
+                "options of Megatron-LM to recompute have no effect on it."
+            )
+            return
+        checkpoint_with(megatron.activation_checkpointing, model)
 
     def watch_calls(self, model: torch.nn.Module) -> None:
         """Check how a new model is called from now on, also one that is only evaluated."""

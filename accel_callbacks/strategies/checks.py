@@ -10,6 +10,7 @@ from accel_callbacks.offload.placeholder import AbsentWeight
 
 __all__ = [
     "is_dispatched",
+    "is_of_transformers",
     "is_on_several_devices",
     "is_plain",
     "refuse_distributed",
@@ -31,6 +32,22 @@ _METHODS = (
     "_save_to_state_dict",
     "_load_from_state_dict",
 )
+
+
+def is_of_transformers(module: torch.nn.Module) -> bool:
+    """Return whether a module is a whole model of transformers.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.checks import is_of_transformers
+        >>> is_of_transformers(torch.nn.Linear(1, 1))
+        False
+    """
+    # By name: a model of transformers is here only if the script has imported it.
+    return any(
+        one.__name__ == "PreTrainedModel" and one.__module__.startswith("transformers.")
+        for one in type(module).__mro__
+    )
 
 
 def is_plain(model: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from accel_callbacks import collectives
 from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
+from accel_callbacks.strategies.checks import is_of_transformers
 from accel_callbacks.warning import warn
 
 __all__ = ["ContextParallel", "token_order"]
@@ -292,7 +293,7 @@ class ContextParallel:
         """
         inside: set[int] = set()
         for module in model.modules():
-            if id(module) not in inside and _is_of_transformers(module):
+            if id(module) not in inside and is_of_transformers(module):
                 inside.update(map(id, module.modules()))
                 module.register_forward_pre_hook(
                     _Hook(self._checked_call), with_kwargs=True, prepend=True
@@ -431,14 +432,6 @@ def _checked_dims(buffers: list[torch.Tensor], dims: list[int]) -> list[int]:
                 f"{dim}."
             )
     return [dim % buffer.dim() for buffer, dim in zip(buffers, dims, strict=True)]
-
-
-def _is_of_transformers(module: torch.nn.Module) -> bool:
-    # By name: a model of transformers is here only if the script has imported it.
-    return any(
-        one.__name__ == "PreTrainedModel" and one.__module__.startswith("transformers.")
-        for one in type(module).__mro__
-    )
 
 
 def _refuse_attention(name: str, model: Any, size: str) -> None:

@@ -197,6 +197,7 @@ class FSDP(Sharding):
 
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Apply ``activation_checkpointing`` of the options."""
+        super().checkpoint_activations(model)
         checkpoint_with(self.options.activation_checkpointing, model)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

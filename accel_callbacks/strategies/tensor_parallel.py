@@ -18,7 +18,7 @@ from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.parallelism import ParallelismConfig
-from accel_callbacks.strategies.checks import is_plain, refuse_spread
+from accel_callbacks.strategies.checks import is_of_transformers, is_plain, refuse_spread
 from accel_callbacks.strategies.cut_dropout import CutDropout, draws_random_numbers
 from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.tensor_plan import (
@@ -136,7 +136,12 @@ def required_plan(
     handler = None if parallelism is None else parallelism.tp_handler
     if handler is not None and handler.enable_async_tp:
         warn("enable_async_tp has no effect: torch overlaps only what it compiles. Leave it out.")
-    plan = (handler.plan if handler is not None else None) or plan_of(model)
+    if handler is not None and _keeps_sequence(handler.plan, model):
+        warn(
+            f"sequences stay whole between the blocks of {type(model).__name__}, which takes "
+            "positions and masks from the length of its activations: layers alone are cut."
+        )
+    plan = _chosen_plan(model, parallelism)
     if plan:
         return plan
     try:
@@ -147,6 +152,33 @@ def required_plan(
         f"{type(model).__name__} has no plan of tensor parallelism. {proposal} it as "
         "ParallelismConfig(tp_size=..., tp_handler=TorchTensorParallelConfig(plan=...))."
     )
+
+
+def _chosen_plan(
+    model: torch.nn.Module, parallelism: ParallelismConfig | None
+) -> Mapping[str, Any]:
+    """Return the plan that was given or proposed as asked for, or that of the model, else empty."""
+    handler = None if parallelism is None else parallelism.tp_handler
+    given = None if handler is None else handler.plan
+    if not isinstance(given, str):
+        return given or plan_of(model)
+    own = plan_of(model)
+    if _keeps_sequence(given, model):
+        given = "proposed"
+    cuts_sequence = given == "proposed_sequence"
+    if own and (not cuts_sequence or any("sequence" in str(style) for style in own.values())):
+        return own
+    try:
+        return propose_plan(model, sequence_parallel=cuts_sequence)
+    except ValueError as error:
+        raise ValueError(f"{error} Set the plan as an attribute of the model: tp_plan.") from None
+
+
+def _keeps_sequence(given: Any, model: torch.nn.Module) -> bool:
+    """Return whether sequences are to be cut that a model takes positions and masks from."""
+    of_transformers = any(map(is_of_transformers, model.modules()))
+    cut = any("sequence" in str(style) for style in plan_of(model).values())
+    return bool(given == "proposed_sequence" and of_transformers and not cut)
 
 
 def is_cut(model: torch.nn.Module) -> bool:
@@ -251,8 +283,7 @@ def separate_dropout(
     """Let dropout of cut activations draw other numbers on each rank of tensor parallelism."""
     if not draws_random_numbers(model):
         return
-    handler = None if parallelism is None else parallelism.tp_handler
-    plan = (handler.plan if handler is not None else None) or plan_of(model)
+    plan = _chosen_plan(model, parallelism)
     cut = {pattern: is_cut_after(style) for pattern, style in plan.items()}
     styled = [(module, bool(cut[pattern])) for module, pattern in _by_pattern(model, cut).items()]
     if styled:

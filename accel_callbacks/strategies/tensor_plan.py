@@ -60,6 +60,9 @@ _ROWWISE = (
     *("o_proj", "out_proj", "out_lin", "wo", "to_out"),
     *("down_proj", "fc2", "lin2", "w2", "dense_4h_to_h"),
 )
+# The same by the last two parts, where layers of blocks and of heads have one name.
+_COLWISE_IN = ("intermediate.dense",)
+_ROWWISE_IN = ("output.dense",)
 # One linear layer for several: its columns are not those of a head, so cutting them is wrong.
 _PACKED = ("qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj", "gate_up_proj", "Wqkv")
 # Norms of the heads of a rank: their weights are whole, and their gradients parts of sums.
@@ -218,7 +221,7 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
     found: dict[str, str] = {}
     suffix = "_sequence" if sequence_parallel else ""
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
+        last, inner = name.rpartition(".")[2], ".".join(name.split(".")[-2:])
         if not isinstance(getattr(module, "weight", None), torch.Tensor) or list(module.children()):
             continue
         if last in _PACKED:
@@ -228,9 +231,9 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
                 'after the other, or "packed_colwise:2" for gate and up; else split it.'
             )
         style = None
-        if last in _COLWISE:
+        if last in _COLWISE or inner in _COLWISE_IN:
             style = f"colwise{suffix}"
-        elif last in _ROWWISE:
+        elif last in _ROWWISE or inner in _ROWWISE_IN:
             style = f"rowwise{suffix}"
         elif last in _HEAD_NORMS:
             style = "replicated_with_grad_allreduce"

@@ -138,6 +138,7 @@ if TYPE_CHECKING:
     from accel_callbacks import LocalSGD as LocalSGD
     from accel_callbacks import LoggerType as LoggerType
     from accel_callbacks import LostRankError as LostRankError
+    from accel_callbacks import MegatronLMPlugin as MegatronLMPlugin
     from accel_callbacks import MultiProcessAdapter as MultiProcessAdapter
     from accel_callbacks import ParallelismConfig as ParallelismConfig
     from accel_callbacks import PartialState as PartialState

@@ -53,6 +53,8 @@ def test_a_run_that_is_not_sharded_as_asked_says_so(monkeypatch, value):
         ("ACCELERATE_DEBUG_MODE", "1"),
         ("ACCELERATE_USE_DEEPSPEED", "true"),
         ("ACCELERATE_USE_MEGATRON_LM", "true"),
+        ("MEGATRON_LM_TP_DEGREE", "2"),
+        ("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "True"),
         ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2"),
         ("PARALLELISM_CONFIG_TP_SIZE", "2"),
         ("FSDP_OFFLOAD_PARAMS", "true"),

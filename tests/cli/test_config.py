@@ -93,6 +93,7 @@ def test_asks_and_writes_and_prints_how_to_launch(tmp_path: Path) -> None:
     shell.answer("A free port on it? [29500] ", "")
     shell.answer("(FSDP), to save memory? [y/N] ", "")
     shell.answer("(tensor parallelism, by a plan)? [y/N] ", "")
+    shell.answer("for engines of this library? [y/N] ", "")
     shell.answer("Number [1] ", "2")
     shell.answer("torch.compile? [y/N] ", "y")
     shell.answer("Number [1] ", "1")
@@ -171,14 +172,14 @@ def ask(
 
 
 def test_on_gpus_all_of_them_are_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, _ = ask(monkeypatch, GPUS, "", "", "", "", "2", "")
+    values, _ = ask(monkeypatch, GPUS, "", "", "", "", "", "2", "")
     assert values["distributed_type"] == "MULTI_GPU"
     assert values["num_processes"] == 4
     assert values["mixed_precision"] == "fp16"
 
 
 def test_some_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, _ = ask(monkeypatch, GPUS, "2", "7", "0, 3", "", "", "", "", "")
+    values, _ = ask(monkeypatch, GPUS, "2", "7", "0, 3", "", "", "", "", "", "")
     assert values["gpu_ids"] == "0,3"
     assert values["num_processes"] == 2
 
@@ -250,6 +251,33 @@ def test_layers_are_cut_over_all_processes_where_nothing_is_sharded(
     values, _ = ask(monkeypatch, GPUS, "", "", "", "y", "", "")
     assert values["distributed_type"] == "MULTI_GPU"
     assert values["parallelism_config"] == {"parallelism_config_tp_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("typed", "block"),
+    [
+        (
+            ["3", "2", "", "n", ""],
+            {
+                "tp_degree": 2,
+                "sequence_parallelism": True,
+                "use_distributed_optimizer": False,
+                "recompute_activations": True,
+            },
+        ),
+        (["", "", "n"], {"tp_degree": 1, "use_distributed_optimizer": True}),
+        (["4", "n", ""], {"tp_degree": 4, "sequence_parallelism": False}),
+    ],
+    ids=["some", "none", "all"],
+)
+def test_options_of_megatron(
+    typed: list[str], block: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, _ = ask(monkeypatch, GPUS, "", "", "", "", "y", *typed, "", "")
+    assert values["distributed_type"] == "MEGATRON_LM"
+    found = values["megatron_lm_config"]
+    assert isinstance(found, dict)
+    assert found == found | {f"megatron_lm_{key}": value for key, value in block.items()}
 
 
 def test_a_tpu_is_offered_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,15 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
             "fsdp_config.fsdp_activation_checkpointing_offload: 1",
         ),
         ("distributed_type: DEEPSPEED", "distributed_type: DEEPSPEED"),
-        ("distributed_type: MEGATRON_LM", "distributed_type: MEGATRON_LM"),
+        (
+            "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_pp_degree: 2}",
+            "megatron_lm_config.megatron_lm_pp_degree: 2",
+        ),
+        (
+            "distributed_type: MEGATRON_LM\n"
+            "megatron_lm_config: {megatron_lm_expert_model_parallel_size: 2}",
+            "megatron_lm_config.megatron_lm_expert_model_parallel_size: 2",
+        ),
         (
             "parallelism_config: {parallelism_config_tp_size: 4, "
             "parallelism_config_dp_replicate_size: 2}",

@@ -1,0 +1,446 @@
+"""Options of Megatron-LM, and what each is in the engines of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.plugins.parallelism_handlers import TorchTensorParallelConfig
+
+__all__ = ["MEGATRON", "MegatronArrangement", "MegatronLMPlugin", "MegatronRule"]
+
+
+class MegatronRule(NamedTuple):
+    """What is done with one option.
+
+    Args:
+        kind: ``"mapped"`` to an engine here, ``"passed on"`` to the script, ``"idle"``, or
+            ``"refused"``.
+        text: to what, why, or what to do instead.
+        unasked: values that ask for nothing, besides None and the default.
+    """
+
+    kind: Literal["mapped", "passed on", "idle", "refused"]
+    text: str
+    unasked: tuple[Any, ...] = ()
+
+
+def _mapped(text: str) -> MegatronRule:
+    return MegatronRule("mapped", text)
+
+
+def _idle(text: str, *unasked: Any) -> MegatronRule:
+    return MegatronRule("idle", text, unasked)
+
+
+def _refused(text: str, *unasked: Any) -> MegatronRule:
+    return MegatronRule("refused", text, unasked)
+
+
+_MODEL = "the model is the script's, and so is this option of it"
+_SCHEDULE = "the scheduler is the script's, and steps once an optimizer step"
+_GROUPS = "the optimizer is the script's: give it parameter groups"
+_EVALUATION = "the loop is the script's, and evaluates where it does"
+_STAGES = "there is one pipeline stage"
+_LOOP = (
+    "there is no adapter to the training loop of Megatron-LM: write it into the script's own loop, "
+    "and leave the option out"
+)
+_EXPERTS = "experts are not shared out: leave it out, and each rank has all experts"
+
+#: Every option of Accelerate's ``MegatronLMPlugin``; those of ``megatron_lm_config`` have the
+#: prefix ``megatron_lm_``.
+MEGATRON: Mapping[str, MegatronRule] = {
+    "tp_degree": _mapped("ParallelismConfig(tp_size=), by the plan of the model or a proposed one"),
+    "pp_degree": _refused(
+        "pipeline stages are not made from a config: give tp_degree, context_parallel_size or "
+        "use_distributed_optimizer instead",
+        1,
+    ),
+    "context_parallel_size": _mapped(
+        "ParallelismConfig(cp_size=); the loop wraps forward and backward in "
+        "accel.maybe_context_parallel()"
+    ),
+    "sequence_parallelism": _mapped(
+        "the proposed plan cuts sequences between the blocks too; without tp_degree, no effect"
+    ),
+    "num_micro_batches": _mapped(
+        "gradient_accumulation_steps: batches of one optimizer step, in accel.accumulate()"
+    ),
+    "use_distributed_optimizer": _mapped(
+        "FSDP2 with reshard_after_forward=False, over the ranks with different data"
+    ),
+    "use_custom_fsdp": _mapped("FSDP2 with reshard_after_forward=True, over the same ranks"),
+    "optimizer_cpu_offload": _mapped("cpu_offload of FSDP2; without it, no effect"),
+    "recompute_activations": _mapped('activation checkpointing, "selective"'),
+    "recompute_granularity": _mapped('activation checkpointing: of all blocks, or "selective"'),
+    "recompute_method": _mapped("read with recompute_granularity full, where both are all blocks"),
+    "recompute_num_layers": _mapped(
+        "read with recompute_granularity full, where each block is computed again by itself"
+    ),
+    "gradient_clipping": MegatronRule(
+        "passed on",
+        "the loop clips: accel.clip_grad_norm_(model.parameters(), "
+        "accel.state.megatron_lm_plugin.gradient_clipping)",
+        (0,),
+    ),
+    "expert_model_parallel_size": _refused(_EXPERTS, 1),
+    "expert_tensor_parallel_size": _refused(_EXPERTS, 1),
+    "attention_backend": _idle("choose it where the model is built: attn_implementation"),
+    "attention_dropout": _idle(_MODEL),
+    "hidden_dropout": _idle(_MODEL),
+    "attention_softmax_in_fp32": _idle(_MODEL),
+    "use_rotary_position_embeddings": _idle(_MODEL),
+    "calculate_per_token_loss": _idle(
+        "the loss is the script's: accel.backward(loss_sum, normalizer=tokens) averages over tokens"
+    ),
+    "eod_mask_loss": _idle("the loss is the script's: give such tokens the label -100"),
+    "no_load_optim": _idle("accel.load_state(only='models') loads no optimizer"),
+    "no_save_optim": _idle("accel.save_model() saves no optimizer, and save_state() does"),
+    "overlap_cpu_optimizer_d2h_h2d": _idle("FSDP2 copies as it offloads"),
+    "use_precision_aware_optimizer": _idle("the optimizer is the script's, with its types"),
+    "decoder_last_pipeline_num_layers": _idle(_STAGES),
+    "pipeline_model_parallel_split_rank": _idle(_STAGES),
+    "num_layers_per_virtual_pipeline_stage": _idle(_STAGES),
+    "is_train_batch_min": _idle("each loader has its own batch size"),
+    "train_iters": _idle("the loop is the script's, and ends where it does"),
+    "train_samples": _idle("the loop is the script's, and ends where it does"),
+    "weight_decay_incr_style": _idle(_GROUPS),
+    "start_weight_decay": _idle(_GROUPS),
+    "end_weight_decay": _idle(_GROUPS),
+    "lr_decay_style": _idle(_SCHEDULE),
+    "lr_decay_iters": _idle(_SCHEDULE),
+    "lr_decay_samples": _idle(_SCHEDULE),
+    "lr_warmup_iters": _idle(_SCHEDULE),
+    "lr_warmup_samples": _idle(_SCHEDULE),
+    "lr_warmup_fraction": _idle(_SCHEDULE),
+    "min_lr": _idle(_SCHEDULE),
+    "consumed_samples": _idle("loaders go on at the exact sample after accel.load_state()"),
+    "no_wd_decay_cond": _idle(_GROUPS),
+    "scale_lr_cond": _idle(_GROUPS),
+    "lr_mult": _idle(_GROUPS),
+    "megatron_dataset_flag": _refused(
+        "its data sets come from its own loaders: make a Dataset, and prepare its DataLoader", False
+    ),
+    "seq_length": _idle("sequences are as long as the loader makes them"),
+    "encoder_seq_length": _idle("sequences are as long as the loader makes them"),
+    "decoder_seq_length": _idle("sequences are as long as the loader makes them"),
+    "tensorboard_dir": _idle('Accelerator(log_with="tensorboard", project_dir=...) logs there'),
+    "set_all_logging_options": _idle("callbacks log what is measured"),
+    "eval_iters": _idle(_EVALUATION),
+    "eval_interval": _idle(_EVALUATION),
+    "return_logits": _idle("a model returns what its forward does"),
+    "custom_train_step_class": _refused(_LOOP),
+    "custom_train_step_kwargs": _refused(_LOOP),
+    "custom_model_provider_function": _refused(_LOOP),
+    "custom_prepare_model_function": _refused(_LOOP),
+    "custom_megatron_datasets_provider_function": _refused(_LOOP),
+    "custom_get_batch_function": _refused(_LOOP),
+    "custom_loss_function": _refused(_LOOP),
+    "other_megatron_args": _idle("there is no Megatron-LM that would read them"),
+}
+_SIZES = ("tp_degree", "context_parallel_size", "num_micro_batches", "recompute_num_layers")
+_FLAGS = (
+    *("sequence_parallelism", "use_distributed_optimizer", "use_custom_fsdp"),
+    *("optimizer_cpu_offload", "recompute_activations"),
+)
+_GRANULARITIES = ("full", "selective")
+_METHODS = ("uniform", "block")
+
+
+class MegatronArrangement(NamedTuple):
+    """How the ranks of a run are arranged for a :class:`MegatronLMPlugin`."""
+
+    parallelism: ParallelismConfig
+    fsdp: FullyShardedDataParallelPlugin | None
+
+
+@dataclass(frozen=True)
+class MegatronLMPlugin(KwargsHandler):
+    """Options of Megatron-LM, with the names that Accelerate has for them.
+
+    ``Accelerator(megatron_lm_plugin=...)``. Nothing of Megatron-LM is imported: the options choose
+    engines of this library, for the loop and the model of the script. What each does is in
+    :data:`MEGATRON` and in the docs, "Move from a Megatron-LM config". An option that is None comes
+    from ``accel launch``, else it has its default.
+
+    Args:
+        tp_degree: ranks that share each layer, 1 by default.
+        pp_degree: 1.
+        use_custom_fsdp: shard weights, gradients and optimizer states; off by default.
+        overlap_cpu_optimizer_d2h_h2d: has no effect.
+        no_load_optim: has no effect.
+        eod_mask_loss: has no effect.
+        no_save_optim: has no effect.
+        optimizer_cpu_offload: keep shards and optimizer states in host memory; off by default.
+        use_precision_aware_optimizer: has no effect.
+        decoder_last_pipeline_num_layers: has no effect.
+        recompute_granularity: what is computed again in backward: ``"full"`` for all of a block,
+            ``"selective"`` for all but matrix products and attention; nothing by default.
+        recompute_method: ``"uniform"`` or ``"block"``, with one meaning here.
+        recompute_num_layers: has one meaning here.
+        attention_backend: has no effect.
+        expert_model_parallel_size: 1.
+        context_parallel_size: ranks that share each sequence, 1 by default.
+        attention_dropout: has no effect.
+        hidden_dropout: has no effect.
+        attention_softmax_in_fp32: has no effect.
+        expert_tensor_parallel_size: 1.
+        calculate_per_token_loss: has no effect.
+        use_rotary_position_embeddings: has no effect.
+        num_micro_batches: batches of one optimizer step, 1 by default.
+        gradient_clipping: for the loop, which clips; 1.0 by default.
+        sequence_parallelism: cut sequences between the blocks over the ranks of ``tp_degree``; off
+            by default.
+        recompute_activations: the same as ``recompute_granularity="selective"``.
+        use_distributed_optimizer: shard optimizer states, and weights outside of forward and
+            backward, over the ranks with different data; off by default.
+        pipeline_model_parallel_split_rank: has no effect.
+        num_layers_per_virtual_pipeline_stage: has no effect.
+        is_train_batch_min: has no effect.
+        train_iters: has no effect.
+        train_samples: has no effect.
+        weight_decay_incr_style: has no effect.
+        start_weight_decay: has no effect.
+        end_weight_decay: has no effect.
+        lr_decay_style: has no effect.
+        lr_decay_iters: has no effect.
+        lr_decay_samples: has no effect.
+        lr_warmup_iters: has no effect.
+        lr_warmup_samples: has no effect.
+        lr_warmup_fraction: has no effect.
+        min_lr: has no effect.
+        consumed_samples: has no effect.
+        no_wd_decay_cond: has no effect.
+        scale_lr_cond: has no effect.
+        lr_mult: has no effect.
+        megatron_dataset_flag: False.
+        seq_length: has no effect.
+        encoder_seq_length: has no effect.
+        decoder_seq_length: has no effect.
+        tensorboard_dir: has no effect.
+        set_all_logging_options: has no effect.
+        eval_iters: has no effect.
+        eval_interval: has no effect.
+        return_logits: has no effect.
+        custom_train_step_class: None.
+        custom_train_step_kwargs: None.
+        custom_model_provider_function: None.
+        custom_prepare_model_function: None.
+        custom_megatron_datasets_provider_function: None.
+        custom_get_batch_function: None.
+        custom_loss_function: None.
+        other_megatron_args: has no effect.
+
+    Raises:
+        ValueError: an option asks for what is not there, such as ``pp_degree=2``, or has an unknown
+            value.
+        TypeError: an option has another type.
+
+    Example:
+        >>> from accel_callbacks import MegatronLMPlugin
+        >>> plugin = MegatronLMPlugin(tp_degree=2, use_distributed_optimizer=True)
+        >>> plugin.arranged(8).parallelism.get_mesh()
+        (('dp_shard', 'tp'), (4, 2))
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    use_custom_fsdp: bool | None = None
+    overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    no_load_optim: bool | None = None
+    eod_mask_loss: bool | None = None
+    no_save_optim: bool | None = None
+    optimizer_cpu_offload: bool | None = None
+    use_precision_aware_optimizer: bool | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    attention_backend: Any = None
+    expert_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    attention_dropout: float | None = None
+    hidden_dropout: float | None = None
+    attention_softmax_in_fp32: bool | None = None
+    expert_tensor_parallel_size: int | None = None
+    calculate_per_token_loss: bool | None = None
+    use_rotary_position_embeddings: bool | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: Any = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: Any = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: Mapping[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self._asked("refused").items():
+            raise ValueError(f"MegatronLMPlugin({name}={value!r}): {MEGATRON[name].text}.")
+        for name in _SIZES:
+            _check_size(name, getattr(self, name))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), (bool, type(None))):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+        for name, known in (
+            ("recompute_granularity", _GRANULARITIES),
+            ("recompute_method", _METHODS),
+        ):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}.")
+
+    def _asked(self, *kinds: str) -> dict[str, Any]:
+        """Return the options of these kinds that ask for something."""
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if MEGATRON[one.name].kind in kinds
+            and getattr(self, one.name) is not None
+            and getattr(self, one.name) not in (one.default, *MEGATRON[one.name].unasked)
+        }
+
+    def notes(self) -> str:
+        """Return what is left to the script, one option after the other, for a warning.
+
+        Returns:
+            An empty string if there is nothing.
+
+        Example:
+            >>> from accel_callbacks import MegatronLMPlugin
+            >>> MegatronLMPlugin(tp_degree=2).notes()
+            ''
+            >>> MegatronLMPlugin(seq_length=512).notes().partition(": ")[2]
+            'seq_length=512 (sequences are as long as the loader makes them).'
+        """
+        found = [f"{n}={v!r} ({MEGATRON[n].text})" for n, v in self._left().items()]
+        start = "Megatron-LM's loop is not run, and these options do nothing by themselves: "
+        return f"{start}{'; '.join(found)}." if found else ""
+
+    def _left(self) -> dict[str, Any]:
+        found = self._asked("idle", "passed on")
+        one = (self.tp_degree or 1) == 1
+        if self.sequence_parallelism and one:
+            found["sequence_parallelism"] = True
+        if self.optimizer_cpu_offload and one and not self._shards:
+            found["optimizer_cpu_offload"] = True
+        if self.recompute_granularity != "full":
+            names = ("recompute_method", "recompute_num_layers")
+            found |= {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        return found
+
+    @property
+    def _shards(self) -> bool:
+        return bool(self.use_distributed_optimizer or self.use_custom_fsdp)
+
+    @property
+    def activation_checkpointing(self) -> bool | str:
+        """Policy of activation checkpointing; False for none."""
+        if self.recompute_granularity == "full":
+            return True
+        selective = self.recompute_granularity == "selective" or self.recompute_activations
+        return "selective" if selective else False
+
+    def arranged(self, world_size: int) -> MegatronArrangement:
+        """Return the arrangement of this many ranks.
+
+        Layers that are cut have no replicas, so their data axis is sharded in any case.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            ValueError: the degrees do not divide the number of ranks.
+
+        Example:
+            >>> from accel_callbacks import MegatronLMPlugin
+            >>> MegatronLMPlugin().arranged(2).parallelism.get_mesh()
+            (('dp_replicate',), (2,))
+        """
+        tp, cp = self.tp_degree or 1, self.context_parallel_size or 1
+        if world_size % (tp * cp):
+            raise ValueError(
+                f"MegatronLMPlugin(tp_degree={tp}, context_parallel_size={cp}) arranges groups of "
+                f"{tp * cp} ranks, and this run has {world_size}: give degrees whose product "
+                f"divides {world_size}, or `accel launch --num_processes {tp * cp}`."
+            )
+        data = world_size // (tp * cp)
+        shards = data * cp > 1 and (self._shards or tp > 1)
+        words = "proposed_sequence" if self.sequence_parallelism else "proposed"
+        parallelism = ParallelismConfig(
+            dp_replicate_size=1 if shards else data,
+            dp_shard_size=data if shards else 1,
+            tp_size=tp,
+            cp_size=cp,
+            sp_size=1,
+            tp_handler=TorchTensorParallelConfig(plan=words) if tp > 1 else None,
+        )
+        return MegatronArrangement(parallelism, self._sharding() if shards else None)
+
+    def _sharding(self) -> FullyShardedDataParallelPlugin:
+        return FullyShardedDataParallelPlugin(
+            reshard_after_forward=bool(self.use_custom_fsdp),
+            cpu_offload=bool(self.optimizer_cpu_offload),
+        )
+
+    def filled(self) -> MegatronLMPlugin:
+        """Return the options with their defaults in place of None, for scripts that read them.
+
+        Example:
+            >>> from accel_callbacks import MegatronLMPlugin
+            >>> MegatronLMPlugin().filled().gradient_clipping
+            1.0
+        """
+        usual: dict[str, Any] = {
+            **dict.fromkeys((*_SIZES, "pp_degree"), 1),
+            **dict.fromkeys(_FLAGS, False),
+            "gradient_clipping": 1.0,
+        }
+        left = {name: value for name, value in usual.items() if getattr(self, name) is None}
+        return replace(self, **left)
+
+
+def _check_size(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be an integer.")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1.")
