@@ -1,0 +1,795 @@
+"""Pipeline parallelism: each rank of a replica has some layers, and micro-batches pass through."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+
+from accel_callbacks import collectives
+from accel_callbacks.distributed.failures import meet
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.gradients import combined_norm, local_part, scale_gradients, total_norm
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategies.checks import is_plain, refuse_distributed, refuse_empty
+from accel_callbacks.strategies.checks import refuse_spread as _refuse_spread
+from accel_callbacks.strategies.cut_dropout import draws_random_numbers
+from accel_callbacks.strategies.pipeline_stages import LossFunction, StagePlan, skeleton_of
+from accel_callbacks.strategies.sharding import Sharding
+
+__all__ = ["SCHEDULES", "PipelineOptions", "PipelineParallel", "PipelinedModel"]
+
+#: The schedules of torch that are tested here; True if a rank has several stages.
+SCHEDULES: Mapping[str, bool] = {
+    "GPipe": False,
+    "1F1B": False,
+    "Interleaved1F1B": True,
+    "LoopedBFS": True,
+}
+_KEPT_SCHEDULES = 8  # each has buffers to receive in
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a model is cut into stages; see ``Accelerator.prepare_pipeline``.
+
+    Example:
+        >>> from accel_callbacks.strategies.pipeline_parallel import PipelineOptions
+        >>> PipelineOptions(["4"], None).schedule
+        '1F1B'
+    """
+
+    split_points: Sequence[str]
+    loss_fn: LossFunction | None
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    inputs: Sequence[str] | None = None
+    reduction: str = "mean"
+
+    def checked(self, ranks: int) -> PipelineOptions:
+        """Return the options with the default number of micro-batches.
+
+        Raises:
+            ValueError: they do not fit together, or the number of ranks.
+        """
+        known = {name.lower(): name for name in SCHEDULES}
+        name = known.get(self.schedule.lower())
+        if name is None:
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {[*SCHEDULES]}.")
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction={self.reduction!r} must be "mean" or "sum".')
+        stages = len(self.split_points) + 1
+        if SCHEDULES[name] and (stages % ranks or stages == ranks):
+            raise ValueError(
+                f"schedule={name!r} gives each of the {ranks} ranks several stages, and there are "
+                f"{stages}: give a multiple of pp_size, minus one, of split_points, such as "
+                f"{2 * ranks - 1}."
+            )
+        if not SCHEDULES[name] and stages != ranks:
+            raise ValueError(
+                f"schedule={name!r} gives each of the {ranks} ranks one stage, and "
+                f"{len(self.split_points)} split_points make {stages}: give {ranks - 1}, or "
+                'schedule="Interleaved1F1B" for several a rank.'
+            )
+        count = 2 * ranks if self.microbatches is None else self.microbatches
+        if count < ranks:
+            raise ValueError(
+                f"microbatches={count}: {ranks} ranks of a pipeline need as many, or some idle."
+            )
+        return PipelineOptions(
+            list(self.split_points), self.loss_fn, name, count, self.inputs, self.reduction
+        )
+
+
+class PipelinedModel(torch.nn.Module):
+    """A model of which each rank has some stages: its call runs forward and backward of a batch.
+
+    With gradients enabled, ``model(*inputs, target=target)`` is the loss over the batch, on all
+    ranks; its backward hands out the gradients that the schedule has computed. Under ``no_grad``
+    it is the loss too, and without a target what the model returns.
+
+    Attributes:
+        module: the model as the user built it; parameters of other ranks are on the meta device.
+
+    Example:
+        >>> from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
+        >>> issubclass(PipelinedModel, torch.nn.Module)
+        True
+    """
+
+    def __init__(self, module: torch.nn.Module, runner: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._runner = runner
+
+    def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Return the loss, or under ``no_grad`` without a target the outputs, on all ranks."""
+        return self._runner(args, kwargs, target)
+
+
+class PipelineParallel(Sharding):
+    """A strategy whose ranks each have some layers, under FSDP2 too.
+
+    Args:
+        topology: the rank and device of this process.
+        handlers: options of other parts.
+        parallelism: how the ranks are arranged.
+        fsdp: how stages are sharded, over ``dp_shard_size``.
+
+    Example:
+        >>> from accel_callbacks.strategies.pipeline_parallel import PipelineParallel
+        >>> PipelineParallel.name
+        'pipeline_parallel'
+    """
+
+    name = "pipeline_parallel"
+    _plainer = "train without pp_size"
+
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None,
+        parallelism: ParallelismConfig,
+        fsdp: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
+        super().__init__(topology, handlers, parallelism)
+        self._ranks = parallelism.sizes["pp"]
+        self._index = parallelism.coordinate(topology.rank)["pp"]
+        self._wrappers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+        self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
+        self._meshes: dict[tuple[str, int], Any] = {}
+
+    # --- cutting --------------------------------------------------------------------------------
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return list(self._owners)
+
+    @property
+    def _group(self) -> Any:
+        return self.device_mesh["pp"].get_group()
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Refuse a model that was not cut into stages."""
+        if model not in self._owners:
+            raise ValueError(
+                f"{type(model).__name__}: with pp_size={self._ranks} a model is cut into stages "
+                "by accel.prepare_pipeline(model, split_points=[...], loss_fn=...), in place of "
+                "prepare(); optimizers, schedulers and loaders go to prepare() as everywhere."
+            )
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Leave the model where it is: nowhere is all of it on one device."""
+        return model
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the pipeline that was made of the model."""
+        wrapper: torch.nn.Module = self._wrappers[model]()
+        return wrapper
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model inside of a pipeline."""
+        model = super().unwrap(model)
+        return self.unwrap(model.module) if isinstance(model, PipelinedModel) else model
+
+    def pipeline(
+        self,
+        model: torch.nn.Module,
+        options: PipelineOptions,
+        wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
+    ) -> torch.nn.Module:
+        """Collective: cut a model into stages, and keep those of this rank."""
+        if model in self._owners:
+            raise ValueError(f"{type(model).__name__} is cut into stages already.")
+        options = options.checked(self._ranks)
+        self._refuse_shared(model)
+        _refuse_spread(model)
+        refuse_distributed(model)
+        refuse_empty(model)
+        if not is_plain(model):
+            raise ValueError(
+                f"{type(model).__name__} customizes how its state is saved, of which each rank "
+                "would have a part: a pipeline needs models whose state is their tensors."
+            )
+        plan = StagePlan(model, options.split_points, options.inputs)
+        skeleton = skeleton_of(model)
+        shapes = [wrap_stage(plan.module(skeleton, n)) for n in range(len(plan.graphs))]
+        stages = {
+            n: wrap_stage(plan.module(model, n))
+            for n in range(self._index, len(plan.graphs), self._ranks)
+        }
+        self._send_weights(model)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
+        self._drop_others(model)
+        self._replace(before, model)
+        for optimizer in self._optimizers:
+            self._bind(optimizer)
+        runner = _Runner(plan, stages, shapes, options, model, self._group, self.topology.device)
+        return PipelinedModel(model, runner)
+
+    @torch.no_grad()
+    def _send_weights(self, model: torch.nn.Module) -> None:
+        """Let all ranks begin with the weights of rank 0, on the device."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            sent = collectives.broadcast(tensor.detach().to(self.topology.device))
+            tensor.data = sent.to(tensor.dtype)
+
+    def _drop_others(self, model: torch.nn.Module) -> None:
+        """Put empty tensors in place of those of other ranks."""
+        empty: dict[int, torch.Tensor] = {}
+        owners = self._owners[model]
+        for prefix, module in model.named_modules():
+            for slots in (module._parameters, module._buffers):
+                for key, tensor in slots.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if tensor is None or owners[name] == self._index:
+                        continue
+                    if id(tensor) not in empty:
+                        meta = torch.empty_like(tensor, device="meta")
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        empty[id(tensor)] = (
+                            torch.nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+                        )
+                        if is_parameter:  # an optimizer of the user holds it
+                            tensor.data = tensor.data.new_empty(0)
+                    slots[key] = empty[id(tensor)]
+
+    # --- training -------------------------------------------------------------------------------
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer holds no parameter of a pipeline, and no gradient."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = {id(p) for model in self._models for p in model.parameters()}
+        if not held & known:
+            super().check_step(optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm over all stages."""
+        parameters = [self._shard_of(one) for one in parameters]
+        of_stages = {id(p) for model in self._models for p in model.parameters()}
+        own = [one for one in parameters if id(one) in of_stages]
+        rest = [one for one in parameters if id(one) not in of_stages]
+        norm = self._over_stages(total_norm(own, norm_type), norm_type)
+        if rest:  # the same on all stages
+            norm = combined_norm([norm, total_norm(rest, norm_type)], norm_type)
+        scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def _over_stages(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        total = norm.to(self.topology.device).double()
+        if norm_type == float("inf"):
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._group)
+            return total.to(norm.dtype)
+        total = total.pow(norm_type)
+        dist.all_reduce(total, group=self._group)
+        return total.pow(1.0 / norm_type).to(norm.dtype)
+
+    def join_norms(
+        self, norms: Mapping[str, torch.Tensor], norm_type: float
+    ) -> dict[str, torch.Tensor]:
+        """Collective: return norms of the gradients of all stages; of one name, the total."""
+        found: list[Any] = [None] * self._ranks
+        mine = {name: float(norm) for name, norm in norms.items()}
+        dist.all_gather_object(found, mine, group=self._group)
+        parts: dict[str, list[torch.Tensor]] = {}
+        for one in found:
+            for name, norm in one.items():
+                parts.setdefault(name, []).append(torch.tensor(norm, device=self.topology.device))
+        return {name: combined_norm(several, norm_type) for name, several in parts.items()}
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Refuse: the layers of other ranks are not here.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "full_parameters: each rank of a pipeline has its own layers; "
+            "get_state_dict(model) returns the weights of all."
+        )
+
+    # --- states ---------------------------------------------------------------------------------
+
+    def _mesh_of(self, owner: int, device_type: str) -> Any:
+        """Return a mesh of the ranks that have the stages of a rank, only to say where they are."""
+        known = self._meshes.get((device_type, owner))
+        if known is None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            ranks = list(range(owner, self.topology.world_size, self._ranks))
+            known = DeviceMesh(device_type, ranks, _init_backend=False)
+            self._meshes[device_type, owner] = known
+        return known
+
+    def _placed(
+        self, owner: int, local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a DTensor that is whole on the ranks of its owner, and on no others."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if local is not None and collectives.is_sharded(local):
+            return local
+        part = torch.empty(0, dtype=dtype, device="cpu") if local is None else local.detach()
+        whole = torch.empty(tuple(shape), device="meta")
+        return DTensor.from_local(
+            part,
+            self._mesh_of(owner, part.device.type),
+            [Replicate()],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the state under the names of the whole model: of other ranks, where it is."""
+        inner = self.unwrap(model)
+        owners = self._owners[inner]
+        return {
+            name: self._placed(
+                owners[name], None if one.is_meta else one, tuple(one.shape), one.dtype
+            )
+            for name, one in inner.state_dict().items()
+        }
+
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return True: other models are refused."""
+        return True
+
+    def model_state_dict(
+        self,
+        model: torch.nn.Module,
+        *,
+        unwrap: bool = True,
+        all_ranks: bool = False,
+        debug: bool | None = None,
+    ) -> dict[str, Any]:
+        """Collective: return the full state of a model, in host memory."""
+        inner = self.unwrap(model)
+        if inner not in self._owners:
+            return super().model_state_dict(
+                model, unwrap=unwrap, all_ranks=all_ranks, debug=debug
+            )
+        collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
+        meet("get_state_dict")
+        keep = all_ranks or self.topology.rank == 0
+        prefix = "" if unwrap else "module."
+        owners, gathered = self._owners[inner], {}
+        for name, one in inner.state_dict().items():
+            if one.is_meta:
+                full = torch.empty(one.shape, dtype=one.dtype, device=self.topology.device)
+            else:
+                full = collectives.full_tensor(one)
+            full = collectives.broadcast(full, owners[name])
+            if keep:
+                gathered[prefix + name] = full.to("cpu", copy=True)
+        return gathered
+
+    def weights_to_write(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Collective: return the weights of all ranks on the first, in host memory."""
+        return self.model_state_dict(model, debug=False)
+
+    @torch.no_grad()
+    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
+        """Load the stages of this rank from a full state, or one as here."""
+        for name, one in self.unwrap(model).state_dict().items():
+            if not one.is_meta and name in state:
+                value = state[name]
+                if not collectives.is_sharded(one) and collectives.is_sharded(value):
+                    value = local_part(value)
+                if collectives.is_sharded(value):
+                    local_part(one).copy_(local_part(value))
+                else:
+                    collectives.copy_part(one, value)
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Collective: return the gradients of an open window, those of all ranks by their place."""
+        inner = self.unwrap(model)
+        named = dict(inner.named_parameters())
+        here = [name for name, one in named.items() if one.grad is not None]
+        known = set().union(*self._from_stages(here))
+        owners = self._owners[inner]
+        return {
+            name: self._placed(owners[name], one.grad, tuple(one.shape), one.dtype)
+            for name, one in named.items()
+            if name in known
+        }
+
+    def _from_stages(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self._ranks
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Collective: return the state of an optimizer, of the parameters of all ranks."""
+        named = super().optimizer_state_dict(optimizer, names)
+        known = self._owners_by_name(names)
+        mine = {name: own for name, own in named["state"].items() if name in known}
+        everywhere: dict[str, Any] = {}
+        for found in self._from_stages(_pytree.tree_map(_Outline.of, mine)):
+            everywhere.update(found)
+        state: dict[str, Any] = {}
+        for name in [n for group in named["param_groups"] for n in group["params"]]:
+            if name in mine:
+                state[name] = _pytree.tree_map(
+                    lambda one, owner=known[name]: (
+                        self._placed(owner, one, tuple(one.shape), one.dtype)
+                        if isinstance(one, torch.Tensor)
+                        else one
+                    ),
+                    mine[name],
+                )
+            elif name in everywhere:
+                state[name] = _pytree.tree_map(
+                    lambda one, owner=known[name]: (
+                        self._placed(owner, None, one.shape, one.dtype)
+                        if isinstance(one, _Outline)
+                        else one
+                    ),
+                    everywhere[name],
+                )
+            elif name in named["state"]:
+                state[name] = named["state"][name]
+        return {**named, "state": state}
+
+    def _owners_by_name(self, names: Mapping[int, str]) -> dict[str, int]:
+        """Return the owner of each parameter of pipelines, by its name in a checkpoint."""
+        return {
+            names[id(one)]: owners[name]
+            for model, owners in self._owners.items()
+            for name, one in model.named_parameters()
+            if id(one) in names
+        }
+
+    def fit_optimizer_state(
+        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Translate a state by name, without that of parameters of other ranks."""
+        fitted = super().fit_optimizer_state(state, optimizer, names)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {place: one for place, one in fitted["state"].items() if not held[place].is_meta}
+        return {**fitted, "state": own}
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """The shape and type of a tensor of another rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _Outline(tuple(value.shape), value.dtype)
+        return value
+
+
+class _Runner:
+    """Runs batches through the stages of this rank, by a schedule of torch."""
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        stages: Mapping[int, torch.nn.Module],
+        shapes: Sequence[torch.nn.Module],
+        options: PipelineOptions,
+        model: torch.nn.Module,
+        group: Any,
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._stages = stages
+        self._shapes = shapes
+        self._options = options
+        self._model = model
+        self._group = group
+        self._device = device
+        self._last = dist.get_global_rank(group, (len(shapes) - 1) % group.size())
+        self._random = draws_random_numbers(model)
+        self._targets: Sequence[Any] = ()
+        self._schedules: dict[Any, tuple[Any, int, list[torch.Tensor]]] = {}
+        kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
+        inputs = self._bound(args, kwargs)
+        loss_fn = self._options.loss_fn
+        if target is not None and loss_fn is None:
+            raise ValueError("a target, and no loss: pass loss_fn to prepare_pipeline().")
+        if torch.is_grad_enabled():
+            if target is None:
+                raise ValueError(
+                    "a pipeline runs backward inside of the call, so it needs the loss there: pass "
+                    "loss_fn to prepare_pipeline(), and call model(*inputs, target=target). For "
+                    "outputs without gradients call it under torch.no_grad()."
+                )
+            return self._train(inputs, target)
+        outputs = self._evaluate(inputs)
+        if target is None:
+            return outputs
+        assert loss_fn is not None
+        return loss_fn(outputs, target)
+
+    def _bound(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the inputs in order, checked."""
+        names = self._plan.inputs
+        given = dict(zip(names, args, strict=False), **kwargs)
+        unknown = [name for name in kwargs if name not in names]
+        if len(args) > len(names) or unknown or set(given) != set(names):
+            what = unknown[0] if unknown else f"{len(args) + len(kwargs)} inputs"
+            raise TypeError(
+                f"the pipeline was cut for the inputs {names}, and got {what}: pass "
+                "prepare_pipeline(inputs=[...]) the names of all that are passed; the target is "
+                "passed as target=."
+            )
+        inputs = tuple(given[name] for name in names)
+        rows = {one.shape[0] if isinstance(one, torch.Tensor) and one.dim() else None for one in inputs}
+        if None in rows or len(rows) != 1:
+            raise TypeError(
+                f"the inputs {names} must be tensors with the same number of rows, which are cut "
+                "into micro-batches."
+            )
+        return inputs
+
+    # --- forward and backward -------------------------------------------------------------------
+
+    def _train(self, inputs: tuple[torch.Tensor, ...], target: Any) -> torch.Tensor:
+        schedule, count, _ = self._schedule(inputs, training=True)
+        self._targets = _pieces(target, count, inputs[0].shape[0])
+        losses: list[torch.Tensor] = []
+        try:
+            with self._own_random(), _apart(self._stages.values()) as parameters:
+                schedule.step(
+                    *(inputs if 0 in self._stages else ()),
+                    **({"target": torch.arange(count, device="cpu")} if self._has_last else {}),
+                    losses=losses,
+                )
+                gradients = [shadow.grad for _, shadow in parameters]
+        finally:
+            self._targets = ()
+        total = torch.zeros((), dtype=self._dtype, device=self._device)
+        for loss in losses:
+            total += loss.detach()
+        dist.broadcast(total, src=self._last, group=self._group)
+        anchor = torch.zeros((), device=self._device, requires_grad=True)
+        held = [(own, one) for (own, _), one in zip(parameters, gradients, strict=True) if one is not None]
+        loss_of_batch: torch.Tensor = _Settled.apply(
+            total, [one for _, one in held], anchor, *(own for own, _ in held)
+        )
+        return loss_of_batch
+
+    @property
+    def _has_last(self) -> bool:
+        return len(self._shapes) - 1 in self._stages
+
+    def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
+        """Return the part of a micro-batch in the loss of the batch."""
+        loss_fn = self._options.loss_fn
+        assert loss_fn is not None
+        loss = loss_fn(self._plan.result(output), self._targets[int(index)])
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise TypeError("loss_fn must return a tensor with one number, of the micro-batch.")
+        return loss / len(self._targets) if self._options.reduction == "mean" else loss
+
+    def _evaluate(self, inputs: tuple[torch.Tensor, ...]) -> Any:
+        schedule, count, results = self._schedule(inputs, training=False)
+        with self._own_random():
+            merged = schedule.step(*(inputs if 0 in self._stages else ()))
+        own = list(merged) if isinstance(merged, (tuple, list)) else [merged]
+        outputs = []
+        for number, meta in enumerate(results):
+            if self._has_last:
+                whole = own[number].detach().contiguous()
+            else:
+                shape = (meta.shape[0] * count, *meta.shape[1:])
+                whole = torch.empty(shape, dtype=meta.dtype, device=self._device)
+            dist.broadcast(whole, src=self._last, group=self._group)
+            outputs.append(whole)
+        return self._plan.result(outputs)
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Context manager: draw other numbers than other stages, from a seed that all draw.
+
+        Outside, ranks that share a model draw the same numbers.
+        """
+        if not self._random or not self._model.training:
+            yield
+            return
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        devices = [] if self._device.type == "cpu" else [self._device.index or 0]
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            torch.manual_seed((seed + dist.get_rank(self._group) * _GOLDEN) % (1 << 63))
+            yield
+
+    # --- schedules ------------------------------------------------------------------------------
+
+    def _schedule(
+        self, inputs: tuple[torch.Tensor, ...], *, training: bool
+    ) -> tuple[Any, int, list[torch.Tensor]]:
+        """Return the schedule for batches of these shapes, its micro-batches, and what they give.
+
+        It has memory for what other stages send, so each shape has its own.
+        """
+        key = (training, *((tuple(one.shape), one.dtype) for one in inputs))
+        known = self._schedules.pop(key, None)
+        if known is None:
+            known = self._made(inputs, training)
+        self._schedules[key] = known  # the last used is the last
+        while len(self._schedules) > _KEPT_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        return known
+
+    def _made(
+        self, inputs: tuple[torch.Tensor, ...], training: bool
+    ) -> tuple[Any, int, list[torch.Tensor]]:
+        rows = inputs[0].shape[0]
+        most = self._options.microbatches or 1
+        for count in range(min(most, rows), 0, -1):
+            if rows % count:
+                continue
+            passed = self._passed(inputs, rows // count, training)
+            try:
+                return self._built(count, passed, training), count, list(passed[-1])
+            except ValueError:  # the schedule does not take this number
+                continue
+        raise ValueError(
+            f"a batch of {rows} rows cannot be cut into equal micro-batches, at most {most} and at "
+            f"least one for each rank: give the loader drop_last=True, or pad the last batch to a "
+            f"multiple of {self._group.size()}."
+        )
+
+    def _passed(
+        self, inputs: tuple[torch.Tensor, ...], rows: int, training: bool
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Return what each stage takes in a micro-batch, and what the last one returns, on meta."""
+        values = tuple(
+            torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta") for one in inputs
+        )
+        passed = [values]
+        for number, stage in enumerate(self._shapes):
+            with torch.enable_grad() if training else torch.no_grad():
+                result = stage(*values)
+            found = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+            for one in found:
+                if not isinstance(one, torch.Tensor):
+                    raise ValueError(
+                        f"stage {number} of the pipeline passes on {one!r}, and only tensors go "
+                        "from rank to rank: compute it in the stage that uses it."
+                    )
+            values = tuple(one.detach().requires_grad_(one.requires_grad) for one in found)
+            passed.append(values)
+        return passed
+
+    def _built(
+        self, count: int, passed: Sequence[tuple[torch.Tensor, ...]], training: bool
+    ) -> Any:
+        # Imported here, because most runs have no pipeline.
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        if training and count < self._group.size():
+            raise ValueError("too few")
+        kind = get_schedule_class(self._options.schedule)
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                len(self._shapes),
+                self._device,
+                input_args=passed[number],
+                output_args=passed[number + 1],
+                group=self._group,
+            )
+            for number, module in self._stages.items()
+        ]
+        # The loss of a micro-batch is its part of the batch's, so nothing is left to be scaled.
+        known = inspect.signature(kind.__init__).parameters
+        options = {"scale_grads": False} if "scale_grads" in known else {}
+        several = SCHEDULES[self._options.schedule]
+        return kind(
+            stages if several else stages[0],
+            count,
+            loss_fn=self._loss if training else None,
+            **options,
+        )
+
+
+class _Settled(torch.autograd.Function):
+    """The loss of a batch, whose gradients are known: backward multiplies them by its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: torch.Tensor,
+        gradients: list[torch.Tensor],
+        anchor: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad: torch.Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "backward through a pipeline a second time: call the model again for that."
+            )
+        (factor,) = grad
+        with torch.no_grad():
+            for one in gradients:
+                part = local_part(one)
+                part.mul_(factor.to(part.dtype))
+        return None, None, None, *gradients
+
+
+@contextmanager
+def _apart(
+    stages: Iterable[torch.nn.Module],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Context manager: stages have other parameters of the same memory, with own gradients.
+
+    So hooks on parameters, and gradients of earlier micro-batches of a window, see nothing of the
+    backward passes inside of the schedule.
+    """
+    slots = [
+        (slots, key, parameter)
+        for stage in stages
+        for module in stage.modules()
+        for slots in (module._parameters,)
+        for key, parameter in slots.items()
+        if parameter is not None
+    ]
+    shadows: dict[int, torch.nn.Parameter] = {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for _, _, parameter in slots:
+        if id(parameter) not in shadows:
+            shadow = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            shadows[id(parameter)] = shadow
+            if parameter.requires_grad:
+                pairs.append((parameter, shadow))
+    try:
+        for own, key, parameter in slots:
+            own[key] = shadows[id(parameter)]
+        yield pairs
+    finally:
+        for own, key, parameter in slots:
+            own[key] = parameter
+
+
+def _pieces(target: Any, count: int, rows: int) -> list[Any]:
+    """Return the targets of the micro-batches: tensors with a row for each of the batch are cut."""
+    leaves, spec = _pytree.tree_flatten(target)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] != rows:
+            raise ValueError(
+                f"the target has {leaf.shape[0]} rows, and the inputs have {rows}: both are cut "
+                "into micro-batches."
+            )
+    cut = [
+        leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * count
+        for leaf in leaves
+    ]
+    return [_pytree.tree_unflatten([one[n] for one in cut], spec) for n in range(count)]
+
+
