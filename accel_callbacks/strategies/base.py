@@ -411,6 +411,15 @@ class Strategy(ABC):
         """
         return self.unwrap(model).state_dict()
 
+    def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
+        """Return a part of a checkpoint with tensors that say which ranks have them.
+
+        Args:
+            tree: a state with tensors by ``"<number of the model>.<parameter>"``, as averages are.
+            models: the prepared models.
+        """
+        return tree
+
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""
         return is_plain(self.unwrap(model))

@@ -324,7 +324,10 @@ class PipelineParallel(Sharding):
 
         if local is not None and collectives.is_sharded(local):
             return local
-        part = torch.empty(0, dtype=dtype, device="cpu") if local is None else local.detach()
+        if local is None:  # from_local takes no shape without dimensions
+            part = torch.empty(0 if shape else (), dtype=dtype, device="cpu")
+        else:
+            part = local.detach()
         whole = torch.empty(tuple(shape), device="meta")
         return DTensor.from_local(
             part,
@@ -345,6 +348,24 @@ class PipelineParallel(Sharding):
             )
             for name, one in inner.state_dict().items()
         }
+
+    def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
+        """Return a state in which tensors by the names of parameters are where their stages are."""
+        owners = {
+            f"{number}.{name}": owner
+            for number, model in enumerate(map(self.unwrap, models))
+            for name, owner in self._owners.get(model, {}).items()
+        }
+
+        def placed(value: Any, name: Any = None) -> Any:
+            if isinstance(value, Mapping):
+                return {key: placed(one, key) for key, one in value.items()}
+            if isinstance(value, torch.Tensor) and name in owners:
+                local = None if value.is_meta else value
+                return self._placed(owners[name], local, tuple(value.shape), value.dtype)
+            return value
+
+        return placed(tree)
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return True: other models are refused."""

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+import checkpoint_io
 from accel_callbacks import Accelerator, ParallelismConfig
-from accel_callbacks.callbacks import GradientNorm
+from accel_callbacks.callbacks import EMA, GradientNorm
 
 pytestmark = pytest.mark.distributed
 
@@ -186,3 +187,81 @@ def assert_alike(result: Any, wanted: Any, places: float = 2e-6) -> None:
 def test_losses_gradients_and_weights_are_those_of_one_process(pool, schedule, window, clip, first):
     result = joined(pool.run(trains, schedule, window, clip, first))
     assert_alike(result, alone(window, clip))
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def goes_on(
+    schedule: str | None, save_to: str | None, load_from: str | None, window: int = 1, at: int = 3
+) -> dict[str, Any]:
+    """Train 6 batches; save after some of them, or begin there."""
+    average = EMA(0.5)
+    accel = accelerator(schedule, gradient_accumulation_steps=window, callbacks=[average])
+    torch.manual_seed(0 if load_from is None else 7)
+    model = LM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    model = ready(accel, schedule, model)
+    loader = DataLoader(tokens(), 4, shuffle=True)
+    optimizer, loader = accel.prepare(optimizer, loader)
+    losses: list[float] = []
+    with accel.run("test", resume=False):
+        if load_from is not None:
+            accel.load_state(load_from)
+        for number, batch in enumerate(loader, 1 if load_from is None else at + 1):
+            with accel.accumulate(model):
+                value = loss(model, schedule, batch)
+                accel.backward(value)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(value.item())
+            if number == at and save_to is not None:
+                accel.save_state(save_to)
+        state = accel.get_state_dict(model, all_ranks=True)
+        if save_to is not None:
+            accel.save_model(model, f"{save_to}-model")
+    return {
+        "losses": losses[-(6 - at) :],
+        "weights": {name: value.tolist() for name, value in state.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "window", "at"),
+    [
+        ("1F1B", "1F1B", 4, 2),
+        ("1F1B", None, 1, 3),
+        (None, "Interleaved1F1B", 1, 3),
+        pytest.param("1F1B", None, 4, 2, marks=pytest.mark.slow),
+        pytest.param(None, "1F1B", 4, 2, marks=pytest.mark.slow),
+        pytest.param("Interleaved1F1B", "GPipe", 4, 2, marks=pytest.mark.slow),
+        pytest.param("GPipe", "Interleaved1F1B", 1, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_on_with_other_stages(pool, tmp_path, saver, loader, window, at):
+    """In a window, and outside; the same layout goes on with the same bits."""
+    path = str(tmp_path / "checkpoint")
+
+    def run(schedule: str | None, *args: Any) -> dict[str, Any]:
+        if schedule is None:
+            return goes_on(None, *args)
+        first, second = pool.run(goes_on, schedule, *args)
+        assert first == second
+        return first
+
+    wanted = run(saver, path, None, window, at)
+    resumed = run(loader, None, path, window, at)
+    if saver == loader:
+        assert resumed == wanted
+    else:
+        assert_alike(resumed, wanted)
+    written = load_file(tmp_path / "checkpoint-model" / "model.safetensors")
+    assert {name: value.tolist() for name, value in written.items()} == wanted["weights"]
+
+
+def test_the_checkpoint_has_the_names_and_the_tensors_of_one_process(pool, tmp_path):
+    goes_on(None, str(tmp_path / "one"), None)
+    pool.run(goes_on, "1F1B", str(tmp_path / "two"), None)
+    one, two = (checkpoint_io.open_checkpoint(str(tmp_path / name)) for name in ("one", "two"))
+    shapes = [{k: e.shape for k, e in r.manifest.tensors.items()} for r in (one, two)]
+    assert shapes[0] == shapes[1]
