@@ -598,9 +598,7 @@ class Accelerator(ProcessControl, MediaLogging):
             )
         self.loop.share_identity(self.loop.run)
         self.strategy.share_random_state()
-        options = PipelineOptions(
-            split_points, loss_fn, schedule, microbatches, inputs, reduction
-        )
+        options = PipelineOptions(split_points, loss_fn, schedule, microbatches, inputs, reduction)
         whole = self.strategy.pipeline(model, options, self.precision.wrap)
         ready = self._preparer.prepare([ModelRequest(whole, False)])
         prepared: PipelinedModel = ready[id(whole)]

@@ -50,8 +50,8 @@ class ParallelismConfig(KwargsHandler):
     """The sizes of the axes over which the ranks of a run are arranged.
 
     The product of all sizes is the number of ranks. Ranks that differ in ``pp``, ``tp``, ``cp`` or
-    ``sp`` only share a replica of the model, and get the same batches. If all sizes are 1, all ranks are
-    data parallel: sharded with an ``fsdp_plugin``, else replicated.
+    ``sp`` only share a replica of the model, and get the same batches. If all sizes are 1, all
+    ranks are data parallel: sharded with an ``fsdp_plugin``, else replicated.
 
     Args:
         dp_replicate_size: replicas of the model, or of its shards (HSDP).

@@ -74,7 +74,7 @@ def create_strategy(
 
 
 def _refuse_in_pipeline(parallelism: ParallelismConfig) -> None:
-    for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
+    for axis in ("dp_replicate", "cp", "tp"):
         if parallelism.sizes[axis] > 1:
             raise ValueError(
                 f"pp_size={parallelism.pp_size} does not go with {axis}_size="

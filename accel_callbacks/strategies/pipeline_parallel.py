@@ -17,6 +17,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.gradients import combined_norm, local_part, scale_gradients, total_norm
+from accel_callbacks.modeling.initial_weights import whole_parameters_freed
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
@@ -25,6 +26,7 @@ from accel_callbacks.strategies.checks import refuse_spread as _refuse_spread
 from accel_callbacks.strategies.cut_dropout import draws_random_numbers
 from accel_callbacks.strategies.pipeline_stages import LossFunction, StagePlan, skeleton_of
 from accel_callbacks.strategies.sharding import Sharding
+from accel_callbacks.strategies.units import find_units
 
 __all__ = ["SCHEDULES", "PipelineOptions", "PipelineParallel", "PipelinedModel"]
 
@@ -143,11 +145,24 @@ class PipelineParallel(Sharding):
         fsdp: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
         super().__init__(topology, handlers, parallelism)
+        self._fsdp = fsdp
+        if parallelism.dp_shard_enabled and fsdp is None:
+            self._fsdp = FullyShardedDataParallelPlugin()
         self._ranks = parallelism.sizes["pp"]
         self._index = parallelism.coordinate(topology.rank)["pp"]
         self._wrappers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
         self._meshes: dict[tuple[str, int], Any] = {}
+
+    @property
+    def averaged_over(self) -> int:
+        """Ranks over which FSDP averages the gradients of a stage."""
+        return self.data_world
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How stages are sharded, None if they are not."""
+        return self._fsdp
 
     # --- cutting --------------------------------------------------------------------------------
 
@@ -212,6 +227,9 @@ class PipelineParallel(Sharding):
         before = dict(model.named_parameters(remove_duplicate=False))
         self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
         self._drop_others(model)
+        if self._fsdp is not None:
+            for stage in stages.values():
+                _shard(stage, self._fsdp, self.device_mesh["dp_shard"], model)
         self._replace(before, model)
         for optimizer in self._optimizers:
             self._bind(optimizer)
@@ -382,9 +400,7 @@ class PipelineParallel(Sharding):
         """Collective: return the full state of a model, in host memory."""
         inner = self.unwrap(model)
         if inner not in self._owners:
-            return super().model_state_dict(
-                model, unwrap=unwrap, all_ranks=all_ranks, debug=debug
-            )
+            return super().model_state_dict(model, unwrap=unwrap, all_ranks=all_ranks, debug=debug)
         collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
         meet("get_state_dict")
         keep = all_ranks or self.topology.rank == 0
@@ -548,9 +564,7 @@ class _Runner:
         assert loss_fn is not None
         return loss_fn(outputs, target)
 
-    def _bound(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, ...]:
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return the inputs in order, checked."""
         names = self._plan.inputs
         given = dict(zip(names, args, strict=False), **kwargs)
@@ -563,7 +577,9 @@ class _Runner:
                 "passed as target=."
             )
         inputs = tuple(given[name] for name in names)
-        rows = {one.shape[0] if isinstance(one, torch.Tensor) and one.dim() else None for one in inputs}
+        rows = {
+            one.shape[0] if isinstance(one, torch.Tensor) and one.dim() else None for one in inputs
+        }
         if None in rows or len(rows) != 1:
             raise TypeError(
                 f"the inputs {names} must be tensors with the same number of rows, which are cut "
@@ -578,13 +594,13 @@ class _Runner:
         self._targets = _pieces(target, count, inputs[0].shape[0])
         losses: list[torch.Tensor] = []
         try:
-            with self._own_random(), _apart(self._stages.values()) as parameters:
+            with self._own_random(), _apart(self._stages.values()) as pairs:
                 schedule.step(
                     *(inputs if 0 in self._stages else ()),
                     **({"target": torch.arange(count, device="cpu")} if self._has_last else {}),
                     losses=losses,
                 )
-                gradients = [shadow.grad for _, shadow in parameters]
+                held = [(own, one.grad) for own, one in pairs if one.grad is not None]
         finally:
             self._targets = ()
         total = torch.zeros((), dtype=self._dtype, device=self._device)
@@ -592,7 +608,6 @@ class _Runner:
             total += loss.detach()
         dist.broadcast(total, src=self._last, group=self._group)
         anchor = torch.zeros((), device=self._device, requires_grad=True)
-        held = [(own, one) for (own, _), one in zip(parameters, gradients, strict=True) if one is not None]
         loss_of_batch: torch.Tensor = _Settled.apply(
             total, [one for _, one in held], anchor, *(own for own, _ in held)
         )
@@ -615,6 +630,7 @@ class _Runner:
         schedule, count, results = self._schedule(inputs, training=False)
         with self._own_random():
             merged = schedule.step(*(inputs if 0 in self._stages else ()))
+        _free_gathered(self._stages.values())
         own = list(merged) if isinstance(merged, (tuple, list)) else [merged]
         outputs = []
         for number, meta in enumerate(results):
@@ -701,9 +717,7 @@ class _Runner:
             passed.append(values)
         return passed
 
-    def _built(
-        self, count: int, passed: Sequence[tuple[torch.Tensor, ...]], training: bool
-    ) -> Any:
+    def _built(self, count: int, passed: Sequence[tuple[torch.Tensor, ...]], training: bool) -> Any:
         # Imported here, because most runs have no pipeline.
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
@@ -771,8 +785,13 @@ def _apart(
     """Context manager: stages have other parameters of the same memory, with own gradients.
 
     So hooks on parameters, and gradients of earlier micro-batches of a window, see nothing of the
-    backward passes inside of the schedule.
+    backward passes inside of the schedule. Shards of FSDP, which have no such hooks, are themselves.
     """
+    stages = list(stages)
+    if any(map(collectives.is_sharded, (p for stage in stages for p in stage.parameters()))):
+        with _own_gradients([p for stage in stages for p in stage.parameters()]) as pairs:
+            yield pairs
+        return
     slots = [
         (slots, key, parameter)
         for stage in stages
@@ -782,7 +801,7 @@ def _apart(
         if parameter is not None
     ]
     shadows: dict[int, torch.nn.Parameter] = {}
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pairs = []
     for _, _, parameter in slots:
         if id(parameter) not in shadows:
             shadow = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
@@ -796,6 +815,52 @@ def _apart(
     finally:
         for own, key, parameter in slots:
             own[key] = parameter
+
+
+@contextmanager
+def _own_gradients(
+    parameters: Sequence[torch.Tensor],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Context manager: set the gradients of parameters aside."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield [(parameter, parameter) for parameter in parameters if parameter.requires_grad]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def _shard(
+    stage: torch.nn.Module,
+    options: FullyShardedDataParallelPlugin,
+    mesh: Any,
+    model: torch.nn.Module,
+) -> None:
+    """Shard the units of a stage, and then what is left of it."""
+    # Imported here, because pipelines without it do not need it.
+    from torch.distributed.fsdp import fully_shard
+
+    if options.offloads:
+        raise ValueError("cpu_offload of the fsdp_plugin does not go with a pipeline: leave it out.")
+    with whole_parameters_freed(stage):
+        for unit in find_units(stage, options):
+            # Gathered once for all micro-batches, which follow one another.
+            fully_shard(list(unit.modules), mesh=mesh, reshard_after_forward=False)
+        fully_shard(stage, mesh=mesh, reshard_after_forward=False)
+    for name, shard in stage.named_parameters(remove_duplicate=False):
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._parameters[key] = shard
+
+
+def _free_gathered(stages: Iterable[torch.nn.Module]) -> None:
+    """Free what FSDP has left whole after forwards without a backward."""
+    for stage in stages:
+        for module in stage.modules():
+            reshard = getattr(module, "reshard", None)
+            if hasattr(module, "_get_fsdp_state") and reshard is not None:
+                reshard()
 
 
 def _pieces(target: Any, count: int, rows: int) -> list[Any]:
@@ -812,5 +877,3 @@ def _pieces(target: Any, count: int, rows: int) -> list[Any]:
         for leaf in leaves
     ]
     return [_pytree.tree_unflatten([one[n] for one in cut], spec) for n in range(count)]
-
-

@@ -198,7 +198,7 @@ def _graphs(
         copies = {node: own.placeholder(node.name) for node in taken}
         for node in stages:
             if stages[node] == stage and node.op != "placeholder":
-                copies[node] = own.node_copy(node, lambda one: copies[one])
+                copies[node] = own.node_copy(node, copies.__getitem__)
         if stage == count - 1:
             taken = list(leaves)
         else:

@@ -189,6 +189,14 @@ def test_losses_gradients_and_weights_are_those_of_one_process(pool, schedule, w
     assert_alike(result, alone(window, clip))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "window"), [("1F1B", 4), ("GPipe", 1), ("Interleaved1F1B", 4)])
+def test_stages_are_sharded_too(pool_of_4, schedule, window):
+    """Two stages, each over two ranks that read different data."""
+    results = pool_of_4.run(trains, schedule, window, "norm", True, 2)
+    assert_alike(joined(results), alone(window, "norm"), 1e-5)
+
+
 # --- checkpoints ------------------------------------------------------------------------------
 
 
