@@ -84,7 +84,8 @@ from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import AcceleratorState, GradientState
 from accel_callbacks.strategies import create_strategy
-from accel_callbacks.strategies.pipeline_parallel import PipelinedModel, PipelineOptions
+from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
+from accel_callbacks.strategies.pipeline_runner import PipelineOptions
 from accel_callbacks.strategies.tensor_plan import propose_plan
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking

@@ -237,8 +237,9 @@ class TrainerAttributes:
             norm_type: the ``p`` of the norms.
         """
         strategy = getattr(self._host, "strategy", None)
-        here = isinstance(strategy, Strategy)
-        return strategy.join_norms(norms, norm_type) if here else dict(norms)
+        if isinstance(strategy, Strategy):
+            return strategy.join_norms(norms, norm_type)
+        return dict(norms)
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the global step, from 1, that an optimizer takes next."""

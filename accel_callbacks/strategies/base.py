@@ -243,7 +243,7 @@ class Strategy(ABC):
 
         Args:
             model: as the user built it.
-            options: a `accel_callbacks.strategies.pipeline_parallel.PipelineOptions`.
+            options: a `accel_callbacks.strategies.pipeline_runner.PipelineOptions`.
             wrap_stage: wraps the module of a stage for the precision.
 
         Raises:

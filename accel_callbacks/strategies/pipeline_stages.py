@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -229,6 +229,3 @@ def skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
             torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         )
     return copy.deepcopy(model, memo)
-
-
-LossFunction = Callable[[Any, Any], torch.Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import checkpoint_io
 from accel_callbacks import Accelerator, ParallelismConfig
-from accel_callbacks.callbacks import EMA, GradientNorm
+from accel_callbacks.callbacks import EMA, GradientNorm, NonFinite
 
 pytestmark = pytest.mark.distributed
 
@@ -190,7 +191,9 @@ def test_losses_gradients_and_weights_are_those_of_one_process(pool, schedule, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "window"), [("1F1B", 4), ("GPipe", 1), ("Interleaved1F1B", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "window"), [("1F1B", 4), ("GPipe", 1), ("Interleaved1F1B", 4)]
+)
 def test_stages_are_sharded_too(pool_of_4, schedule, window):
     """Two stages, each over two ranks that read different data."""
     results = pool_of_4.run(trains, schedule, window, "norm", True, 2)
@@ -201,16 +204,21 @@ def test_stages_are_sharded_too(pool_of_4, schedule, window):
 
 
 def goes_on(
-    schedule: str | None, save_to: str | None, load_from: str | None, window: int = 1, at: int = 3
+    schedule: str | None,
+    save_to: str | None,
+    load_from: str | None,
+    window: int = 1,
+    at: int = 3,
+    shards: int = 1,
 ) -> dict[str, Any]:
     """Train 6 batches; save after some of them, or begin there."""
     average = EMA(0.5)
-    accel = accelerator(schedule, gradient_accumulation_steps=window, callbacks=[average])
+    accel = accelerator(schedule, shards, gradient_accumulation_steps=window, callbacks=[average])
     torch.manual_seed(0 if load_from is None else 7)
     model = LM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     model = ready(accel, schedule, model)
-    loader = DataLoader(tokens(), 4, shuffle=True)
+    loader = DataLoader(tokens(), 4 // accel.data_world, shuffle=True)
     optimizer, loader = accel.prepare(optimizer, loader)
     losses: list[float] = []
     with accel.run("test", resume=False):
@@ -222,7 +230,7 @@ def goes_on(
                 accel.backward(value)
                 optimizer.step()
                 optimizer.zero_grad()
-            losses.append(value.item())
+            losses.append(accel.reduce(value.detach(), "mean").item())
             if number == at and save_to is not None:
                 accel.save_state(save_to)
         state = accel.get_state_dict(model, all_ranks=True)
@@ -273,3 +281,183 @@ def test_the_checkpoint_has_the_names_and_the_tensors_of_one_process(pool, tmp_p
     one, two = (checkpoint_io.open_checkpoint(str(tmp_path / name)) for name in ("one", "two"))
     shapes = [{k: e.shape for k, e in r.manifest.tensors.items()} for r in (one, two)]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["1F1B", "2x2", None])
+def test_a_checkpoint_of_sharded_stages_goes_on_elsewhere(pool, pool_of_4, tmp_path, loader):
+    path = str(tmp_path / "checkpoint")
+    wanted = pool_of_4.run(sharded_goes_on, path, None)[0]
+    if loader is None:
+        assert_alike(goes_on(None, None, path), wanted, 1e-5)
+    elif loader == "2x2":
+        assert pool_of_4.run(sharded_goes_on, None, path)[0] == wanted
+    else:
+        assert_alike(pool.run(goes_on, loader, None, path)[0], wanted, 1e-5)
+
+
+def sharded_goes_on(save_to: str | None, load_from: str | None) -> dict[str, Any]:
+    return goes_on("1F1B", save_to, load_from, shards=2)
+
+
+# --- what is measured, and evaluation ---------------------------------------------------------
+
+
+def measured(schedule: str | None) -> dict[str, Any]:
+    """What callbacks and metrics see, on each rank."""
+    norms, average = GradientNorm(per_layer=True), EMA(0.5)
+    accel = accelerator(schedule, callbacks=[norms, average, NonFinite()])
+    logged: dict[str, float] = {}
+    accel.on("log")(lambda metrics: logged.update(metrics))
+    torch.manual_seed(0)
+    model = ready(accel, schedule, LM())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train, valid = DataLoader(tokens(8), 8), DataLoader(tokens(13), 4)
+    optimizer, train, valid = accel.prepare(optimizer, train, valid)
+    with accel.run("test"):
+        for batch in train:
+            value = 0.5 * loss(model, schedule, batch) + 1.0
+            accel.backward(value)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        seen, losses = [], []
+        with torch.no_grad():
+            for batch in valid:  # the last has one row
+                found = accel.gather_for_metrics(model(batch).argmax(-1))
+                seen += found.tolist()
+                losses.append(loss(model, schedule, batch).item())
+        with average.applied():
+            averaged = accel.get_state_dict(model, all_ranks=True)
+    return {
+        "logged": {name: float(number) for name, number in logged.items() if "norm" in name},
+        "seen": seen,
+        "losses": losses,
+        "averaged": {name: one.tolist() for name, one in averaged.items()},
+    }
+
+
+def test_norms_metrics_and_averages_are_those_of_the_whole_model(pool):
+    first, second = pool.run(measured, "1F1B")
+    assert first == second
+    assert_alike(first, measured(None))
+
+
+def draws(training: bool) -> tuple[list[Any], list[int]]:
+    """The masks of dropout in both stages, and numbers that the loop draws after it."""
+    accel = accelerator("1F1B")
+    torch.manual_seed(accel.process_index)
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    model = torch.nn.Sequential(layers[0], torch.nn.Dropout(), layers[1], torch.nn.Dropout())
+    masks: list[Any] = []
+    for module in (model[1], model[3]):
+        module.register_forward_hook(lambda module, args, result: masks.append(result == 0))
+    model = accel.prepare_pipeline(model, ["2"], lambda output, target: output.sum())
+    model.train(training)
+    accel.backward(model(torch.ones(4, 4), target=torch.zeros(4)))
+    masks = [mask for mask in masks if mask.device.type != "meta"]
+    return torch.cat(masks).tolist(), torch.randint(1 << 30, (4,)).tolist()
+
+
+def test_stages_draw_different_numbers_and_the_loop_the_same(pool):
+    (first, after), (second, also) = pool.run(draws, True)
+    assert after == also
+    assert first != second
+    assert len({str(row) for row in first}) > 1  # micro-batches differ too
+    (first, after), (second, also) = pool.run(draws, False)
+    assert after == also
+    assert not torch.tensor(first + second).any()
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+class Tied(LM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Branches(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x)) if x.sum() > 0 else x
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "tied": (Tied, {}, "share .*embed.weight and head.weight.*untie"),
+    "branches": (lambda: Branches(*layers()), {"split_points": ["1"]}, "cannot be cut at"),
+    "no module": (LM, {"split_points": ["layers.2"]}, "has no module 'layers.2'"),
+    "order": (LM, {"split_points": ["head", "blocks.0", "blocks.1"]}, "in the order of"),
+    "too many": (LM, {"schedule": "1F1B"}, "one stage, and 3 split_points make 4"),
+    "too few": (LM, {"split_points": ["head"]}, "several stages, and there are 2"),
+    "schedule": (LM, {"schedule": "ZBVZeroBubble"}, "is unknown; use one of"),
+    "few microbatches": (LM, {"microbatches": 1}, "2 ranks of a pipeline need as many"),
+    "inputs": (LM, {"inputs": ["words"]}, "takes no 'words'"),
+    "batch norm state": (lambda: Custom(*layers()), {"split_points": ["1"]}, "customizes how"),
+}
+
+
+class Custom(torch.nn.Sequential):
+    def get_extra_state(self) -> Any:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def layers() -> list[torch.nn.Module]:
+    return [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+
+
+def refused(case: str) -> str:
+    build, options, _ = REFUSED[case]
+    options = {"split_points": SPLITS["Interleaved1F1B"], "schedule": "Interleaved1F1B", **options}
+    if len(options["split_points"]) == 1 and case != "too few":
+        options["schedule"] = "1F1B"
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        accelerator("1F1B").prepare_pipeline(build(), loss_fn=loss_of, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_cut_is_refused(pool, case):
+    for text in pool.run(refused, case):
+        assert re.search(REFUSED[case][2], text), text
+
+
+def misused() -> dict[str, str]:
+    """What each wrong call says."""
+    accel = accelerator("1F1B")
+    model = ready(accel, "1F1B", LM())
+    batch = torch.stack(tokens(4))
+    value = model(batch, target=batch)
+    calls: dict[str, Any] = {
+        "no target": lambda: model(batch),
+        "target by position": lambda: model(batch, batch),
+        "rows": lambda: model(torch.stack(tokens(7)), target=torch.stack(tokens(7))),
+        "target rows": lambda: model(batch, target=batch[:2]),
+        "prepare": lambda: accel.prepare(LM()),
+        "again": lambda: [accel.backward(value, retain_graph=True), accel.backward(value)],
+        "full_parameters": lambda: accel.full_parameters(model).__enter__(),
+        "fp16": lambda: ready(accelerator("1F1B", mixed_precision="fp16"), "1F1B", LM()),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = ""
+        except (ValueError, TypeError, RuntimeError) as error:
+            said[name] = str(error)
+    return said
+
+
+def test_wrong_calls_say_what_to_do(pool):
+    for said in pool.run(misused):
+        assert "the loss there: pass loss_fn" in said["no target"]
+        assert "the target is passed as target=" in said["target by position"]
+        assert "7 rows cannot be cut" in said["rows"]
+        assert "the target has 2 rows, and the inputs have 4" in said["target rows"]
+        assert "accel.prepare_pipeline(model" in said["prepare"]
+        assert "a second time" in said["again"]
+        assert "its own layers" in said["full_parameters"]
+        assert 'use "bf16"' in said["fp16"]
