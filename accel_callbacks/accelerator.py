@@ -89,6 +89,8 @@ from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import AcceleratorState, GradientState
 from accel_callbacks.strategies import create_strategy
+from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
+from accel_callbacks.strategies.pipeline_runner import PipelineOptions
 from accel_callbacks.strategies.tensor_plan import propose_plan
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
@@ -396,14 +398,8 @@ class Accelerator(ProcessControl, MediaLogging):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Not available: a mesh has no axis of pipeline parallelism.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            "pipeline_parallel_rank: ParallelismConfig has no axis of pipeline parallelism."
-        )
+        """Index of this rank along the axis of a pipeline; 0 without it."""
+        return self._index_along("pp")
 
     def _index_along(self, axis: str) -> int:
         if self.parallelism_config is None:
@@ -570,6 +566,67 @@ class Accelerator(ProcessControl, MediaLogging):
         request = ModelRequest(model, self._placement(device_placement), evaluation_mode)
         ready = self._preparer.prepare([request], forward_methods=_names(forward_methods))
         prepared: torch.nn.Module = ready[id(model)]
+        return prepared
+
+    def prepare_pipeline(
+        self,
+        model: torch.nn.Module,
+        split_points: Sequence[str],
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        *,
+        schedule: str = "1F1B",
+        microbatches: int | None = None,
+        inputs: Sequence[str] | None = None,
+        reduction: str = "mean",
+    ) -> PipelinedModel:
+        """Cut a model into stages over the ranks of ``pp_size``; collective, on all ranks.
+
+        ``loss = model(*inputs, target=target)`` runs forward and backward of a batch in
+        micro-batches, as the schedule says, and ``accel.backward(loss)`` hands the gradients out:
+        scaled as the window and what is computed from the loss ask for. So the loop stays as it
+        is. The loss and the outputs are the same on all ranks, all of which get the same batches.
+        Under ``no_grad`` the call without a target returns the outputs.
+
+        Optimizers are made of ``model.parameters()``, before or after, on all ranks: those of
+        other ranks are on the meta device, and get no gradient.
+
+        Args:
+            model: a model with weights; those of rank 0 count.
+            split_points: names of modules in the order of their calls, such as ``"layers.4"``.
+                Each begins a stage. What calls them must not depend on the values of tensors.
+            loss_fn: called with the outputs and the target of a micro-batch on the last rank; a
+                pipeline without it only evaluates.
+            schedule: of torch: ``"GPipe"``, ``"1F1B"`` (default), or with several stages on each
+                rank ``"Interleaved1F1B"`` or ``"LoopedBFS"``.
+            microbatches: at most so many equal parts of a batch, twice the ranks by default. A
+                batch that they do not divide is cut into fewer.
+            inputs: arguments of the forward that are passed; those without a default if ``None``.
+            reduction: ``"mean"`` if ``loss_fn`` returns the mean over its rows, ``"sum"`` for
+                their sum, as for ``backward(normalizer=)``.
+
+        Raises:
+            ValueError: there is no ``pp_size``, the model cannot be cut there, or the loss would
+                have to be scaled inside of the schedule (fp16).
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+            >>> Accelerator(cpu=True).prepare_pipeline(model, ["1"], torch.nn.functional.mse_loss)
+            Traceback (most recent call last):
+            ValueError: prepare_pipeline needs several ranks to put the stages on: pass ...
+        """
+        if self.precision.name in ("fp16", "fp8"):
+            raise ValueError(
+                f"mixed_precision={self.precision.name!r} does not go with a pipeline, which runs "
+                'backward before the loss can be scaled: use "bf16".'
+            )
+        self.loop.share_identity(self.loop.run)
+        self.strategy.share_random_state()
+        options = PipelineOptions(split_points, loss_fn, schedule, microbatches, inputs, reduction)
+        whole = self.strategy.pipeline(model, options, self.precision.wrap)
+        ready = self._preparer.prepare([ModelRequest(whole, False)])
+        prepared: PipelinedModel = ready[id(whole)]
         return prepared
 
     def init_module(self) -> AbstractContextManager[None]:

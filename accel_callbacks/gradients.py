@@ -57,7 +57,7 @@ def multiply_gradients(optimizer: torch.optim.Optimizer, factor: float | torch.T
         >>> weight.grad
         tensor([0.5000])
     """
-    _multiply(_parameters(optimizer), factor)
+    scale_gradients(_parameters(optimizer), factor)
 
 
 def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -160,7 +160,7 @@ def clip_norm(
     """
     parameters = list(parameters)
     norm = total_norm(parameters, norm_type)
-    _multiply(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
@@ -183,7 +183,18 @@ def clip_value(parameters: Iterable[torch.Tensor], value: float) -> None:
 
 
 @torch.no_grad()
-def _multiply(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply the gradients of parameters in place; they may be sharded anyhow.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.gradients import scale_gradients
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> weight.sum().backward()
+        >>> scale_gradients([weight], 0.5)
+        >>> weight.grad
+        tensor([0.5000])
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

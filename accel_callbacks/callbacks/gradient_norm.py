@@ -121,16 +121,16 @@ class GradientNorm(Callback):
     ) -> dict[str, torch.Tensor]:
         """Return the norms of an optimizer's current gradients, by the name to log."""
         with_grad = [p for p in parameters_of(optimizer) if p.grad is not None]
-        if not with_grad:
-            return {}
         norms: dict[str, torch.Tensor] = {}
-        if self.per_layer:
+        if with_grad and self.per_layer:
             for layer, members in self._layers(run, with_grad).items():
                 norms[f"{self.log_name}/{layer}"] = total_norm(members, self.norm_type)
             total = combined_norm(list(norms.values()), self.norm_type)
-        else:
+        elif with_grad:
             total = total_norm(with_grad, self.norm_type)
-        norms[self._name(run, optimizer)] = total
+        if with_grad:
+            norms[self._name(run, optimizer)] = total
+        norms = run.join_norms(norms, self.norm_type)
         scale = run.loss_scale() if scaled else None
         # Divide now: the next update of the scale changes its tensor in place.
         return norms if scale is None else {name: norm / scale for name, norm in norms.items()}

@@ -241,7 +241,7 @@ class Checkpointer:
         require_neighbour("checkpoint_io")
         import checkpoint_io
 
-        state = training.strategy.local_state_dict(model)
+        state = training.strategy.weights_to_write(model)
         if adapters := adapters_of(training.strategy.unwrap(model), state):
             with synchronize("save_model"):
                 for adapter in map(self._gathered, adapters):

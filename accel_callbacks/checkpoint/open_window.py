@@ -56,6 +56,7 @@ def read_window(
         f"{index}.{name}": parameter
         for index, model in enumerate(training.bare_models)
         for name, parameter in model.named_parameters()
+        if not parameter.is_meta  # of another rank
     }
     saved = reader.manifest.world_size // reader.state.get("copies", 1)
     same = saved == training.strategy.data_world

@@ -121,7 +121,7 @@ class TrainingState:
             "loaders": _numbered([self._position(loader) for loader in self.loaders]),
             "precision": self.precision.state_dict(),
             "run": self._run_position(),
-            "callbacks": loop.dispatch.state_dict(),
+            "callbacks": strategy.stored(loop.dispatch.state_dict(), self.models),
             "trackers": self.tracking.state_dict(),
             "registered": self.registered.state_dict(),
         }

@@ -265,6 +265,13 @@ class ParallelismConfig:
         variable="ACCEL_PARALLELISM_TP_SIZE",
         child=True,
     )
+    parallelism_config_pp_size: int = option(
+        1,
+        "processes that each have some layers (a pipeline), for prepare_pipeline",
+        least=1,
+        variable="ACCEL_PARALLELISM_PP_SIZE",
+        child=True,
+    )
     parallelism_config_cp_size: int = option(
         1,
         "processes that share each sequence (context parallelism)",

@@ -14,6 +14,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.votes import Votes
 from accel_callbacks.loop.host import Host
 from accel_callbacks.loop.run_identity import RunIdentity
+from accel_callbacks.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard
@@ -225,6 +226,20 @@ class TrainerAttributes:
         """Return the loss scale of fp16 as a tensor on the device, None without one."""
         scaler = self._host.scaler
         return scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
+
+    def join_norms(
+        self, norms: Mapping[str, torch.Tensor], norm_type: float
+    ) -> dict[str, torch.Tensor]:
+        """Return the norms of gradients here, with those of layers that other ranks have.
+
+        Args:
+            norms: by name; those of one name are parts of one.
+            norm_type: the ``p`` of the norms.
+        """
+        strategy = getattr(self._host, "strategy", None)
+        if isinstance(strategy, Strategy):
+            return strategy.join_norms(norms, norm_type)
+        return dict(norms)
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the global step, from 1, that an optimizer takes next."""

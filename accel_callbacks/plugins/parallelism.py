@@ -21,7 +21,7 @@ from accel_callbacks.warning import warn
 __all__ = ["AXES", "ParallelismConfig"]
 
 #: The axes of a mesh from the outermost, whose ranks are farthest apart, to the innermost.
-AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+AXES = ("dp_replicate", "dp_shard", "pp", "cp", "sp", "tp")
 _VARIABLE = "ACCEL_PARALLELISM_{}_SIZE"
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 _HANDLERS: Mapping[str, type[KwargsHandler]] = {
@@ -50,13 +50,14 @@ class _Mesh(NamedTuple):
 class ParallelismConfig(KwargsHandler):
     """The sizes of the axes over which the ranks of a run are arranged.
 
-    The product of all sizes is the number of ranks. Ranks that differ in ``tp``, ``cp`` or ``sp``
-    only share a replica of the model, and get the same batches. If all sizes are 1, all ranks are
-    data parallel: sharded with an ``fsdp_plugin``, else replicated.
+    The product of all sizes is the number of ranks. Ranks that differ in ``pp``, ``tp``, ``cp`` or
+    ``sp`` only share a replica of the model, and get the same batches. If all sizes are 1, all
+    ranks are data parallel: sharded with an ``fsdp_plugin``, else replicated.
 
     Args:
         dp_replicate_size: replicas of the model, or of its shards (HSDP).
         dp_shard_size: ranks over which FSDP shards each replica.
+        pp_size: ranks of a pipeline, of which each has some layers.
         tp_size: ranks of tensor parallelism.
         cp_size: ranks of context parallelism.
         cp_backend: ``"torch"``.
@@ -95,6 +96,7 @@ class ParallelismConfig(KwargsHandler):
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_size: int | None = None
 
     def __post_init__(self) -> None:
         launched = {axis for axis in AXES if getattr(self, f"{axis}_size") is None}
@@ -181,6 +183,11 @@ class ParallelismConfig(KwargsHandler):
         return self.sizes["dp_shard"] > 1
 
     @property
+    def pp_enabled(self) -> bool:
+        """True with a pipeline."""
+        return self.sizes["pp"] > 1
+
+    @property
     def tp_enabled(self) -> bool:
         """True with tensor parallelism."""
         return self.sizes["tp"] > 1
@@ -210,7 +217,7 @@ class ParallelismConfig(KwargsHandler):
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The axes whose ranks read the same data."""
-        return [axis for axis in ("tp", "cp", "sp") if self.sizes[axis] > 1]
+        return [axis for axis in ("pp", "tp", "cp", "sp") if self.sizes[axis] > 1]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -233,7 +240,7 @@ class ParallelismConfig(KwargsHandler):
     @property
     def model_shard_dim_names(self) -> list[str]:
         """The axes over which a model is cut."""
-        return [axis for axis in ("dp_shard", "tp") if self.sizes[axis] > 1]
+        return [axis for axis in ("dp_shard", "pp", "tp") if self.sizes[axis] > 1]
 
     # --- the mesh -------------------------------------------------------------------------------
 
@@ -257,7 +264,7 @@ class ParallelismConfig(KwargsHandler):
         Example:
             >>> from accel_callbacks import ParallelismConfig
             >>> ParallelismConfig(dp_shard_size=2, tp_size=4).coordinate(6)
-            {'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'sp': 0, 'tp': 2}
+            {'dp_replicate': 0, 'dp_shard': 1, 'pp': 0, 'cp': 0, 'sp': 0, 'tp': 2}
         """
         index: dict[str, int] = {}
         for axis in reversed(AXES):

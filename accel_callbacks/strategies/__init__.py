@@ -9,10 +9,19 @@ from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import Strategy
 from accel_callbacks.strategies.ddp import DDP
 from accel_callbacks.strategies.fsdp import FSDP
+from accel_callbacks.strategies.pipeline_parallel import PipelineParallel
 from accel_callbacks.strategies.single_device import SingleDevice
 from accel_callbacks.strategies.tensor_parallel import TensorParallel
 
-__all__ = ["DDP", "FSDP", "SingleDevice", "Strategy", "TensorParallel", "create_strategy"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "PipelineParallel",
+    "SingleDevice",
+    "Strategy",
+    "TensorParallel",
+    "create_strategy",
+]
 
 _REGISTRY: dict[DistributedType, type[Strategy]] = {
     DistributedType.NO: SingleDevice,
@@ -47,6 +56,9 @@ def create_strategy(
     """
     if parallelism is not None:
         parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
+    if parallelism is not None and parallelism.pp_enabled:
+        _refuse_in_pipeline(parallelism)
+        return PipelineParallel(topology, handlers, parallelism, fsdp)
     # Both layers and sequences are cut: FSDP shards the former over the ranks of the latter.
     both = (
         parallelism is not None
@@ -60,6 +72,15 @@ def create_strategy(
         _refuse_replicas(parallelism)
         return TensorParallel(topology, handlers, parallelism)
     return _REGISTRY[topology.distributed_type](topology, handlers, parallelism)
+
+
+def _refuse_in_pipeline(parallelism: ParallelismConfig) -> None:
+    for axis in ("dp_replicate", "cp", "sp", "tp"):
+        if parallelism.sizes[axis] > 1:
+            raise ValueError(
+                f"pp_size={parallelism.pp_size} does not go with {axis}_size="
+                f"{parallelism.sizes[axis]} in this version: leave one of them out."
+            )
 
 
 def _refuse_replicas(parallelism: ParallelismConfig) -> None:

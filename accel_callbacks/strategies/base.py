@@ -255,6 +255,27 @@ class Strategy(ABC):
         """
         return None
 
+    def pipeline(
+        self,
+        model: torch.nn.Module,
+        options: Any,
+        wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
+    ) -> torch.nn.Module:
+        """Cut a model into stages; see ``Accelerator.prepare_pipeline``.
+
+        Args:
+            model: as the user built it.
+            options: a `accel_callbacks.strategies.pipeline_runner.PipelineOptions`.
+            wrap_stage: wraps the module of a stage for the precision.
+
+        Raises:
+            ValueError: this run has no pipeline, or the model cannot be cut.
+        """
+        raise ValueError(
+            "prepare_pipeline needs several ranks to put the stages on: pass parallelism_config="
+            "ParallelismConfig(pp_size=...), or use prepare(model)."
+        )
+
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model as the user built it."""
         return original(model)
@@ -365,6 +386,21 @@ class Strategy(ABC):
         """Clip each gradient element to ``[-clip_value, clip_value]``."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
+    def join_norms(
+        self, norms: Mapping[str, torch.Tensor], norm_type: float
+    ) -> dict[str, torch.Tensor]:
+        """Collective where ranks have different layers: return the norms of all, by name.
+
+        Args:
+            norms: of the gradients here.
+            norm_type: the ``p`` of the norms; those of one name are parts of one.
+        """
+        return dict(norms)
+
+    def weights_to_write(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the state of a model for the rank that writes it; sharded tensors as DTensors."""
+        return self.local_state_dict(model)
+
     def model_state_dict(
         self,
         model: torch.nn.Module,
@@ -396,6 +432,15 @@ class Strategy(ABC):
         Sharded tensors are DTensors.
         """
         return self.unwrap(model).state_dict()
+
+    def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
+        """Return a part of a checkpoint with tensors that say which ranks have them.
+
+        Args:
+            tree: a state with tensors by ``"<number of the model>.<parameter>"``, as averages are.
+            models: the prepared models.
+        """
+        return tree
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
         """Return whether writing into the tensors of :meth:`local_state_dict` loads a model."""

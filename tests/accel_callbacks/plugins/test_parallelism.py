@@ -164,6 +164,7 @@ def test_a_config_as_json_is_plain():
     plain = ParallelismConfig(dp_shard_size=2, tp_size=2).to_json()
     assert plain == {
         **{"dp_replicate_size": 1, "dp_shard_size": 2, "cp_size": 1, "sp_size": 1, "tp_size": 2},
+        "pp_size": 1,
         **{"cp_backend": "torch", "sp_backend": "deepspeed"},
         **{
             "tp_handler": {"enable_async_tp": False, "plan": None},
@@ -267,11 +268,10 @@ def test_an_accelerator_without_a_mesh():
         "tensor_parallel_rank",
         "data_parallel_shard_rank",
         "context_parallel_rank",
+        "pipeline_parallel_rank",
     ):
         with pytest.raises(RuntimeError, match=r"no mesh.*pass parallelism_config="):
             getattr(accel, name)
-    with pytest.raises(NotImplementedError, match="pipeline"):
-        _ = accel.pipeline_parallel_rank
     assert accel.should_save_model
     assert not (accel.is_fsdp2)
     assert not (accel.is_composable_parallelism_enabled)

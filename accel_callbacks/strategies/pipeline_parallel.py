@@ -1,0 +1,481 @@
+"""Pipeline parallelism: each rank of a replica has some layers, and micro-batches pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+
+from accel_callbacks import collectives
+from accel_callbacks.distributed.failures import meet
+from accel_callbacks.distributed.topology import Topology
+from accel_callbacks.gradients import combined_norm, local_part, scale_gradients, total_norm
+from accel_callbacks.modeling.initial_weights import whole_parameters_freed
+from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_callbacks.plugins.parallelism import ParallelismConfig
+from accel_callbacks.strategies.checks import is_plain, refuse_distributed, refuse_empty
+from accel_callbacks.strategies.checks import refuse_spread as _refuse_spread
+from accel_callbacks.strategies.pipeline_runner import PipelineOptions, PipelineRunner
+from accel_callbacks.strategies.pipeline_stages import StagePlan, skeleton_of
+from accel_callbacks.strategies.sharding import Sharding
+from accel_callbacks.strategies.units import find_units
+
+__all__ = ["PipelineParallel", "PipelinedModel"]
+
+
+class PipelinedModel(torch.nn.Module):
+    """A model of which each rank has some stages: its call runs forward and backward of a batch.
+
+    With gradients enabled, ``model(*inputs, target=target)`` is the loss over the batch, on all
+    ranks; its backward hands out the gradients that the schedule has computed. Under ``no_grad``
+    it is the loss too, and without a target what the model returns.
+
+    Attributes:
+        module: the model as the user built it; parameters of other ranks are on the meta device.
+
+    Example:
+        >>> from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
+        >>> issubclass(PipelinedModel, torch.nn.Module)
+        True
+    """
+
+    def __init__(self, module: torch.nn.Module, runner: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._runner = runner
+
+    def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Return the loss, or under ``no_grad`` without a target the outputs, on all ranks."""
+        return self._runner(args, kwargs, target)
+
+
+class PipelineParallel(Sharding):
+    """A strategy whose ranks each have some layers, under FSDP2 too.
+
+    Args:
+        topology: the rank and device of this process.
+        handlers: options of other parts.
+        parallelism: how the ranks are arranged.
+        fsdp: how stages are sharded, over ``dp_shard_size``.
+
+    Example:
+        >>> from accel_callbacks.strategies.pipeline_parallel import PipelineParallel
+        >>> PipelineParallel.name
+        'pipeline_parallel'
+    """
+
+    name = "pipeline_parallel"
+    _plainer = "train without pp_size"
+
+    def __init__(
+        self,
+        topology: Topology,
+        handlers: Handlers | None,
+        parallelism: ParallelismConfig,
+        fsdp: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
+        super().__init__(topology, handlers, parallelism)
+        self._fsdp = fsdp
+        if parallelism.dp_shard_enabled and fsdp is None:
+            self._fsdp = FullyShardedDataParallelPlugin()
+        self._ranks = parallelism.sizes["pp"]
+        self._index = parallelism.coordinate(topology.rank)["pp"]
+        self._wrappers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+        self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
+        self._meshes: dict[tuple[str, int], Any] = {}
+
+    @property
+    def averaged_over(self) -> int:
+        """Ranks over which FSDP averages the gradients of a stage."""
+        return self.data_world
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How stages are sharded, None if they are not."""
+        return self._fsdp
+
+    # --- cutting --------------------------------------------------------------------------------
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return list(self._owners)
+
+    @property
+    def _group(self) -> Any:
+        return self.device_mesh["pp"].get_group()
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Refuse a model that was not cut into stages."""
+        if model not in self._owners:
+            raise ValueError(
+                f"{type(model).__name__}: with pp_size={self._ranks} a model is cut into stages "
+                "by accel.prepare_pipeline(model, split_points=[...], loss_fn=...), in place of "
+                "prepare(); optimizers, schedulers and loaders go to prepare() as everywhere."
+            )
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Leave the model where it is: nowhere is all of it on one device."""
+        return model
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the pipeline that was made of the model."""
+        wrapper: torch.nn.Module = self._wrappers[model]()
+        return wrapper
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model inside of a pipeline."""
+        model = super().unwrap(model)
+        return self.unwrap(model.module) if isinstance(model, PipelinedModel) else model
+
+    def pipeline(
+        self,
+        model: torch.nn.Module,
+        options: PipelineOptions,
+        wrap_stage: Callable[[torch.nn.Module], torch.nn.Module],
+    ) -> torch.nn.Module:
+        """Collective: cut a model into stages, and keep those of this rank."""
+        if model in self._owners:
+            raise ValueError(f"{type(model).__name__} is cut into stages already.")
+        options = options.checked(self._ranks)
+        self._refuse_shared(model)
+        _refuse_spread(model)
+        refuse_distributed(model)
+        refuse_empty(model)
+        if not is_plain(model):
+            raise ValueError(
+                f"{type(model).__name__} customizes how its state is saved, of which each rank "
+                "would have a part: a pipeline needs models whose state is their tensors."
+            )
+        plan = StagePlan(model, options.split_points, options.inputs)
+        skeleton = skeleton_of(model)
+        shapes = [wrap_stage(plan.module(skeleton, n)) for n in range(len(plan.graphs))]
+        stages = {
+            n: wrap_stage(plan.module(model, n))
+            for n in range(self._index, len(plan.graphs), self._ranks)
+        }
+        self._send_weights(model)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
+        self._drop_others(model)
+        if self._fsdp is not None:
+            for stage in stages.values():
+                _shard(stage, self._fsdp, self.device_mesh["dp_shard"], model)
+        self._replace(before, model)
+        for optimizer in self._optimizers:
+            self._bind(optimizer)
+        runner = PipelineRunner(
+            plan, stages, shapes, options, model, self._group, self.topology.device
+        )
+        return PipelinedModel(model, runner)
+
+    @torch.no_grad()
+    def _send_weights(self, model: torch.nn.Module) -> None:
+        """Let all ranks begin with the weights of rank 0, on the device."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            sent = collectives.broadcast(tensor.detach().to(self.topology.device))
+            tensor.data = sent.to(tensor.dtype)
+
+    def _drop_others(self, model: torch.nn.Module) -> None:
+        """Put empty tensors in place of those of other ranks."""
+        empty: dict[int, torch.Tensor] = {}
+        owners = self._owners[model]
+        for prefix, module in model.named_modules():
+            for slots in (module._parameters, module._buffers):
+                for key, tensor in slots.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if tensor is None or owners[name] == self._index:
+                        continue
+                    if id(tensor) not in empty:
+                        meta = torch.empty_like(tensor, device="meta")
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        empty[id(tensor)] = (
+                            torch.nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+                        )
+                        if is_parameter:  # an optimizer of the user holds it
+                            tensor.data = tensor.data.new_empty(0)
+                    slots[key] = empty[id(tensor)]
+
+    # --- training -------------------------------------------------------------------------------
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer holds no parameter of a pipeline, and no gradient."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = {id(p) for model in self._models for p in model.parameters()}
+        if not held & known:
+            super().check_step(optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm over all stages."""
+        parameters = [self._shard_of(one) for one in parameters]
+        of_stages = {id(p) for model in self._models for p in model.parameters()}
+        own = [one for one in parameters if id(one) in of_stages]
+        rest = [one for one in parameters if id(one) not in of_stages]
+        norm = self._over_stages(total_norm(own, norm_type), norm_type)
+        if rest:  # the same on all stages
+            norm = combined_norm([norm, total_norm(rest, norm_type)], norm_type)
+        scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def _over_stages(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        total = norm.to(self.topology.device).double()
+        if norm_type == float("inf"):
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._group)
+            return total.to(norm.dtype)
+        total = total.pow(norm_type)
+        dist.all_reduce(total, group=self._group)
+        return total.pow(1.0 / norm_type).to(norm.dtype)
+
+    def join_norms(
+        self, norms: Mapping[str, torch.Tensor], norm_type: float
+    ) -> dict[str, torch.Tensor]:
+        """Collective: return norms of the gradients of all stages; of one name, the total."""
+        found: list[Any] = [None] * self._ranks
+        mine = {name: float(norm) for name, norm in norms.items()}
+        dist.all_gather_object(found, mine, group=self._group)
+        parts: dict[str, list[torch.Tensor]] = {}
+        for one in found:
+            for name, norm in one.items():
+                parts.setdefault(name, []).append(torch.tensor(norm, device=self.topology.device))
+        return {name: combined_norm(several, norm_type) for name, several in parts.items()}
+
+    def full_parameters(
+        self, module: torch.nn.Module, *, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Refuse: the layers of other ranks are not here.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "full_parameters: each rank of a pipeline has its own layers; "
+            "get_state_dict(model) returns the weights of all."
+        )
+
+    # --- states ---------------------------------------------------------------------------------
+
+    def _mesh_of(self, owner: int, device_type: str) -> Any:
+        """Return a mesh of the ranks that have the stages of a rank, only to say where they are."""
+        known = self._meshes.get((device_type, owner))
+        if known is None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            ranks = list(range(owner, self.topology.world_size, self._ranks))
+            known = DeviceMesh(device_type, ranks, _init_backend=False)
+            self._meshes[device_type, owner] = known
+        return known
+
+    def _placed(
+        self, owner: int, local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a DTensor that is whole on the ranks of its owner, and on no others."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if local is not None and collectives.is_sharded(local):
+            return local
+        if local is None:  # from_local takes no shape without dimensions
+            part = torch.empty(0 if shape else (), dtype=dtype, device="cpu")
+        else:
+            part = local.detach()
+        whole = torch.empty(tuple(shape), device="meta")
+        return DTensor.from_local(
+            part,
+            self._mesh_of(owner, part.device.type),
+            [Replicate()],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the state under the names of the whole model: of other ranks, where it is."""
+        inner = self.unwrap(model)
+        owners = self._owners[inner]
+        return {
+            name: self._placed(
+                owners[name], None if one.is_meta else one, tuple(one.shape), one.dtype
+            )
+            for name, one in inner.state_dict().items()
+        }
+
+    def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
+        """Return a state in which tensors by the names of parameters are where their stages are."""
+        owners = {
+            f"{number}.{name}": owner
+            for number, model in enumerate(map(self.unwrap, models))
+            for name, owner in self._owners.get(model, {}).items()
+        }
+
+        def placed(value: Any, name: Any = None) -> Any:
+            if isinstance(value, Mapping):
+                return {key: placed(one, key) for key, one in value.items()}
+            if isinstance(value, torch.Tensor) and name in owners:
+                local = None if value.is_meta else value
+                return self._placed(owners[name], local, tuple(value.shape), value.dtype)
+            return value
+
+        return placed(tree)
+
+    def loads_in_place(self, model: torch.nn.Module) -> bool:
+        """Return True: other models are refused."""
+        return True
+
+    def model_state_dict(
+        self,
+        model: torch.nn.Module,
+        *,
+        unwrap: bool = True,
+        all_ranks: bool = False,
+        debug: bool | None = None,
+    ) -> dict[str, Any]:
+        """Collective: return the full state of a model, in host memory."""
+        inner = self.unwrap(model)
+        if inner not in self._owners:
+            return super().model_state_dict(model, unwrap=unwrap, all_ranks=all_ranks, debug=debug)
+        collectives.begin("get_state_dict", debug, all_ranks=all_ranks)
+        meet("get_state_dict")
+        keep = all_ranks or self.topology.rank == 0
+        prefix = "" if unwrap else "module."
+        owners, gathered = self._owners[inner], {}
+        for name, one in inner.state_dict().items():
+            if one.is_meta:
+                full = torch.empty(one.shape, dtype=one.dtype, device=self.topology.device)
+            else:
+                full = collectives.full_tensor(one)
+            full = collectives.broadcast(full, owners[name])
+            if keep:
+                gathered[prefix + name] = full.to("cpu", copy=True)
+        return gathered
+
+    def weights_to_write(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Collective: return the weights of all ranks on the first, in host memory."""
+        return self.model_state_dict(model, debug=False)
+
+    @torch.no_grad()
+    def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
+        """Load the stages of this rank from a full state, or one as here."""
+        for name, one in self.unwrap(model).state_dict().items():
+            if not one.is_meta and name in state:
+                value = state[name]
+                if not collectives.is_sharded(one) and collectives.is_sharded(value):
+                    value = local_part(value)
+                if collectives.is_sharded(value):
+                    local_part(one).copy_(local_part(value))
+                else:
+                    collectives.copy_part(one, value)
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Collective: return the gradients of an open window, those of all ranks by their place."""
+        inner = self.unwrap(model)
+        named = dict(inner.named_parameters())
+        here = [name for name, one in named.items() if one.grad is not None]
+        known = set().union(*self._from_stages(here))
+        owners = self._owners[inner]
+        return {
+            name: self._placed(owners[name], one.grad, tuple(one.shape), one.dtype)
+            for name, one in named.items()
+            if name in known
+        }
+
+    def _from_stages(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self._ranks
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Collective: return the state of an optimizer, of the parameters of all ranks."""
+        named = super().optimizer_state_dict(optimizer, names)
+        known = self._owners_by_name(names)
+        mine = {name: own for name, own in named["state"].items() if name in known}
+        everywhere: dict[str, Any] = {}
+        for found in self._from_stages(_pytree.tree_map(_Outline.of, mine)):
+            everywhere.update(found)
+        state: dict[str, Any] = {}
+        for name in [n for group in named["param_groups"] for n in group["params"]]:
+            if name in mine:
+                state[name] = _pytree.tree_map(
+                    lambda one, owner=known[name]: (
+                        self._placed(owner, one, tuple(one.shape), one.dtype)
+                        if isinstance(one, torch.Tensor)
+                        else one
+                    ),
+                    mine[name],
+                )
+            elif name in everywhere:
+                state[name] = _pytree.tree_map(
+                    lambda one, owner=known[name]: (
+                        self._placed(owner, None, one.shape, one.dtype)
+                        if isinstance(one, _Outline)
+                        else one
+                    ),
+                    everywhere[name],
+                )
+            elif name in named["state"]:
+                state[name] = named["state"][name]
+        return {**named, "state": state}
+
+    def _owners_by_name(self, names: Mapping[int, str]) -> dict[str, int]:
+        """Return the owner of each parameter of pipelines, by its name in a checkpoint."""
+        return {
+            names[id(one)]: owners[name]
+            for model, owners in self._owners.items()
+            for name, one in model.named_parameters()
+            if id(one) in names
+        }
+
+    def fit_optimizer_state(
+        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Translate a state by name, without that of parameters of other ranks."""
+        fitted = super().fit_optimizer_state(state, optimizer, names)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {place: one for place, one in fitted["state"].items() if not held[place].is_meta}
+        return {**fitted, "state": own}
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """The shape and type of a tensor of another rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _Outline(tuple(value.shape), value.dtype)
+        return value
+
+
+def _shard(
+    stage: torch.nn.Module,
+    options: FullyShardedDataParallelPlugin,
+    mesh: Any,
+    model: torch.nn.Module,
+) -> None:
+    """Shard the units of a stage, and then what is left of it."""
+    # Imported here, because pipelines without it do not need it.
+    from torch.distributed.fsdp import fully_shard
+
+    if options.offloads:
+        raise ValueError(
+            "cpu_offload of the fsdp_plugin does not go with a pipeline: leave it out."
+        )
+    with whole_parameters_freed(stage):
+        for unit in find_units(stage, options):
+            # Gathered once for all micro-batches, which follow one another.
+            fully_shard(list(unit.modules), mesh=mesh, reshard_after_forward=False)
+        fully_shard(stage, mesh=mesh, reshard_after_forward=False)
+    for name, shard in stage.named_parameters(remove_duplicate=False):
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._parameters[key] = shard
