@@ -35,10 +35,12 @@ from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingSta
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
 from accel_callbacks.config import (
     PRECISIONS,
+    launched_deepspeed,
     launched_fsdp,
     launched_handlers,
     launched_parallelism,
     launched_plugin,
+    of_deepspeed,
     resolve_config,
     unread_variables,
 )
@@ -74,6 +76,7 @@ from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_schedule
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
+from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.parallelism import ParallelismConfig
@@ -92,8 +95,6 @@ from accel_callbacks.warning import warn
 __all__ = ["Accelerator"]
 
 _STRATEGIES = (
-    "deepspeed_plugin",
-    "deepspeed_plugins",
     "megatron_lm_plugin",
     "torch_tp_plugin",
 )
@@ -132,6 +133,9 @@ class Accelerator(ProcessControl, MediaLogging):
         parallelism_config: how the ranks are arranged; data parallelism over all by default.
         fsdp_plugin: shard models (FSDP2), with these options; so does ``dp_shard_size`` of the
             ``parallelism_config``.
+        deepspeed_plugin: train with DeepSpeed, with these options; a dict has one for each model,
+            by the name with which ``state.select_deepspeed_plugin`` chooses it.
+        deepspeed_plugins: the same.
         dynamo_backend: backend of torch.compile for prepared models; none by default.
         dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
         dataloader_config: how prepared loaders shard their data across ranks.
@@ -183,6 +187,8 @@ class Accelerator(ProcessControl, MediaLogging):
         kwargs_handlers: Iterable[KwargsHandler] | None = (),
         parallelism_config: ParallelismConfig | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         dynamo_backend: DynamoBackend | str | Callable[..., Any] | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -218,6 +224,14 @@ class Accelerator(ProcessControl, MediaLogging):
         dispatch = Dispatcher(_several(callbacks), adapters=(adapt,))
         _check_plugin("parallelism_config", parallelism_config, ParallelismConfig)
         _check_plugin("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+        if deepspeed_plugin is not None and deepspeed_plugins is not None:
+            raise ValueError("give deepspeed_plugin or deepspeed_plugins, not both.")
+        deepspeed = launched_deepspeed(
+            _checked_plugins(deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin),
+            self.config,
+        )
+        if deepspeed is not None:
+            self.config = of_deepspeed(self.config, deepspeed.active)
         self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
         self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
         group = group_options(self.handlers, timeout)
@@ -227,6 +241,7 @@ class Accelerator(ProcessControl, MediaLogging):
             self.handlers,
             launched_parallelism(parallelism_config, self.config),
             launched_fsdp(fsdp_plugin, self.config),
+            deepspeed,
         )
         own = _given(parallelism_config, self.strategy.fsdp_plugin, dynamo_backend or dynamo_plugin)
         unread = unread_variables(self.config, os.environ, own)
@@ -235,7 +250,10 @@ class Accelerator(ProcessControl, MediaLogging):
         note_copies(self.strategy.copies)
         _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only
         self.precision = create_precision(
-            self.config.mixed_precision, self.topology.device, self.handlers
+            self.config.mixed_precision,
+            self.topology.device,
+            self.handlers,
+            engine=self.strategy.owns_step,
         )
         self.window = GradientWindow(
             self.config.gradient_accumulation_steps,
@@ -329,6 +347,12 @@ class Accelerator(ProcessControl, MediaLogging):
     def parallelism_config(self) -> ParallelismConfig | None:
         """How the ranks are arranged, None if nothing was said about it."""
         return self.strategy.parallelism
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """How DeepSpeed trains models; of several plugins the selected one; None without it."""
+        plugins = self.strategy.deepspeed_plugins
+        return None if plugins is None else plugins.active
 
     @property
     def torch_device_mesh(self) -> Any:
@@ -1932,6 +1956,13 @@ def _given(parallelism: Any, fsdp: Any, dynamo: Any) -> set[str]:
         set_here = (one.name for one in fields(fsdp) if getattr(fsdp, one.name) is not None)
         found |= {"fsdp", *(f"fsdp.{name}" for name in set_here)}
     return found
+
+
+def _checked_plugins(given: Any) -> Any:
+    """Raise TypeError for plugins of DeepSpeed that are of another class."""
+    for one in given.values() if isinstance(given, Mapping) else [given]:
+        _check_plugin("deepspeed_plugin", one, DeepSpeedPlugin)
+    return given
 
 
 def _check_plugin(name: str, value: Any, kind: type[Any]) -> None:

@@ -21,6 +21,7 @@ from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
@@ -74,6 +75,9 @@ class Strategy(ABC):
     name: str
     #: False if there are no gradients to synchronize, so that no_sync can be left out.
     has_gradient_sync = False
+    #: True for an engine that scales losses, steps and skips steps by itself, and must know at each
+    #: backward whether it is the last one of a window.
+    owns_step = False
 
     def __init__(
         self,
@@ -151,6 +155,11 @@ class Strategy(ABC):
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """How models are sharded, None if they are not."""
+        return None
+
+    @property
+    def deepspeed_plugins(self) -> DeepSpeedPlugins | None:
+        """How DeepSpeed trains models, None if it does not."""
         return None
 
     @property
