@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -375,6 +375,7 @@ class DeepSpeed(Strategy):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         import deepspeed
 
+        _forget_destroyed_groups()
         # On a CPU, ranks of one machine reduce through shared memory.
         with building(*(["deepspeed_shm_comm"] if self.topology.device.type == "cpu" else [])):
             deepspeed.init_distributed(dist_init_required=False, verbose=False)
@@ -435,6 +436,8 @@ class DeepSpeed(Strategy):
         config["gradient_accumulation_steps"] = 1
         origins["gradient_accumulation_steps"] = "the loop's window, which divides losses"
         config.pop("train_batch_size", None)
+        if "gradient_clipping" not in config:  # DeepSpeed would clip to 1.0
+            config["gradient_clipping"], origins["gradient_clipping"] = known["gradient_clipping"]
         size = known["train_micro_batch_size_per_gpu"]
         if config.get("train_micro_batch_size_per_gpu") != size.value:
             config["train_micro_batch_size_per_gpu"] = size.value
@@ -620,7 +623,7 @@ class DeepSpeed(Strategy):
 
     @contextmanager
     def _full_parameters(self, module: torch.nn.Module, writeback: bool) -> Iterator[None]:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         sharded = [one for one in module.parameters() if hasattr(one, "ds_id")]
         with GatheredParameters(sharded) if sharded else nullcontext():
@@ -725,6 +728,27 @@ def _norm(engine: Any) -> torch.Tensor:
 
 
 # --- helpers of setting up --------------------------------------------------------------------
+
+# Global, as the groups are that DeepSpeed keeps.
+_joined: ReferenceType[Any] | None = None
+
+
+def _forget_destroyed_groups() -> None:
+    """Let DeepSpeed make its groups anew, if the process group is another one than before."""
+    global _joined
+    now = dist.group.WORLD
+    if _joined is not None and _joined() is not now:
+        from deepspeed.utils import groups
+
+        release = getattr(groups, "_release_process_group_references", None)
+        if release is None:
+            raise RuntimeError(
+                "this version of DeepSpeed keeps the process group that was destroyed: upgrade it "
+                "to 0.19 or newer, or start a new process for each Accelerator."
+            )
+        release()
+    _joined = ref(now)
+
 
 
 def _pairs(

@@ -77,7 +77,7 @@ def is_zero(engine: Any) -> bool:
 def gathered_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Collective: return a whole parameter, in float32 if the optimizer steps with that."""
     from deepspeed.utils import safe_get_full_fp32_param
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     sharded = hasattr(parameter, "ds_id")
     if not sharded and parameter.dtype == torch.float32:
