@@ -445,6 +445,11 @@ class DeepSpeed(Strategy):
         if self.precision in _LOW and not config.get(self.precision, {}).get("enabled"):
             config.setdefault(self.precision, {})["enabled"] = True
             origins[f"{self.precision}.enabled"] = "mixed_precision"
+        if self.precision == "bf16" and config["zero_optimization"]["stage"] >= 2:
+            types = config.setdefault("data_types", {})
+            if "grad_accum_dtype" not in types:
+                types["grad_accum_dtype"] = "fp32"
+                origins["data_types.grad_accum_dtype"] = "bf16, in which sums of a window lose bits"
         own = optimizer is not None and not isinstance(optimizer, DummyOptim)
         offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device")
         chosen = {"zero_allow_untested_optimizer": (True, own)}
