@@ -77,6 +77,7 @@ from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
+from accel_callbacks.plugins.deepspeed_config import FilledConfig
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.parallelism import ParallelismConfig
@@ -353,6 +354,16 @@ class Accelerator(ProcessControl, MediaLogging):
         """How DeepSpeed trains models; of several plugins the selected one; None without it."""
         plugins = self.strategy.deepspeed_plugins
         return None if plugins is None else plugins.active
+
+    def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
+        """Return what DeepSpeed was given for a prepared model, with the origin of each value.
+
+        ``print(accel.deepspeed_config(model).describe())`` shows a line for each.
+
+        Raises:
+            ValueError: DeepSpeed does not train the model.
+        """
+        return self.strategy.deepspeed_config(model)
 
     @property
     def torch_device_mesh(self) -> Any:

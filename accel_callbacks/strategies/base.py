@@ -22,6 +22,7 @@ from accel_callbacks.modeling.compile import original
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+from accel_callbacks.plugins.deepspeed_config import FilledConfig
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelConfig
@@ -161,6 +162,22 @@ class Strategy(ABC):
     def deepspeed_plugins(self) -> DeepSpeedPlugins | None:
         """How DeepSpeed trains models, None if it does not."""
         return None
+
+    def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
+        """Return what DeepSpeed was given for a prepared model.
+
+        Raises:
+            ValueError: DeepSpeed does not train it.
+        """
+        raise ValueError(
+            f"DeepSpeed does not train {type(self.unwrap(model)).__name__}: pass deepspeed_plugin= "
+            "to the Accelerator, and the model with its optimizer to prepare()."
+        )
+
+    @property
+    def keeps_gradients_apart(self) -> bool:
+        """True if the gradients of an open window are where a checkpoint cannot reach them."""
+        return False
 
     @property
     def averaged_over(self) -> int:

@@ -116,14 +116,15 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of an open window; a step has dropped its own already."""
+        if not is_zero(self.engine):
+            self.engine.zero_grad()
         if self.micro_batches == 0:
             return
         self.micro_batches, self.closed = 0, False
-        outer = self.engine.optimizer
-        outer.zero_grad()
-        self.engine.zero_grad()
         if not is_zero(self.engine):
             return
+        outer = self.engine.optimizer
+        outer.zero_grad()
         for held in (outer.averaged_gradients, getattr(outer, "all_grad_tensors", {})):
             for key in held:
                 held[key] = None
@@ -251,6 +252,11 @@ class DeepSpeed(Strategy):
         self.precision = precision
         return True
 
+    def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
+        """Return what DeepSpeed was given for a prepared model."""
+        filled = self.filled.get(self.unwrap(model))
+        return super().deepspeed_config(model) if filled is None else filled
+
     # --- setting up ---------------------------------------------------------------------------
 
     def init_context(self) -> AbstractContextManager[None]:
@@ -352,6 +358,8 @@ class DeepSpeed(Strategy):
             _cast_around(model, low)
         if dummy is not None and dummy.lr_scheduler_callable is not None:
             scheduler = dummy.lr_scheduler_callable(own)
+        elif dummy is not None:
+            scheduler.optimizer = own
         if self.topology.rank == 0:
             notice(
                 f"DeepSpeed trains {type(model).__name__} in ZeRO stage "
@@ -617,6 +625,11 @@ class DeepSpeed(Strategy):
             scale = float(getattr(own.engine.optimizer, "loss_scale", 1.0))
             for part in gradient_parts(own.engine):
                 part.clamp_(-clip_value * scale, clip_value * scale)
+
+    @property
+    def keeps_gradients_apart(self) -> bool:
+        """True under ZeRO, which reduces and partitions gradients within a window."""
+        return any(is_zero(own.engine) for own in self._optimizers.values())
 
     # --- states -------------------------------------------------------------------------------
 
