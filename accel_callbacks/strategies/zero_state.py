@@ -164,6 +164,9 @@ def optimizer_state(
     found: dict[str, dict[str, Any]] = {}
     for flat, parameters in _flat_groups(optimizer):
         state = optimizer.optimizer.state.get(flat, {})
+        if state:
+            # DeepSpeed does it after the first group's step, when others have no state yet.
+            _link(optimizer, flat, parameters)
         for parameter in parameters:
             own: dict[str, Any] = {}
             for key, value in state.items():
