@@ -87,8 +87,6 @@ ARGUMENTS: Mapping[tuple[str, str, object], tuple[Kind, str]] = {
         "left",
         "a TypeError: dataloader_config=DataLoaderConfiguration(split_batches=...)",
     ),
-    ("Accelerator", "deepspeed_plugin", ANY): ("left", _NOT_YET),
-    ("Accelerator", "deepspeed_plugins", ANY): ("left", _NOT_YET),
     ("Accelerator", "megatron_lm_plugin", ANY): ("left", _NOT_YET),
     ("Accelerator", "torch_tp_plugin", ANY): ("left", _NOT_YET),
     ("get_logger", "log_level", ANY): ("note", "sets the level of this logger, not of the root"),
@@ -137,22 +135,16 @@ TF32 = (
 _NO_METHOD = "not there: an AttributeError"
 # Attributes that only Accelerate's Accelerator has.
 ATTRIBUTES: Mapping[str, str] = {
-    "deepspeed_plugin": _NO_METHOD,
     "deepspeed_ulysses_dl_adapter": _NO_METHOD,
     "fp8_backend": _NO_METHOD,
     "lomo_backward": _NO_METHOD,
-    "maybe_context_parallel": _NO_METHOD,
     "verify_device_map": _NO_METHOD,
 }
 
 # Attributes that only its AcceleratorState has.
 STATE_ATTRIBUTES: Mapping[str, str] = {
-    "deepspeed_plugin": _NO_METHOD,
-    "deepspeed_plugins": _NO_METHOD,
     "dynamo_plugin": _NO_METHOD,
-    "get_deepspeed_plugin": _NO_METHOD,
     "megatron_lm_plugin": _NO_METHOD,
-    "select_deepspeed_plugin": _NO_METHOD,
     "torch_tp_plugin": _NO_METHOD,
 }
 

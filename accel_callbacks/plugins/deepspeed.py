@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from accel_callbacks.errors import nearest
@@ -97,16 +97,11 @@ class DeepSpeedPlugin(KwargsHandler):
     transformer_moe_cls_names: str | None = None
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
-    #: The options as they were given.
-    given: Mapping[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    #: Where the values of ``deepspeed_config`` are from, by long key.
-    origins: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)
-    selected: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         options = [one.name for one in fields(self) if one.init]
         given = {n: getattr(self, n) for n in options if getattr(self, n) is not None}
-        self._set(given=given)
+        self._set(_given=given, _origins={}, _selected=False)
         self._check()
         read = self.hf_ds_config
         if read is None or read == "none":
@@ -173,6 +168,23 @@ class DeepSpeedPlugin(KwargsHandler):
         if "steps_per_print" not in held.config:
             held.config["steps_per_print"] = None  # DeepSpeed's own lines, beside the trackers'
             self.origins["steps_per_print"] = "default"
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The options as they were given."""
+        options: Mapping[str, Any] = vars(self)["_given"]
+        return options
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where the values of ``deepspeed_config`` are from, by long key."""
+        origins: dict[str, str] = vars(self)["_origins"]
+        return origins
+
+    @property
+    def selected(self) -> bool:
+        """True if this is the one of several plugins that the next ``prepare`` goes by."""
+        return bool(vars(self)["_selected"])
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -277,7 +289,7 @@ class DeepSpeedPlugins:
         """Set up the models of the next ``prepare`` by the plugin of this name."""
         self.active = self.get(name)
         for plugin in self.by_name.values():
-            object.__setattr__(plugin, "selected", plugin is self.active)
+            object.__setattr__(plugin, "_selected", plugin is self.active)
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:

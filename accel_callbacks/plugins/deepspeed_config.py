@@ -163,8 +163,7 @@ class FilledConfig(NamedTuple):
     def describe(self) -> str:
         """Return one line per value, with its origin."""
         return "\n".join(
-            f"{key}={value} ({self.origins.get(key, 'file')})"
-            for key, value in leaves(self.config)
+            f"{key}={value} ({self.origins.get(key, 'file')})" for key, value in leaves(self.config)
         )
 
 

@@ -31,9 +31,7 @@ class EnginePrecision(Precision):
         super().__init__(device, handlers)
         self.name = name
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> tuple[bool, Any]:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
         """Step the engine; return (True if it stepped, None)."""
         result = optimizer.step(*args, **kwargs)
         return bool(getattr(optimizer, "stepped", True)), result

@@ -42,7 +42,8 @@ def create_strategy(
 
     Raises:
         ImportError: DeepSpeed is not installed.
-        ValueError: two engines are asked for, the axes do not arrange all ranks, or one of them has no engine.
+        ValueError: two engines are asked for, the axes do not arrange all ranks, or one of them
+            has no engine.
 
     Example:
         >>> import torch

@@ -340,8 +340,9 @@ class DeepSpeed(Strategy):
         self._join()
         _mark_experts(model, plugin.transformer_moe_cls_names)
         given: dict[str, Any] = (
-            {"model_parameters": groups} if isinstance(optimizer, DummyOptim) else
-            {"optimizer": optimizer}
+            {"model_parameters": groups}
+            if isinstance(optimizer, DummyOptim)
+            else {"optimizer": optimizer}
         )
         with building():
             engine, _, _, scheduler = deepspeed.initialize(
@@ -380,7 +381,9 @@ class DeepSpeed(Strategy):
             )
         if not dist.is_initialized():
             backend = "gloo" if self.topology.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+            )
         import deepspeed
 
         _forget_destroyed_groups()
@@ -431,8 +434,7 @@ class DeepSpeed(Strategy):
                 False, "save_model gathers weights"
             ),
             **{
-                f"{name}.enabled": Known(self.precision == name, "mixed_precision")
-                for name in _LOW
+                f"{name}.enabled": Known(self.precision == name, "mixed_precision") for name in _LOW
             },
             **_batch_sizes(plugin, self.topology.world_size),
             **_by_hidden_size(model),
@@ -501,9 +503,9 @@ class DeepSpeed(Strategy):
             called = [own.engine for own in self._optimizers.values()]
         if len(called) != 1:
             raise RuntimeError(
-                f"backward: {len(called)} models were called since the last backward, and DeepSpeed "
-                "runs it for one: call backward for the loss of each, or put the models into one "
-                "module."
+                f"backward: {len(called)} models were called since the last backward, and "
+                "DeepSpeed runs it for one: call backward for the loss of each, or put the "
+                "models into one module."
             )
         own = self._optimizer_of(called[0])
         if own.closed:
@@ -741,7 +743,7 @@ def _norm(engine: Any) -> torch.Tensor:
     else:
         norm = combine_grad_norm_groups(outer._get_norm_groups())
     # DeepSpeed marks one that is not finite by a negative number.
-    norm = torch.as_tensor(norm).float() / float(outer.loss_scale)
+    norm = torch.as_tensor(norm, device=engine.device).float() / float(outer.loss_scale)
     return torch.where(norm < 0, torch.full_like(norm, float("inf")), norm)
 
 
@@ -766,7 +768,6 @@ def _forget_destroyed_groups() -> None:
             )
         release()
     _joined = ref(now)
-
 
 
 def _pairs(
@@ -830,7 +831,8 @@ def _mark_experts(model: torch.nn.Module, names: str | None) -> None:
         kinds = {type(one) for one in model.modules() if type(one).__name__ == name}
         if not kinds:
             raise ValueError(
-                f"transformer_moe_cls_names: {type(model).__name__} has no module of class {name!r}."
+                f"transformer_moe_cls_names: {type(model).__name__} has no module of class "
+                f"{name!r}."
             )
         set_z3_leaf_modules(model, list(kinds))
 
@@ -910,5 +912,3 @@ def _of_dummies(optimizer: Any, dummy: Any) -> dict[str, Known]:
             if value is not None:
                 known[f"scheduler.params.{name}"] = Known(value, "DummyScheduler")
     return known
-
-

@@ -32,10 +32,7 @@ def _version() -> str:
 
     import torch
 
-    if torch.version.cuda is None:
-        build = "cpu"
-    else:
-        build = f"cu{torch.version.cuda.replace('.', '')}"
+    build = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
     abi = getattr(sys, "abiflags", "")
     return f"py{sys.version_info.major}{sys.version_info.minor}{abi}_{build}"
 

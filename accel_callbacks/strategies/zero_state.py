@@ -76,8 +76,8 @@ def is_zero(engine: Any) -> bool:
 
 def gathered_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Collective: return a whole parameter, in float32 if the optimizer steps with that."""
-    from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
 
     sharded = hasattr(parameter, "ds_id")
     if not sharded and parameter.dtype == torch.float32:
@@ -92,7 +92,7 @@ def gathered_parameter(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load_parameters(engine: Any, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+def load_parameters(engine: Any, values: Mapping[Any, torch.Tensor]) -> None:
     """Collective: set whole parameters, the same on all ranks.
 
     Args:
@@ -187,9 +187,7 @@ def optimizer_state(
 
 
 @torch.no_grad()
-def load_optimizer_state(
-    optimizer: Any, states: Mapping[torch.Tensor, Mapping[str, Any]]
-) -> None:
+def load_optimizer_state(optimizer: Any, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
     """Collective: set the states of parameters, whole and the same on all ranks.
 
     Args:

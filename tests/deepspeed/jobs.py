@@ -42,9 +42,7 @@ def engine(layout: str) -> dict[str, Any]:
 
 def prepared(layout: str, window: int = 1, **options: Any) -> tuple[Any, ...]:
     options = {**engine(layout), **options}
-    accel = Accelerator(
-        cpu=True, gradient_accumulation_steps=window, timeout=PATIENCE, **options
-    )
+    accel = Accelerator(cpu=True, gradient_accumulation_steps=window, timeout=PATIENCE, **options)
     model = net()
     groups = [
         {"params": list(model[0].parameters()), "lr": 0.02},
@@ -109,6 +107,4 @@ def run(
 def difference(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
     """Return the largest difference of two sets of weights."""
     assert one.keys() == other.keys()
-    return max(
-        abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True)
-    )
+    return max(abs(a - b) for name in one for a, b in zip(one[name], other[name], strict=True))

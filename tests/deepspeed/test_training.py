@@ -127,7 +127,8 @@ def _abandoned(layout: str, broken: bool) -> Any:
 def test_gradients_of_an_abandoned_window_are_dropped(pool, layout: str) -> None:
     norms, found = pool.run(_abandoned, layout, True)[0]
     expected, wanted = pool.run(_abandoned, layout, False)[0]
-    assert norms == expected and len(norms) == 2
+    assert norms == expected
+    assert len(norms) == 2
     assert difference(found, wanted) == 0.0
 
 
@@ -182,7 +183,8 @@ def _mistakes() -> None:
     assert accel.state.deepspeed_plugin is accel.deepspeed_plugin
     assert get_active_deepspeed_plugin(accel.state).zero_stage == 2
     assert isinstance(accel.unwrap_model(model), torch.nn.Sequential)
-    assert accel.prepare(optimizer) is optimizer and accel.prepare(model) is model
+    assert accel.prepare(optimizer) is optimizer
+    assert accel.prepare(model) is model
     inputs = torch.ones(2, 7)
     accel.backward(model(inputs).sum())
     with pytest.raises(RuntimeError, match="wait for a step"):
@@ -260,7 +262,8 @@ def _dummies(configured: bool) -> Any:
 def test_optimizer_and_scheduler_of_the_configuration(pool) -> None:
     rates, found = pool.run(_dummies, True)[0]
     expected, wanted = pool.run(_dummies, False)[0]
-    assert rates == pytest.approx(expected) and rates[1] == pytest.approx(0.0025)
+    assert rates == pytest.approx(expected)
+    assert rates[1] == pytest.approx(0.0025)
     assert difference(found, wanted) < 1e-6
 
 
@@ -313,7 +316,7 @@ def _selected() -> list[int]:
         stages.append(model.zero_optimization_stage())
         accel.backward(model(torch.ones(2, 7)).sum())
         optimizer.step()
-    with pytest.raises(ValueError, match="no DeepSpeedPlugin 'teecher'.*teacher"):
+    with pytest.raises(ValueError, match=r"no DeepSpeedPlugin 'teecher'.*teacher"):
         accel.state.select_deepspeed_plugin("teecher")
     finish(accel)
     return stages
