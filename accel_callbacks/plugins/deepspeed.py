@@ -303,12 +303,11 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
         >>> from accel_callbacks.utils import get_active_deepspeed_plugin
         >>> get_active_deepspeed_plugin(Accelerator(cpu=True).state)
         Traceback (most recent call last):
-        ValueError: this run does not use DeepSpeed: pass deepspeed_plugin= to the Accelerator, ...
+        ValueError: this run does not use DeepSpeed: pass deepspeed_plugin= to the Accelerator.
     """
     plugin: DeepSpeedPlugin | None = getattr(state, "deepspeed_plugin", None)
     if plugin is None:
         raise ValueError(
-            "this run does not use DeepSpeed: pass deepspeed_plugin= to the Accelerator, or start "
-            "the script with `accel launch --use_deepspeed`."
+            "this run does not use DeepSpeed: pass deepspeed_plugin= to the Accelerator."
         )
     return plugin

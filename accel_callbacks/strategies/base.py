@@ -163,6 +163,11 @@ class Strategy(ABC):
         """How DeepSpeed trains models, None if it does not."""
         return None
 
+    @property
+    def keeps_weights_apart(self) -> bool:
+        """True if parameters are empty outside of a forward and of :meth:`full_parameters`."""
+        return False
+
     def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
         """Return what DeepSpeed was given for a prepared model.
 

@@ -136,6 +136,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         if getattr(outer, "cpu_offload", False):
             outer.reset_cpu_buffers()
 
+    def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor | None:
+        """Collective: return the norm of the reduced gradients; None in stage 0.
+
+        Raises:
+            ValueError: the norm is not the 2-norm.
+        """
+        if not is_zero(self.engine):
+            return None
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type={norm_type}: ZeRO knows the 2-norm of gradients alone.")
+        return _norm(self.engine)
+
     def multiply_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the reduced gradients of a window, before its step."""
         for part in gradient_parts(self.engine):
@@ -627,6 +639,11 @@ class DeepSpeed(Strategy):
             scale = float(getattr(own.engine.optimizer, "loss_scale", 1.0))
             for part in gradient_parts(own.engine):
                 part.clamp_(-clip_value * scale, clip_value * scale)
+
+    @property
+    def keeps_weights_apart(self) -> bool:
+        """True in stage 3."""
+        return any(own.engine.zero_optimization_stage() == 3 for own in self._optimizers.values())
 
     @property
     def keeps_gradients_apart(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/test_deepspeed")
 
 from accel_callbacks import Accelerator, DeepSpeedPlugin, DistributedType, LocalSGD
+from accel_callbacks.callbacks import EMA, Freeze, GradientNorm
 from accel_callbacks.strategies.deepspeed import EngineOptimizer
 from accel_callbacks.utils import DummyOptim, DummyScheduler, get_active_deepspeed_plugin
 from tests.deepspeed.jobs import (
@@ -332,3 +333,67 @@ def test_the_extra_is_named_where_deepspeed_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"accel-callbacks\[deepspeed\]"):
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
+
+
+def _skipped(stage: int) -> Any:
+    job = prepared(f"zero{stage}")
+    accel, model, optimizer, _, schedule = job
+    before, rate = weights(job), optimizer.param_groups[0]["lr"]
+    for _ in range(2):
+        # On one rank alone.
+        factor = float("inf") if accel.process_index == 1 else 1.0
+        accel.backward((model(torch.ones(2, 7)) * factor).sum())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert accel.optimizer_step_was_skipped
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert accel.current_run.global_step == 0
+    after = weights(job)
+    accel.backward(model(torch.ones(2, 7)).sum())
+    optimizer.step()
+    assert not accel.optimizer_step_was_skipped
+    finish(accel)
+    return before, after
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_skipped_step_moves_nothing(pool, stage: int) -> None:
+    before, after = pool.run(_skipped, stage)[0]
+    assert difference(before, after) == 0.0
+
+
+def _blind_callbacks() -> None:
+    for stage, callback, text in (
+        (3, EMA(), "does not see the weights in ZeRO stage 3"),
+        (2, Freeze({"0": 2}), "Freeze does not work"),
+    ):
+        job = prepared(f"zero{stage}", callbacks=[callback])
+        with pytest.raises(RuntimeError, match=text):
+            train(job)
+        finish(job[0])
+
+
+def test_callbacks_that_would_see_nothing_are_refused(pool) -> None:
+    pool.run(_blind_callbacks)
+
+
+def _measured(layout: str) -> Any:
+    norm = GradientNorm(every_n_steps=1)
+    seen: list[float] = []
+    job = prepared(layout, 2, callbacks=[norm])
+    accel = job[0]
+    log = accel.log
+    accel.log = lambda values, **options: (
+        seen.extend(float(v) for v in values.values()), log(values, **options)
+    )  # fmt: skip
+    norms = train(job)
+    finish(accel)
+    return norms, seen
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero2", "zero3"])
+def test_gradient_norms_are_logged(pool, layout: str) -> None:
+    norms, seen = pool.run(_measured, layout)[0]
+    assert len(seen) == 6
+    assert seen == pytest.approx(norms, rel=1e-5)
