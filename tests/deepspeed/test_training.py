@@ -397,3 +397,46 @@ def test_gradient_norms_are_logged(pool, layout: str) -> None:
     norms, seen = pool.run(_measured, layout)[0]
     assert len(seen) == 6
     assert seen == pytest.approx(norms, rel=1e-5)
+
+
+def _built_sharded() -> Any:
+    accel = Accelerator(cpu=True, deepspeed_plugin=plugin(3))
+    with accel.init_module():
+        model = net()
+    assert all(one.numel() == 0 for one in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    model, optimizer = accel.prepare(model, optimizer)
+    for _ in range(3):
+        accel.backward(model(torch.ones(2, 7)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights((accel, model))
+    finish(accel)
+    return found
+
+
+def _built_whole() -> Any:
+    accel = Accelerator(cpu=True)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    model, optimizer = accel.prepare(model, optimizer)
+    for _ in range(3):
+        accel.backward(model(torch.ones(2, 7)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights((accel, model))
+    finish(accel)
+    return found
+
+
+def test_models_are_built_sharded(pool) -> None:
+    found, wanted = pool.run(_built_sharded)[0], pool.run(_built_whole)[0]
+    assert difference(found, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_one_process_trains(alone, layout: str) -> None:
+    norms, found = alone.run(run, layout, 2)[0]
+    expected, wanted = alone.run(run, "ddp", 2)[0]
+    assert norms == pytest.approx(expected, rel=1e-5)
+    assert difference(found, wanted) < 1e-6
