@@ -27,9 +27,11 @@ def net() -> torch.nn.Module:
     return model
 
 
-def plugin(stage: int, **options: Any) -> DeepSpeedPlugin:
+def plugin(stage: int, offload_optimizer: str | None = None, **options: Any) -> DeepSpeedPlugin:
     # Small parameters are sharded too.
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if offload_optimizer is not None:
+        zero["offload_optimizer"] = {"device": offload_optimizer, "pin_memory": False}
     return DeepSpeedPlugin({"zero_optimization": zero, **options})
 
 

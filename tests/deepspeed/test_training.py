@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/test_deepspeed")
 
@@ -440,3 +442,63 @@ def test_one_process_trains(alone, layout: str) -> None:
     expected, wanted = alone.run(run, "ddp", 2)[0]
     assert norms == pytest.approx(expected, rel=1e-5)
     assert difference(found, wanted) < 1e-6
+
+
+def _offloaded(stage: int) -> Any:
+    return run(f"zero{stage}", 4, deepspeed_plugin=plugin(stage, offload_optimizer="cpu"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_of_the_optimizer_in_host_memory(pool, references, stage: int) -> None:
+    """With an optimizer of torch, which DeepSpeed refuses unless it is told."""
+    norms, found = pool.run(_offloaded, stage)[0]
+    expected, wanted = references[4, "no"]
+    assert norms == pytest.approx(expected, rel=1e-5)
+    assert difference(found, wanted) < 1e-6
+
+
+def _gpt2(stage: int | None, folder: str) -> Any:
+    import transformers
+
+    automatic = dict.fromkeys(
+        ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+        "auto",
+    )
+    options = {} if stage is None else {"zero_optimization": {"stage": stage, **automatic}}
+    given = {"deepspeed_plugin": DeepSpeedPlugin(options)} if options else {}
+    accel = Accelerator(cpu=True, **given)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    )  # fmt: skip
+    model: Any = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    model, optimizer = accel.prepare(model, optimizer)
+    ids = torch.arange(64).reshape(2, 32) % 61 + accel.process_index
+    seen = []
+    for _ in range(4):
+        loss = model(input_ids=ids, labels=ids).loss
+        accel.backward(loss)
+        seen.append((float(loss.detach()), float(accel.clip_grad_norm_(model.parameters(), 1.0))))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights((accel, model))
+    accel.save_model(model, folder)
+    bucket = None
+    if stage is not None:
+        bucket = accel.deepspeed_config(model).config["zero_optimization"]["reduce_bucket_size"]
+    finish(accel)
+    return seen, found, bucket
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gpt2_of_transformers(pool, tmp_path: Path, stage: int) -> None:
+    seen, found, bucket = pool.run(_gpt2, stage, str(tmp_path / "zero"))[0]
+    expected, wanted, _ = pool.run(_gpt2, None, str(tmp_path / "ddp"))[0]
+    for losses, others in zip(seen, expected, strict=True):
+        assert losses == pytest.approx(others, rel=1e-5)
+    assert difference(found, wanted) < 1e-6
+    assert bucket == 32 * 32
+    names = [load_file(tmp_path / one / "model.safetensors").keys() for one in ("zero", "ddp")]
+    assert names[0] == names[1]  # the tied weight once
