@@ -26,6 +26,7 @@ _HOME = {
     "DataLoaderConfiguration": "data.config",
     "DataLoaderDispatcher": "data.dispatch",
     "DataLoaderShard": "data.loader",
+    "DeepSpeedPlugin": "plugins.deepspeed",
     "DeepSpeedSequenceParallelConfig": "plugins.parallelism_handlers",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedOperationException": "errors",
@@ -186,6 +187,7 @@ if TYPE_CHECKING:
     from accel_callbacks.plugins.ddp import (
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     )
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from accel_callbacks.plugins.fsdp import (
         FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
     )

@@ -36,11 +36,13 @@ from accel_callbacks.collectives.metrics import gather_counted, gather_counted_o
 from accel_callbacks.config import (
     PRECISIONS,
     accumulated,
+    launched_deepspeed,
     launched_fsdp,
     launched_handlers,
     launched_megatron,
     launched_parallelism,
     launched_plugin,
+    of_deepspeed,
     refuse_beside_megatron,
     resolve_config,
     unread_variables,
@@ -77,6 +79,8 @@ from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_schedule
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.plugins.base import Handlers, KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
+from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
+from accel_callbacks.plugins.deepspeed_config import FilledConfig
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin, chosen_steps
 from accel_callbacks.plugins.megatron import MegatronLMPlugin
@@ -98,10 +102,6 @@ from accel_callbacks.warning import warn
 
 __all__ = ["Accelerator"]
 
-_STRATEGIES = (
-    "deepspeed_plugin",
-    "deepspeed_plugins",
-)
 T = TypeVar("T")
 
 
@@ -141,6 +141,9 @@ class Accelerator(ProcessControl, MediaLogging):
             written for Accelerate.
         megatron_lm_plugin: options of Megatron-LM, in place of the two before: they arrange the
             ranks for engines of this library.
+        deepspeed_plugin: train with DeepSpeed, with these options; a dict has one for each model,
+            by the name with which ``state.select_deepspeed_plugin`` chooses it.
+        deepspeed_plugins: the same.
         dynamo_backend: backend of torch.compile for prepared models; none by default.
         dynamo_plugin: the same with more options; instead of ``dynamo_backend``.
         dataloader_config: how prepared loaders shard their data across ranks.
@@ -194,6 +197,8 @@ class Accelerator(ProcessControl, MediaLogging):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         dynamo_backend: DynamoBackend | str | Callable[..., Any] | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -232,6 +237,14 @@ class Accelerator(ProcessControl, MediaLogging):
         _check_plugin("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
         _check_plugin("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
         parallelism_config = _chosen_parallelism(parallelism_config, torch_tp_plugin)
+        if deepspeed_plugin is not None and deepspeed_plugins is not None:
+            raise ValueError("give deepspeed_plugin or deepspeed_plugins, not both.")
+        deepspeed = launched_deepspeed(
+            _checked_plugins(deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin),
+            self.config,
+        )
+        if deepspeed is not None:
+            self.config = of_deepspeed(self.config, deepspeed.active)
         self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
         parallelism = launched_parallelism(parallelism_config, self.config)
         fsdp = launched_fsdp(fsdp_plugin, self.config)
@@ -249,7 +262,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.topology = resolve_topology(cpu=self.config.cpu, anew=True, **group)
         if megatron is not None:
             parallelism, fsdp = megatron.arranged(self.topology.world_size)
-        self.strategy = create_strategy(self.topology, self.handlers, parallelism, fsdp)
+        self.strategy = create_strategy(self.topology, self.handlers, parallelism, fsdp, deepspeed)
         own = _given(parallelism_config, self.strategy.fsdp_plugin, dynamo_backend or dynamo_plugin)
         if megatron is not None:
             own |= {"megatron_lm", *(f"megatron.{one.name}" for one in fields(megatron))}
@@ -261,7 +274,10 @@ class Accelerator(ProcessControl, MediaLogging):
         note_copies(self.strategy.copies)
         _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only
         self.precision = create_precision(
-            self.config.mixed_precision, self.topology.device, self.handlers
+            self.config.mixed_precision,
+            self.topology.device,
+            self.handlers,
+            engine=self.strategy.owns_step,
         )
         self.window = GradientWindow(
             self.config.gradient_accumulation_steps,
@@ -355,6 +371,22 @@ class Accelerator(ProcessControl, MediaLogging):
     def parallelism_config(self) -> ParallelismConfig | None:
         """How the ranks are arranged, None if nothing was said about it."""
         return self.strategy.parallelism
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """How DeepSpeed trains models; of several plugins the selected one; None without it."""
+        plugins = self.strategy.deepspeed_plugins
+        return None if plugins is None else plugins.active
+
+    def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
+        """Return what DeepSpeed was given for a prepared model, with the origin of each value.
+
+        ``print(accel.deepspeed_config(model).describe())`` shows a line for each.
+
+        Raises:
+            ValueError: DeepSpeed does not train the model.
+        """
+        return self.strategy.deepspeed_config(model)
 
     @property
     def torch_device_mesh(self) -> Any:
@@ -2028,6 +2060,13 @@ def _chosen_parallelism(
     return ParallelismConfig(tp_size=plugin.tp_size)
 
 
+def _checked_plugins(given: Any) -> Any:
+    """Raise TypeError for plugins of DeepSpeed that are of another class."""
+    for one in given.values() if isinstance(given, Mapping) else [given]:
+        _check_plugin("deepspeed_plugin", one, DeepSpeedPlugin)
+    return given
+
+
 def _check_plugin(name: str, value: Any, kind: type[Any]) -> None:
     """Raise TypeError for an argument of another class."""
     if value is None or isinstance(value, kind):
@@ -2072,8 +2111,6 @@ def _is_scheduler(item: Any) -> bool:
 
 def _instead(name: str) -> str:
     """Return what to pass in place of an argument that the constructor lacks; empty if unknown."""
-    if name in _STRATEGIES:
-        return "This version trains with data parallelism, in which it has no place."
     for argument, part in _parts():
         if name in (field.name for field in fields(part)):
             return f"Give {argument.format(f'{part.__name__}({name}=...)')}."

@@ -15,16 +15,19 @@ from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelCon
 from accel_callbacks.plugins.precision import AORecipeKwargs
 
 if TYPE_CHECKING:
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 
 __all__ = [
     "AcceleratorConfig",
     "accumulated",
+    "launched_deepspeed",
     "launched_fsdp",
     "launched_handlers",
     "launched_megatron",
     "launched_parallelism",
     "launched_plugin",
+    "of_deepspeed",
     "refuse_beside_megatron",
     "resolve_config",
     "unread_variables",
@@ -50,8 +53,9 @@ class AcceleratorConfig:
         dynamo_use_regional_compilation: compile the repeated blocks of a model.
         fp8_pad_inner_dim: pad inputs of fp8 layers.
         fp8_enable_fsdp_float8_all_gather: gather the sharded weights of fp8 layers in fp8.
-        distributed_type: ``"FSDP"`` shards models, ``"MEGATRON_LM"`` reads ``megatron``; others
-            follow from the processes.
+        distributed_type: ``"FSDP"`` shards models, ``"DEEPSPEED"`` trains with DeepSpeed,
+            ``"MEGATRON_LM"`` reads ``megatron``; others follow from the processes.
+        deepspeed: keywords of :class:`accel_callbacks.DeepSpeedPlugin`.
         fsdp: keywords of :class:`accel_callbacks.FullyShardedDataParallelPlugin`.
         parallelism: sizes of the axes of a :class:`accel_callbacks.ParallelismConfig`, and how
             context travels.
@@ -79,6 +83,7 @@ class AcceleratorConfig:
     fp8_pad_inner_dim: bool | None = None
     fp8_enable_fsdp_float8_all_gather: bool | None = None
     distributed_type: str | None = None
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     parallelism: Mapping[str, Any] = field(default_factory=dict)
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -100,6 +105,10 @@ def _boolean(text: str) -> bool:
     if text.lower() not in BOOLEANS:
         raise ValueError(f"{text!r} is neither true nor false")
     return BOOLEANS[text.lower()]
+
+
+def _number_or_auto(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 def _switch(text: str) -> bool | int | str:
@@ -136,6 +145,16 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fp8_pad_inner_dim": ("ACCEL_FP8_PAD_INNER_DIM", _boolean),
     "fp8_enable_fsdp_float8_all_gather": ("ACCEL_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", _boolean),
     "distributed_type": ("ACCEL_DISTRIBUTED_TYPE", str),
+    "deepspeed.hf_ds_config": ("ACCEL_DEEPSPEED_CONFIG_FILE", str),
+    "deepspeed.zero_stage": ("ACCEL_DEEPSPEED_ZERO_STAGE", int),
+    "deepspeed.gradient_clipping": ("ACCEL_DEEPSPEED_GRADIENT_CLIPPING", _number_or_auto),
+    "deepspeed.offload_optimizer_device": ("ACCEL_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", str),
+    "deepspeed.offload_param_device": ("ACCEL_DEEPSPEED_OFFLOAD_PARAM_DEVICE", str),
+    "deepspeed.offload_optimizer_nvme_path": ("ACCEL_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", str),
+    "deepspeed.offload_param_nvme_path": ("ACCEL_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", str),
+    "deepspeed.zero3_init_flag": ("ACCEL_DEEPSPEED_ZERO3_INIT", _boolean),
+    "deepspeed.zero3_save_16bit_model": ("ACCEL_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", _boolean),
+    "deepspeed.transformer_moe_cls_names": ("ACCEL_DEEPSPEED_MOE_LAYER_CLS_NAMES", str),
     "fsdp.sharding_strategy": ("ACCEL_FSDP_SHARDING_STRATEGY", str),
     "fsdp.reshard_after_forward": ("ACCEL_FSDP_RESHARD_AFTER_FORWARD", _switch),
     "fsdp.cpu_offload": ("ACCEL_FSDP_OFFLOAD_PARAMS", _boolean),
@@ -157,7 +176,7 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
         for name, convert in _MEGATRON.items()
     },
 }
-_GROUPS = ("fsdp", "parallelism", "megatron")
+_GROUPS = ("deepspeed", "fsdp", "parallelism", "megatron")
 _SAME = ("sharding_strategy", "reshard_after_forward")
 
 
@@ -518,3 +537,75 @@ def launched_fsdp(
         return replace(plugin, **left) if left else plugin
     except (TypeError, ValueError) as error:
         raise ValueError(f"FSDP as the launch asks for it (ACCEL_FSDP_*): {error}") from None
+
+
+def launched_deepspeed(
+    plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None, config: AcceleratorConfig
+) -> DeepSpeedPlugins | None:
+    """Return the options of DeepSpeed; those that the script leaves out are the launcher's.
+
+    Returns:
+        ``None`` if neither the script nor the launch asks for DeepSpeed.
+
+    Raises:
+        ValueError: an option of the launcher is invalid, or contradicts the script's configuration.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig
+        >>> from accel_callbacks.config import launched_deepspeed
+        >>> config = AcceleratorConfig(distributed_type="DEEPSPEED", deepspeed={"zero_stage": 3})
+        >>> launched_deepspeed(None, config).active.zero_stage
+        3
+        >>> launched_deepspeed(None, AcceleratorConfig()) is None
+        True
+    """
+    launched = config.distributed_type == "DEEPSPEED"
+    if plugin is None and not launched:
+        return None
+    # Imported here, because the launcher reads this module and no torch.
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
+
+    options = dict(config.deepspeed) if launched else {}
+    if plugin is None:
+        try:
+            return DeepSpeedPlugins(DeepSpeedPlugin(**options))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"DeepSpeed as the launch asks for it (ACCEL_DEEPSPEED_*): {error}"
+            ) from None
+    if isinstance(plugin, DeepSpeedPlugin) and options:
+        # In place: the script may keep and ask the plugin that it gave.
+        plugin.take_launched(options)
+    return DeepSpeedPlugins(plugin)
+
+
+def of_deepspeed(config: AcceleratorConfig, plugin: DeepSpeedPlugin) -> AcceleratorConfig:
+    """Return options of the run with those that only DeepSpeed's configuration says.
+
+    Raises:
+        ValueError: an option contradicts the configuration.
+
+    Example:
+        >>> from accel_callbacks import AcceleratorConfig, DeepSpeedPlugin
+        >>> from accel_callbacks.config import of_deepspeed
+        >>> plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
+        >>> of_deepspeed(AcceleratorConfig(), plugin).gradient_accumulation_steps
+        4
+    """
+    found: dict[str, Any] = {}
+    steps = plugin.get_value("gradient_accumulation_steps")
+    if isinstance(steps, int):
+        found["gradient_accumulation_steps"] = steps
+    for name in ("bf16", "fp16"):
+        if plugin.get_value(f"{name}.enabled") is True:
+            found["mixed_precision"] = name
+    for option, value in found.items():
+        mine, origin = getattr(config, option), config.origins.get(option)
+        if origin is not None and mine != value:
+            key = option if option != "mixed_precision" else f"{value}.enabled"
+            raise ValueError(
+                f"{option}={mine!r} ({origin}) contradicts {key}={plugin.get_value(key)} of "
+                "DeepSpeed's configuration: leave one of them out, or make it 'auto' there."
+            )
+    origins = {**config.origins, **dict.fromkeys(found, "DeepSpeed's configuration")}
+    return replace(config, **found, origins=origins) if found else config

@@ -57,7 +57,11 @@ def multiply_gradients(optimizer: torch.optim.Optimizer, factor: float | torch.T
         >>> weight.grad
         tensor([0.5000])
     """
-    scale_gradients(_parameters(optimizer), factor)
+    own = getattr(optimizer, "multiply_gradients", None)  # of an engine that keeps them elsewhere
+    if own is not None:
+        own(factor)
+    else:
+        scale_gradients(_parameters(optimizer), factor)
 
 
 def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from accel_callbacks.data.loader import DataLoaderShard
     from accel_callbacks.loop.gradient_window import GradientWindow
     from accel_callbacks.loop.loop import Loop
+    from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
     from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel_callbacks.plugins.parallelism import ParallelismConfig
     from accel_callbacks.strategies import Strategy
@@ -314,6 +316,45 @@ class AcceleratorState(PartialState):
         """The options of Megatron-LM with their defaults, None if there are none."""
         found = None if self._strategy is None else self._strategy.handlers.get(MegatronLMPlugin)
         return None if found is None else found.filled()
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """How DeepSpeed trains models; of several plugins the selected one; None without it."""
+        plugins = None if self._strategy is None else self._strategy.deepspeed_plugins
+        return None if plugins is None else plugins.active
+
+    @property
+    def deepspeed_plugins(self) -> DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None:
+        """The plugins by name, or the single one; None without DeepSpeed."""
+        plugins = None if self._strategy is None else self._strategy.deepspeed_plugins
+        if plugins is None:
+            return None
+        return plugins.active if plugins.single else plugins.by_name
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return the plugin of this name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return self._plugins_of_deepspeed().get(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Set up the models of the next ``prepare`` by the plugin of this name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self._plugins_of_deepspeed().select(name)
+
+    def _plugins_of_deepspeed(self) -> DeepSpeedPlugins:
+        plugins = None if self._strategy is None else self._strategy.deepspeed_plugins
+        if plugins is None:
+            raise ValueError(
+                "this run does not use DeepSpeed: pass deepspeed_plugins= to the Accelerator, and "
+                "ask its state, accel.state."
+            )
+        return plugins
 
     @property
     def is_fsdp2(self) -> bool:

@@ -110,6 +110,11 @@ class Freeze(Callback):
     def setup(self, run: TrainingRun, model: Any, stage: str) -> None:
         """Match the schedule with parameters, and split groups before a checkpoint is restored."""
         self._is_set_up = True
+        if getattr(getattr(run.accelerator, "strategy", None), "keeps_gradients_apart", False):
+            raise RuntimeError(
+                "Freeze does not work with an engine that keeps gradients, as ZeRO does: set "
+                "requires_grad=False before prepare(), or train with DDP or FSDP."
+            )
         self._drops_gradients = not _can_change_requires_grad(run)
         self._match(run)
         later = [p for phase in self._phases if phase.until is not None for p in phase.parameters]

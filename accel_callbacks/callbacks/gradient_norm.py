@@ -120,6 +120,10 @@ class GradientNorm(Callback):
         self, run: TrainingRun, optimizer: torch.optim.Optimizer, *, scaled: bool = True
     ) -> dict[str, torch.Tensor]:
         """Return the norms of an optimizer's current gradients, by the name to log."""
+        measure = getattr(optimizer, "gradient_norm", None)  # of an engine that keeps gradients
+        whole = None if measure is None else measure(self.norm_type)
+        if whole is not None:
+            return {self._name(run, optimizer): whole}
         with_grad = [p for p in parameters_of(optimizer) if p.grad is not None]
         norms: dict[str, torch.Tensor] = {}
         if with_grad and self.per_layer:

@@ -10,6 +10,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import TrainingState
+from accel_callbacks.errors import ResumeError
 
 if TYPE_CHECKING:
     from checkpoint_io import CheckpointReader, TensorView
@@ -75,6 +76,12 @@ def read_window(
         gradients = _means(parts, parameters, selection)
         state = _combined(parts, training.strategy.averaged_over)
         state["logged"] = local["window"]["logged"] if local and "window" in local else None
+    if training.strategy.keeps_gradients_apart:
+        raise ResumeError(
+            f"{reader.path} was saved inside of a gradient window, and this engine does not take "
+            'its gradients: load it with only=lambda key: key != "window", which begins the window '
+            "anew, or with another engine."
+        )
     shared = reader.state.get("window", {}).get("gradients", {})
     gradients |= _read(reader, shared, parameters, selection)
     before, now = state.get("averaged_over", saved), training.strategy.averaged_over

@@ -137,6 +137,11 @@ class TrainingState:
         if streams := split_local_states(shared["loaders"]):
             local["streams"] = streams
         if loop.window.is_open:
+            if strategy.keeps_gradients_apart:
+                raise RuntimeError(
+                    "save_state inside of a gradient window: the engine keeps its gradients, and "
+                    "they would be lost. Save after optimizer.step() has ended the window."
+                )
             local["window"], gradients = self._open_window()
             if gradients:
                 shared["window"] = {"gradients": gradients}

@@ -50,7 +50,8 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         window.enter(remaining, last)
         # The strategy may leave gradients on the rank until the last backward of a window, which
         # averages the sums.
-        local = not window.sync and not window.plugin.sync_each_batch
+        each = window.plugin.sync_each_batch and not self._strategy.owns_step
+        local = not window.sync and not each
         if local and self._strategy.has_gradient_sync:
             self._stack = ExitStack()
             for model in self._models:

@@ -249,7 +249,7 @@ class OptimizerWatch:
         """Warn of two steps in a row that changed nothing."""
         held = list(_trained(optimizer))
         loop = self._first.loop
-        idle = held and not closure and all(parameter.grad is None for parameter in held)
+        idle = held and not closure and not self._first.strategy.has_gradients(optimizer)
         # A callback may have dropped the gradients, as Freeze does under DDP.
         dropped = self._passes and loop.dispatch.hooks["on_after_backward"]
         if not idle or dropped or not loop.models:

@@ -93,8 +93,6 @@ ARGUMENTS: Mapping[tuple[str, str, object], tuple[Kind, str]] = {
         "left",
         "a TypeError: dataloader_config=DataLoaderConfiguration(split_batches=...)",
     ),
-    ("Accelerator", "deepspeed_plugin", ANY): ("left", _NOT_YET),
-    ("Accelerator", "deepspeed_plugins", ANY): ("left", _NOT_YET),
     ("TorchTensorParallelPlugin", "torch_device_mesh", ANY): (
         "left",
         "a TypeError: the Accelerator builds the mesh; leave it out",
@@ -150,7 +148,6 @@ TF32 = (
 _NO_METHOD = "not there: an AttributeError"
 # Attributes that only Accelerate's Accelerator has.
 ATTRIBUTES: Mapping[str, str] = {
-    "deepspeed_plugin": _NO_METHOD,
     "deepspeed_ulysses_dl_adapter": _NO_METHOD,
     "fp8_backend": _NO_METHOD,
     "lomo_backward": _NO_METHOD,
@@ -159,11 +156,7 @@ ATTRIBUTES: Mapping[str, str] = {
 
 # Attributes that only its AcceleratorState has.
 STATE_ATTRIBUTES: Mapping[str, str] = {
-    "deepspeed_plugin": _NO_METHOD,
-    "deepspeed_plugins": _NO_METHOD,
     "dynamo_plugin": _NO_METHOD,
-    "get_deepspeed_plugin": _NO_METHOD,
-    "select_deepspeed_plugin": _NO_METHOD,
     "torch_tp_plugin": _NO_METHOD,
 }
 

@@ -3,6 +3,7 @@
 from accel_callbacks.plugins.base import Handlers, KwargsHandler, OptionEnum, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
 from accel_callbacks.plugins.megatron import MegatronLMPlugin
@@ -20,6 +21,7 @@ __all__ = [
     "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
+    "DeepSpeedPlugin",
     "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DynamoBackend",

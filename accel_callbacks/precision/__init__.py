@@ -8,16 +8,21 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.precision import AORecipeKwargs
 from accel_callbacks.precision.amp import BF16
 from accel_callbacks.precision.base import Precision
+from accel_callbacks.precision.engine import EnginePrecision
 from accel_callbacks.precision.fp8 import FP8
 from accel_callbacks.precision.fp16 import FP16
 
-__all__ = ["BF16", "FP8", "FP16", "Precision", "create_precision"]
+__all__ = ["BF16", "FP8", "FP16", "EnginePrecision", "Precision", "create_precision"]
 
 _REGISTRY: dict[str, type[Precision]] = {"no": Precision, "bf16": BF16, "fp16": FP16, "fp8": FP8}
 
 
 def create_precision(
-    name: str, device: torch.device, handlers: Handlers | None = None
+    name: str,
+    device: torch.device,
+    handlers: Handlers | None = None,
+    *,
+    engine: bool = False,
 ) -> Precision:
     """Return the precision of this name for a device.
 
@@ -25,6 +30,7 @@ def create_precision(
         name: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``.
         device: the device that the model computes on.
         handlers: its options; the defaults if ``None``.
+        engine: an engine brings the precision about, and scales losses itself.
 
     Raises:
         ValueError: the device does not support it, or there is an fp8 recipe without fp8.
@@ -39,4 +45,6 @@ def create_precision(
     handlers = handlers or Handlers()
     if name != "fp8" and handlers.get(AORecipeKwargs) is not None:
         raise ValueError(f"AORecipeKwargs needs mixed_precision='fp8', and it is {name!r}.")
+    if engine and name != "fp8":
+        return EnginePrecision(name, device, handlers)
     return _REGISTRY[name](device, handlers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import Strategy
@@ -35,6 +36,7 @@ def create_strategy(
     handlers: Handlers | None = None,
     parallelism: ParallelismConfig | None = None,
     fsdp: FullyShardedDataParallelPlugin | None = None,
+    deepspeed: DeepSpeedPlugins | None = None,
 ) -> Strategy:
     """Return the strategy for this topology, with these options.
 
@@ -43,9 +45,12 @@ def create_strategy(
         handlers: the options; the defaults if ``None``.
         parallelism: how the ranks are arranged; data parallelism over all if ``None``.
         fsdp: how models are sharded; the default options if ``None``.
+        deepspeed: how DeepSpeed trains models; it does not if ``None``.
 
     Raises:
-        ValueError: the axes do not arrange all ranks, or do not go together.
+        ImportError: DeepSpeed is not installed.
+        ValueError: two engines are asked for, the axes do not arrange all ranks, or do not go
+            together.
 
     Example:
         >>> import torch
@@ -56,6 +61,13 @@ def create_strategy(
     """
     if parallelism is not None:
         parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
+    if deepspeed is not None:
+        # Imported here, because nobody else needs it.
+        from accel_callbacks.strategies.deepspeed import DeepSpeed
+
+        if fsdp is not None:
+            raise ValueError("deepspeed_plugin and fsdp_plugin are two engines: give one of them.")
+        return DeepSpeed(topology, handlers, parallelism, deepspeed)
     if parallelism is not None and parallelism.pp_enabled:
         _refuse_in_pipeline(parallelism)
         return PipelineParallel(topology, handlers, parallelism, fsdp)

@@ -22,6 +22,8 @@ from accel_callbacks.modeling.activation_checkpointing import checkpoint_with
 from accel_callbacks.modeling.compile import original, regions
 from accel_callbacks.offload.placeholder import unwritable
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+from accel_callbacks.plugins.deepspeed_config import FilledConfig
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.megatron import MegatronLMPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
@@ -81,6 +83,9 @@ class Strategy(ABC):
     name: str
     #: False if there are no gradients to synchronize, so that no_sync can be left out.
     has_gradient_sync = False
+    #: True for an engine that scales losses, steps and skips steps by itself, and must know at each
+    #: backward whether it is the last one of a window.
+    owns_step = False
 
     def __init__(
         self,
@@ -164,6 +169,32 @@ class Strategy(ABC):
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """How models are sharded, None if they are not."""
         return None
+
+    @property
+    def deepspeed_plugins(self) -> DeepSpeedPlugins | None:
+        """How DeepSpeed trains models, None if it does not."""
+        return None
+
+    @property
+    def keeps_weights_apart(self) -> bool:
+        """True if parameters are empty outside of a forward and of :meth:`full_parameters`."""
+        return False
+
+    def deepspeed_config(self, model: torch.nn.Module) -> FilledConfig:
+        """Return what DeepSpeed was given for a prepared model.
+
+        Raises:
+            ValueError: DeepSpeed does not train it.
+        """
+        raise ValueError(
+            f"DeepSpeed does not train {type(self.unwrap(model)).__name__}: pass deepspeed_plugin= "
+            "to the Accelerator, and the model with its optimizer to prepare()."
+        )
+
+    @property
+    def keeps_gradients_apart(self) -> bool:
+        """True if the gradients of an open window are where a checkpoint cannot reach them."""
+        return False
 
     @property
     def averaged_over(self) -> int:

@@ -16,6 +16,9 @@ _HOME = {
     "BnbQuantizationConfig": "offload.quantize",
     "CpuOffload": "offload.whole_model",
     "CustomDtype": "offload.sizes",
+    "DummyOptim": "plugins.deepspeed_dummies",
+    "DummyScheduler": "plugins.deepspeed_dummies",
+    "HfDeepSpeedConfig": "plugins.deepspeed_config",
     "LayerwiseCastingHook": "offload.casting",
     "ModelHook": "offload.hooks",
     "OffloadedWeightsLoader": "offload.folder",
@@ -54,6 +57,7 @@ _HOME = {
     "find_device": "utils.operations",
     "find_tied_parameters": "offload.sizes",
     "fsdp2_prepare_model": "utils.fsdp",
+    "get_active_deepspeed_plugin": "plugins.deepspeed",
     "get_balanced_memory": "offload.device_map",
     "get_data_structure": "utils.operations",
     "get_max_layer_size": "offload.sizes",
@@ -122,6 +126,7 @@ if TYPE_CHECKING:
     from accel_callbacks import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_callbacks import DataLoaderShard as DataLoaderShard
     from accel_callbacks import DDPCommunicationHookType as DDPCommunicationHookType
+    from accel_callbacks import DeepSpeedPlugin as DeepSpeedPlugin
     from accel_callbacks import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from accel_callbacks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accel_callbacks import DistributedOperationException as DistributedOperationException
@@ -279,6 +284,12 @@ if TYPE_CHECKING:
     )
     from accel_callbacks.offload.whole_model import CpuOffload as CpuOffload
     from accel_callbacks.offload.whole_model import UserCpuOffloadHook as UserCpuOffloadHook
+    from accel_callbacks.plugins.deepspeed import (
+        get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+    )
+    from accel_callbacks.plugins.deepspeed_config import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from accel_callbacks.plugins.deepspeed_dummies import DummyOptim as DummyOptim
+    from accel_callbacks.plugins.deepspeed_dummies import DummyScheduler as DummyScheduler
     from accel_callbacks.utils.fsdp import (
         disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
     )

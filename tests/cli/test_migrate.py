@@ -30,8 +30,8 @@ CASES = {
         "from accel_callbacks.utils import (  # all\n    set_seed,  # one\n    gather,\n)",
     ),
     "missing last": (
-        "from accelerate.utils import set_seed, DeepSpeedPlugin",
-        "from accel_callbacks.utils import set_seed\nfrom accelerate.utils import DeepSpeedPlugin",
+        "from accelerate.utils import set_seed, TERecipeKwargs",
+        "from accel_callbacks.utils import set_seed\nfrom accelerate.utils import TERecipeKwargs",
     ),
     "missing first, in a block": (
         "if x:\n    from accelerate import prepare_pippy as c, Accelerator  # a\n",
@@ -39,14 +39,14 @@ CASES = {
         "    from accelerate import prepare_pippy as c\n",
     ),
     "missing in parentheses": (
-        "from accelerate.utils import (\n    set_seed,  # a\n    DeepSpeedPlugin,  # b\n)",
+        "from accelerate.utils import (\n    set_seed,  # a\n    TERecipeKwargs,  # b\n)",
         "from accel_callbacks.utils import (\n    set_seed,  # a\n)\n"
-        "from accelerate.utils import DeepSpeedPlugin",
+        "from accelerate.utils import TERecipeKwargs",
     ),
     "continued": (
-        "from accelerate.utils import set_seed, \\\n    DeepSpeedPlugin, \\\n    gather",
+        "from accelerate.utils import set_seed, \\\n    TERecipeKwargs, \\\n    gather",
         "from accel_callbacks.utils import set_seed, \\\n    gather\n"
-        "from accelerate.utils import DeepSpeedPlugin",
+        "from accelerate.utils import TERecipeKwargs",
     ),
     "one line": (
         "try: from accelerate import Accelerator, prepare_pippy\nexcept ImportError: pass",
@@ -115,7 +115,7 @@ UNTOUCHED = {
     "nothing": "import torch\nprint('accelerate')\n",
     "relative": "from .accelerate import Accelerator\nfrom . import accelerate\n",
     "another package": "import accelerate_more\nfrom accelerate_more import Accelerator\n",
-    "only missing": "from accelerate import prepare_pippy, DeepSpeedPlugin\n",
+    "only missing": "from accelerate import prepare_pippy, TERecipeKwargs\n",
     "star": "from accelerate.utils import *\n",
     "a name of something else": "import accelerate\ndef f(accelerate):\n    accelerate.step()\n",
     "ours is taken": "import accelerate\naccel_callbacks = 1\naccelerate.prepare_pippy\n",
@@ -144,7 +144,7 @@ def test_what_stays_is_reported(name: str) -> None:
 
 def test_findings_say_where_and_what() -> None:
     script = """\
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, TERecipeKwargs
 from accelerate.utils import gather_object
 from transformers import get_cosine_schedule_with_warmup
 import os
@@ -156,17 +156,17 @@ warm.step()
 mine.save_state()
 other.save_state()
 gather_object({})
-mine.deepspeed_plugin
+mine.fp8_backend
 mine.save_model(model, "x", safe_serialization=False)
 subprocess.run("accelerate launch train.py")
 mock.patch("accelerate.Accelerator.log")
-mine.state.deepspeed_plugin
+mine.state.dynamo_plugin
 Accelerator(True, False)
 Accelerator(*options)
 """
     found = {(f.line, f.name, f.kind) for f in migrate_script(script).findings}
     assert found == {
-        (1, "DeepSpeedPlugin", "left"),
+        (1, "TERecipeKwargs", "left"),
         (5, "ACCELERATE_LOG_LEVEL", "differs"),
         (6, "Accelerator(split_batches=...)", "left"),
         (6, "Accelerator(log_with='aim')", "left"),
@@ -174,12 +174,12 @@ Accelerator(*options)
         (9, "warm.step", "differs"),
         (10, "accelerator.save_state", "differs"),
         (12, "gather_object", "differs"),
-        (13, "accelerator.deepspeed_plugin", "left"),
+        (13, "accelerator.fp8_backend", "left"),
         (14, "accelerator.save_model", "note"),
         (14, "accelerator.save_model(safe_serialization=False)", "left"),
         (15, "'accelerate launch train.py'", "note"),
         (16, "'accelerate.Accelerator.log'", "note"),
-        (17, "state.deepspeed_plugin", "left"),
+        (17, "state.dynamo_plugin", "left"),
         (18, "Accelerator(split_batches=...)", "left"),
         (19, "Accelerator(*...)", "left"),
     }

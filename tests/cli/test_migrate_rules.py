@@ -191,7 +191,7 @@ MISSING = {
     "__version__": "__version__",
     "*fsdp*": "fsdp2_load_full_state_dict",
     "*FSDP*": "TorchFSDPPlugin",
-    "*eep?peed*": "DeepSpeedPlugin",
+    "*eep?peed*": "DeepSpeedEngineWrapper",
     "*egatron*": "MegatronLMDummyScheduler",
     "*TrainStep": "GPTTrainStep",
     "avg_losses_across_data_parallel_group": "avg_losses_across_data_parallel_group",

@@ -1,0 +1,313 @@
+"""Options of DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from accel_callbacks.errors import nearest
+from accel_callbacks.plugins.base import KwargsHandler
+from accel_callbacks.plugins.deepspeed_config import (
+    AUTO,
+    FilledConfig,
+    HfDeepSpeedConfig,
+    Known,
+    fill,
+)
+from accel_callbacks.warning import warn
+
+__all__ = [
+    "DeepSpeedPlugin",
+    "DeepSpeedPlugins",
+    "get_active_deepspeed_plugin",
+]
+
+#: The key of DeepSpeed's configuration for each option that has one.
+KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+_DEVICES = ("none", "cpu", "nvme")
+_STAGES = (0, 1, 2, 3)
+_DEFAULT_STAGE = 2
+
+
+@dataclass(frozen=True)
+class DeepSpeedPlugin(KwargsHandler):
+    """How DeepSpeed trains models: ``Accelerator(deepspeed_plugin=...)``.
+
+    The options are those of Accelerate. One that is None comes from ``accel launch``, else from
+    ``hf_ds_config``, else it has its default; an option that contradicts the configuration is an
+    error.
+
+    Args:
+        hf_ds_config: DeepSpeed's own configuration: the path of a JSON file, a dict, or a
+            :class:`HfDeepSpeedConfig`. Its values may be ``"auto"``.
+        gradient_accumulation_steps: micro-batches of one optimizer step; the Accelerator's by
+            default.
+        gradient_clipping: the norm to clip to at each step. By default what the loop gives to
+            ``clip_grad_norm_``.
+        zero_stage: what is sharded: 0 nothing, 1 optimizer states, 2 (default) also gradients, 3
+            also parameters.
+        is_train_batch_min: has no effect: DeepSpeed uses the size of a batch only to count samples.
+        offload_optimizer_device: where optimizer states are kept: ``"none"`` (default, the device),
+            ``"cpu"``, or ``"nvme"`` in stage 3.
+        offload_param_device: where parameters are kept in stage 3, likewise.
+        offload_optimizer_nvme_path: folder on the disk for optimizer states.
+        offload_param_nvme_path: folder on the disk for parameters.
+        zero3_init_flag: build models sharded in ``init_module()``; on by default in stage 3.
+        zero3_save_16bit_model: has no effect on ``save_model``, which gathers weights itself.
+        transformer_moe_cls_names: classes of expert layers, separated by commas, that stage 3
+            gathers as a whole.
+        enable_msamp: refused; MS-AMP is not supported.
+        msamp_opt_level: of MS-AMP.
+
+    Raises:
+        ValueError: an option has an unknown value, or contradicts ``hf_ds_config``.
+
+    Example:
+        >>> from accel_callbacks import DeepSpeedPlugin
+        >>> plugin = DeepSpeedPlugin(zero_stage=3)
+        >>> plugin.deepspeed_config["zero_optimization"]["stage"], plugin.zero3_init_flag
+        (3, True)
+        >>> DeepSpeedPlugin({"zero_optimization": {"stage": 2}}, zero_stage=3)
+        Traceback (most recent call last):
+        ValueError: zero_stage=3 of the DeepSpeedPlugin contradicts zero_optimization.stage=2 of ...
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        options = [one.name for one in fields(self) if one.init]
+        given = {n: getattr(self, n) for n in options if getattr(self, n) is not None}
+        self._set(_given=given, _origins={}, _selected=False)
+        self._check()
+        read = self.hf_ds_config
+        if read is None or read == "none":
+            held, where = HfDeepSpeedConfig({}), ""
+        else:
+            held = HfDeepSpeedConfig(getattr(read, "config", read))
+            source = getattr(read, "source", held.source)
+            where = source if isinstance(read, HfDeepSpeedConfig) else held.source
+            if "zero_optimization" not in held.config and self.zero_stage is None:
+                raise ValueError(
+                    f"hf_ds_config: {where} has no 'zero_optimization': add it with its 'stage', "
+                    "which is 0 to shard nothing."
+                )
+        self._merge(held, where)
+        held.set_stage_and_offload()
+        self._set(hf_ds_config=held)
+        flag = self.zero3_init_flag
+        if flag and not held.is_zero3():
+            warn(f"zero3_init_flag has no effect in stage {self.zero_stage}.")
+        self._set(zero3_init_flag=held.is_zero3() and flag is not False)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
+        if self.zero_stage is not None and self.zero_stage not in _STAGES:
+            raise ValueError(f"zero_stage={self.zero_stage!r} must be one of {_STAGES}.")
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            value = getattr(self, name)
+            if value not in (None, *_DEVICES):
+                raise ValueError(f"{name}={value!r} must be one of {_DEVICES}.")
+        if self.enable_msamp:
+            raise ValueError(
+                "enable_msamp: MS-AMP is not supported: leave it out, and train with "
+                "mixed_precision='bf16'."
+            )
+
+    def _merge(self, held: HfDeepSpeedConfig, where: str) -> None:
+        """Bring options and configuration together: each has in the end what the other says."""
+        for name, key in KEYS.items():
+            own, read = getattr(self, name), held.get_value(key)
+            asks = own is not None and own != AUTO and not (own == "none" and read is None)
+            if asks and read not in (None, AUTO) and read != own:
+                raise ValueError(
+                    f"{name}={own!r} of the DeepSpeedPlugin contradicts {key}={read!r} of {where}: "
+                    "leave one of them out, or make it 'auto' in the configuration."
+                )
+            if asks:
+                held.set_value(key, own)
+                self.origins[key] = f"option {name}"
+            elif read not in (None, AUTO):
+                self._set(**{name: read})
+        if held.get_value("zero_optimization.stage") in (None, AUTO):
+            held.set_value("zero_optimization.stage", _DEFAULT_STAGE)
+            self.origins["zero_optimization.stage"] = "default"
+            self._set(zero_stage=_DEFAULT_STAGE)
+        for name in ("gradient_accumulation_steps", "gradient_clipping"):
+            if getattr(self, name) is None:
+                self._set(**{name: AUTO})
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            if getattr(self, name) is None:
+                self._set(**{name: "none"})
+        if "steps_per_print" not in held.config:
+            held.config["steps_per_print"] = None  # DeepSpeed's own lines, beside the trackers'
+            self.origins["steps_per_print"] = "default"
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The options as they were given."""
+        options: Mapping[str, Any] = vars(self)["_given"]
+        return options
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where the values of ``deepspeed_config`` are from, by long key."""
+        origins: dict[str, str] = vars(self)["_origins"]
+        return origins
+
+    @property
+    def selected(self) -> bool:
+        """True if this is the one of several plugins that the next ``prepare`` goes by."""
+        return bool(vars(self)["_selected"])
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration; its values may be changed before ``prepare``."""
+        config: dict[str, Any] = self.hf_ds_config.config
+        return config
+
+    def take_launched(self, options: Mapping[str, Any]) -> None:
+        """Set options of the launcher where the script gave none.
+
+        Raises:
+            ValueError: an option contradicts the configuration.
+
+        Example:
+            >>> from accel_callbacks import DeepSpeedPlugin
+            >>> plugin = DeepSpeedPlugin(gradient_clipping=1.0)
+            >>> plugin.take_launched({"zero_stage": 1})
+            >>> plugin.zero_stage, plugin.gradient_clipping
+            (1, 1.0)
+        """
+        self._set(**vars(DeepSpeedPlugin(**{**options, **self.given})))
+
+    def filled(self, known: Mapping[str, Known]) -> FilledConfig:
+        """Return the configuration with known values in place of ``"auto"``.
+
+        Raises:
+            ValueError: a value is ``"auto"`` and not known.
+        """
+        return fill(self.deepspeed_config, known, self.origins)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Return whether a key of the configuration is ``"auto"``."""
+        return bool(self.hf_ds_config.get_value(ds_key_long) == AUTO)
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a key of the configuration, ``default`` if it is not set."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def select(self) -> None:
+        """Not to be called: ``AcceleratorState.select_deepspeed_plugin`` knows all plugins.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "select a plugin by its name: accel.state.select_deepspeed_plugin(name)."
+        )
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Return whether ``init_module()`` builds models sharded."""
+        return bool(self.zero3_init_flag)
+
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Context manager: switch ``zero3_init_flag`` off, or on in stage 3."""
+        before = self.zero3_init_flag
+        self._set(zero3_init_flag=enable and self.hf_ds_config.is_zero3())
+        try:
+            yield
+        finally:
+            self._set(zero3_init_flag=before)
+
+
+class DeepSpeedPlugins:
+    """The plugins of one Accelerator by name; one of them is selected.
+
+    Args:
+        plugins: the plugins, the first of which is selected, or a single one.
+
+    Example:
+        >>> from accel_callbacks import DeepSpeedPlugin
+        >>> from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
+        >>> plugins = DeepSpeedPlugins({"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin(zero_stage=3)})
+        >>> plugins.select("b")
+        >>> plugins.active.zero_stage
+        3
+    """
+
+    def __init__(self, plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> None:
+        self.single = isinstance(plugins, DeepSpeedPlugin)
+        self.by_name = (
+            {"default": plugins} if isinstance(plugins, DeepSpeedPlugin) else dict(plugins)
+        )
+        if not self.by_name:
+            raise ValueError("deepspeed_plugins is empty: give at least one DeepSpeedPlugin.")
+        self.select(next(iter(self.by_name)))
+
+    def get(self, name: str) -> DeepSpeedPlugin:
+        """Return a plugin by its name.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        if name not in self.by_name:
+            raise ValueError(
+                f"there is no DeepSpeedPlugin {name!r}; there are {sorted(self.by_name)}."
+                + nearest(name, self.by_name)
+            )
+        return self.by_name[name]
+
+    def select(self, name: str) -> None:
+        """Set up the models of the next ``prepare`` by the plugin of this name."""
+        self.active = self.get(name)
+        for plugin in self.by_name.values():
+            object.__setattr__(plugin, "_selected", plugin is self.active)
+
+
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+    """Return the selected plugin of an ``AcceleratorState``.
+
+    Raises:
+        ValueError: the run does not use DeepSpeed.
+
+    Example:
+        >>> from accel_callbacks import Accelerator
+        >>> from accel_callbacks.utils import get_active_deepspeed_plugin
+        >>> get_active_deepspeed_plugin(Accelerator(cpu=True).state)
+        Traceback (most recent call last):
+        ValueError: this run does not use DeepSpeed: pass deepspeed_plugin= to the Accelerator.
+    """
+    plugin: DeepSpeedPlugin | None = getattr(state, "deepspeed_plugin", None)
+    if plugin is None:
+        raise ValueError(
+            "this run does not use DeepSpeed: pass deepspeed_plugin= to the Accelerator."
+        )
+    return plugin

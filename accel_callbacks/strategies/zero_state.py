@@ -1,0 +1,275 @@
+"""The states of a model and an optimizer under ZeRO, by parameter, as rows on each rank.
+
+DeepSpeed keeps pieces of a flat vector of all parameters. A checkpoint holds parameters by name, so
+each is gathered, one at a time, and a rank keeps its rows of it in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel_callbacks import collectives
+from accel_callbacks.errors import ResumeError
+
+__all__ = [
+    "RowMesh",
+    "gathered_parameter",
+    "gradient_parts",
+    "is_zero",
+    "load_optimizer_state",
+    "load_parameters",
+    "optimizer_state",
+]
+
+
+class RowMesh:
+    """Cuts tensors by their rows over all ranks, in host memory.
+
+    Args:
+        world_size: number of ranks.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.zero_state import RowMesh
+        >>> RowMesh(1).rows(torch.ones(2))
+        tensor([1., 1.])
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._mesh: Any = None
+
+    def rows(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a whole tensor as a DTensor in host memory; collective the first time.
+
+        A tensor without rows stays whole, and so does any on one rank.
+        """
+        if full.dim() == 0 or self._world_size == 1:
+            return full.detach().to("cpu", copy=True)
+        # Imported here, because importing it takes a second.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        if self._mesh is None:
+            self._mesh = init_device_mesh("cpu", (self._world_size,), mesh_dim_names=("zero",))
+        size = -(-full.shape[0] // self._world_size)
+        rank = self._mesh.get_local_rank()
+        first = min(rank * size, full.shape[0])
+        own = full.detach()[first : min(first + size, full.shape[0])]
+        return DTensor.from_local(
+            own.to("cpu", copy=True).contiguous(),
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=full.shape,
+            stride=torch.empty(full.shape, device="meta").stride(),
+        )
+
+
+def is_zero(engine: Any) -> bool:
+    """Return whether an engine shards optimizer states, so that the stage is 1, 2 or 3."""
+    return bool(engine.zero_optimization()) and engine.optimizer is not None
+
+
+def gathered_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Collective: return a whole parameter, in float32 if the optimizer steps with that."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    sharded = hasattr(parameter, "ds_id")
+    if not sharded and parameter.dtype == torch.float32:
+        return parameter.detach()
+    full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+    if full is not None:
+        return full.detach()  # type: ignore[no-any-return]
+    if not sharded:
+        return parameter.detach()
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+@torch.no_grad()
+def load_parameters(engine: Any, values: Mapping[Any, torch.Tensor]) -> None:
+    """Collective: set whole parameters, the same on all ranks.
+
+    Args:
+        engine: DeepSpeed's.
+        values: whole values by parameter; DTensors are gathered one after the other.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    flat_changed = False
+    for parameter, value in values.items():
+        full = collectives.full_tensor(value).to(parameter.device)
+        if hasattr(parameter, "ds_id"):
+            part = _local_part(parameter, full)
+            if parameter.requires_grad:
+                safe_set_local_fp32_param(parameter, part)
+            parameter.ds_tensor.data.copy_(part)
+            if parameter.numel() == full.numel():  # small ones stay gathered
+                parameter.data.copy_(full.view(parameter.shape))
+            continue
+        parameter.data.copy_(full)
+        if hasattr(parameter, "_hp_mapping"):
+            safe_set_full_fp32_param(parameter, full)
+            flat_changed = True
+    if flat_changed:
+        engine.optimizer.update_lp_params()
+
+
+def _local_part(parameter: Any, full: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole value in stage 3, padded as DeepSpeed pads it."""
+    import deepspeed.comm as dist
+
+    size = parameter.ds_tensor.numel()
+    first = size * dist.get_rank(group=parameter.ds_process_group)
+    part = torch.zeros(size, dtype=full.dtype, device=full.device)
+    own = full.flatten()[first : first + size]
+    part[: own.numel()] = own
+    return part
+
+
+def _flat_groups(optimizer: Any) -> Iterator[tuple[torch.Tensor, list[torch.nn.Parameter]]]:
+    """Yield each flat vector that the optimizer steps with, and the parameters in it."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        yield from zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+    else:
+        yield from zip(
+            optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True
+        )
+
+
+def _is_elementwise(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == flat.shape
+
+
+def optimizer_state(
+    optimizer: Any, names: Mapping[int, str], mesh: RowMesh
+) -> dict[str, dict[str, Any]]:
+    """Collective: return the state of each parameter by its name.
+
+    Args:
+        optimizer: DeepSpeed's, around the one that steps.
+        names: of the parameters, by their ``id``.
+        mesh: cuts the tensors.
+
+    Raises:
+        RuntimeError: a state is not elementwise, so that it belongs to this layout alone.
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    found: dict[str, dict[str, Any]] = {}
+    for flat, parameters in _flat_groups(optimizer):
+        state = optimizer.optimizer.state.get(flat, {})
+        if state:
+            # DeepSpeed does it after the first group's step, when others have no state yet.
+            _link(optimizer, flat, parameters)
+        for parameter in parameters:
+            own: dict[str, Any] = {}
+            for key, value in state.items():
+                if _is_elementwise(value, flat):
+                    full = safe_get_full_optimizer_state(parameter, key)
+                    own[key] = mesh.rows(full)
+                elif isinstance(value, torch.Tensor) and value.numel() > 1:
+                    raise RuntimeError(
+                        f"{type(optimizer.optimizer).__name__} keeps {key!r} with shape "
+                        f"{list(value.shape)}, which is not one value for each element: under ZeRO "
+                        "it cannot be saved by parameter. Choose an elementwise optimizer."
+                    )
+                else:
+                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            if own:
+                found[names.get(id(parameter), f"parameter.{len(found)}")] = own
+    return found
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: Any, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    """Collective: set the states of parameters, whole and the same on all ranks.
+
+    Args:
+        optimizer: DeepSpeed's, around the one that steps.
+        states: by parameter; a parameter without one had no step yet.
+
+    Raises:
+        ResumeError: parameters that DeepSpeed steps with as one vector have different counts.
+    """
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    inner = optimizer.optimizer
+    for flat, parameters in _flat_groups(optimizer):
+        given = [(one, states[one]) for one in parameters if states.get(one)]
+        inner.state.pop(flat, None)
+        if not given:
+            continue
+        shared, elementwise = _shared_values(given)
+        inner.state[flat] = {
+            **{key: torch.zeros_like(flat) for key in elementwise},
+            **shared,
+        }
+        _link(optimizer, flat, parameters)
+        for parameter, state in given:
+            for key in elementwise:
+                full = collectives.full_tensor(state[key]).to(flat.device, flat.dtype)
+                if hasattr(parameter, "ds_id"):
+                    part = _local_part(parameter, full)
+                    safe_set_local_optimizer_state(parameter, part, key)
+                else:
+                    safe_set_full_optimizer_state(parameter, full, key)
+
+
+def _shared_values(
+    given: Sequence[tuple[torch.Tensor, Mapping[str, Any]]],
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what is one value for all parameters of a vector, and the names of the others."""
+    first, state = given[0]
+    shape = getattr(first, "ds_shape", first.shape)
+    elementwise = [
+        key
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim()
+    ]
+    shared: dict[str, Any] = {}
+    for key, value in state.items():
+        if key in elementwise:
+            continue
+        values = {float(one[key]) for _, one in given if one.get(key) is not None}
+        if len(values) > 1:
+            raise ResumeError(
+                f"the optimizer's {key!r} differs between parameters ({sorted(values)}), and ZeRO "
+                "steps with all of a group at once: load it under DDP or FSDP, or give parameters "
+                "that began later a group of their own."
+            )
+        shared[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return shared, elementwise
+
+
+def _link(optimizer: Any, flat: torch.Tensor, parameters: Iterable[Any]) -> None:
+    """Let the parameters of stages 1 and 2 find their pieces of new states."""
+    state = optimizer.optimizer.state[flat]
+    for parameter in parameters:
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:
+            mapping.set_optim_state_fragment(flat, state)
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        optimizer._hp_optimizer_states_linked = True
+
+
+def gradient_parts(engine: Any) -> list[torch.Tensor]:
+    """Return this rank's parts of the reduced gradients, between backward and step."""
+    if not is_zero(engine):
+        return [one.grad for one in engine.module.parameters() if one.grad is not None]
+    held = [
+        part
+        for parts in engine.optimizer.averaged_gradients.values()
+        for part in (parts or ())
+        if isinstance(part, torch.Tensor)
+    ]
+    if held:
+        return held
+    # Offloaded ones are where the optimizer steps.
+    flats = (flat for flat, _ in _flat_groups(engine.optimizer))
+    return [flat.grad for flat in flats if flat.grad is not None]
