@@ -11,8 +11,9 @@ from accel_callbacks.strategies.ddp import DDP
 from accel_callbacks.strategies.fsdp import FSDP
 from accel_callbacks.strategies.single_device import SingleDevice
 from accel_callbacks.strategies.tensor_parallel import TensorParallel
+from accel_callbacks.strategies.xla import XLA
 
-__all__ = ["DDP", "FSDP", "SingleDevice", "Strategy", "TensorParallel", "create_strategy"]
+__all__ = ["DDP", "FSDP", "XLA", "SingleDevice", "Strategy", "TensorParallel", "create_strategy"]
 
 _REGISTRY: dict[DistributedType, type[Strategy]] = {
     DistributedType.NO: SingleDevice,
@@ -47,6 +48,8 @@ def create_strategy(
         >>> create_strategy(Topology(torch.device("cpu"), world_size=2)).name
         'ddp'
     """
+    if topology.distributed_type is DistributedType.XLA:
+        return XLA(topology, handlers, parallelism, fsdp)
     if parallelism is not None:
         parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
         refuse_unbuilt(parallelism)
