@@ -63,7 +63,7 @@ def xla_device(env: Mapping[str, str]) -> torch.device:
             "its machine (SPMD): start the script once, with `accel launch --tpu` or plain Python, "
             "not with torchrun, torch_xla.launch or xmp.spawn, and on one machine."
         )
-    if devices > 1:
+    if devices > 1 and not runtime.is_spmd():
         runtime.use_spmd()
     _register_module(torch_xla)
     device: torch.device = torch_xla.device()

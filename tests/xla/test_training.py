@@ -159,7 +159,7 @@ def test_parameters_stay_the_objects_that_they_are() -> None:
     assert model.inner.weight.marked
     frozen = accel.prepare_model(parts()[0], evaluation_mode=True)
     assert frozen.inner.weight is frozen.tied.weight
-    assert frozen.norm.running_mean.device.type == "xla"
+    assert frozen.mean.device.type == "xla"
 
 
 def test_steps_of_one_shape_compile_once() -> None:

@@ -18,12 +18,16 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.nn.Linear(8, 8, bias=False)
-        self.norm = torch.nn.BatchNorm1d(8)
+        # Not BatchNorm1d: torch_xla averages the biased variance, and torch the unbiased one.
+        self.norm = torch.nn.LayerNorm(8)
+        self.register_buffer("mean", torch.zeros(8))
         self.tied = torch.nn.Linear(8, 8, bias=False)
         self.tied.weight = self.inner.weight
         self.outer = torch.nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
         return self.outer(self.tied(torch.relu(self.norm(self.inner(x)))))
 
 
