@@ -92,4 +92,4 @@ def _register_module(torch_xla: Any) -> None:
     module.is_available = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
-    torch._register_device_module("xla", module)
+    torch._register_device_module("xla", module)  # type: ignore[no-untyped-call]

@@ -287,7 +287,7 @@ def _cores_of_a_task(place: SlurmPlace, host: Host) -> int:
 
 def _tpu_plan(resolved: Resolved, program: Program) -> TpuPlan:
     if program.kind == "program":
-        raise SettingsError("--no_python does not go with a TPU: a function of the script is called")
+        raise SettingsError("--no_python does not go with a TPU: it calls a function of the script")
     settings, env = resolved.settings, resolved.variables()
     if settings.downcast_bf16:
         env["XLA_DOWNCAST_BF16"] = "1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -168,14 +169,14 @@ class XLA(Strategy):
             self._xla.sync()
             moved = send_to_device(batch, self.topology.device)
             found: list[tuple[int, ...]] = []
-            map_tensors(moved, lambda tensor, found=found: self._cut(tensor, found))
+            map_tensors(moved, partial(self._cut, found))
             if found not in shapes:
                 self._tell_shapes(shapes, found)
                 shapes.append(found)
             yield moved, delivery
         self._xla.sync()
 
-    def _cut(self, tensor: torch.Tensor, found: list[tuple[int, ...]]) -> torch.Tensor:
+    def _cut(self, found: list[tuple[int, ...]], tensor: torch.Tensor) -> torch.Tensor:
         """Cut a tensor of a batch over the devices along its first dimension."""
         found.append(tuple(tensor.shape))
         if self._mesh is not None and tensor.dim() and len(tensor) > 1:
@@ -240,7 +241,7 @@ class XLA(Strategy):
                     self._annotate(value, parameter)
         self._xla.sync()
 
-    def _on_host(self, tree: Any) -> Any:
+    def _on_host(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Return a tree with copies of its tensors on the host; tied ones stay tied."""
         self._xla.sync()
         copies: dict[int, torch.Tensor] = {}
@@ -250,7 +251,8 @@ class XLA(Strategy):
                 copies[id(tensor)] = tensor.detach().cpu()
             return copies[id(tensor)]
 
-        return map_tensors(tree, copied)
+        moved: dict[str, Any] = map_tensors(tree, copied)
+        return moved
 
 
 def _replace(tensor: torch.Tensor, device: torch.device) -> None:
@@ -262,7 +264,7 @@ def _replace(tensor: torch.Tensor, device: torch.device) -> None:
         new.grad = tensor.grad.detach().to(device)
     vars(new).update(vars(tensor))
     try:
-        torch.utils.swap_tensors(tensor, new)
+        torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise RuntimeError(
             f"a parameter cannot move to {device} ({error}): call prepare() before the first "

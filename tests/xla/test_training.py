@@ -115,9 +115,9 @@ def test_a_checkpoint_goes_on_with_cpu_and_back(tmp_path: Path, engine: str, win
     first = train(window, save=own, stop=begin, **options(engine))
     second = on_cpu(window=window, load=own, save=theirs, stop=middle - begin)
     third = train(window, load=theirs, **options(engine))
-    together = {
-        key: first[key] + second[key] + third[key] for key in ("losses", "norms")
-    } | {"weights": third["weights"]}
+    together = {key: first[key] + second[key] + third[key] for key in ("losses", "norms")} | {
+        "weights": third["weights"]
+    }
     assert_alike(together, whole)
 
 
