@@ -104,7 +104,9 @@ def test_bf16_is_that_of_torch(engine: str) -> None:
 def test_callbacks_see_what_they_see_on_the_cpu(engine: str) -> None:
     found, expected = train(callbacks=True, **options(engine)), on_cpu(callbacks=True)
     assert_alike(found, expected)
-    assert found["weights"] != train()["weights"]  # the average has taken their place
+    trained = torch.tensor(train(**options(engine))["weights"]["inner.weight"])
+    average = torch.tensor(found["weights"]["inner.weight"])
+    assert (average - trained).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("window", [1, 4])

@@ -60,7 +60,8 @@ def train(
     from accel_callbacks import Accelerator
     from accel_callbacks.callbacks import EMA, GradientNorm, NonFinite
 
-    own = [EMA(decay=0.5), GradientNorm(), NonFinite()] if callbacks else []
+    ema = EMA(decay=0.5)
+    own = [ema, GradientNorm(), NonFinite()] if callbacks else []
     accel = Accelerator(
         gradient_accumulation_steps=window, mixed_precision=precision, callbacks=own, **options
     )
@@ -89,6 +90,10 @@ def train(
                     break
             if seen == stop:
                 break
+        seen_norm = run.callback_metrics.get("grad_norm")
+    if callbacks:
+        norms.append(seen_norm)
+        ema.copy_to(model)
     weights = accel.get_state_dict(model)
     return {
         "device": str(accel.device),
