@@ -83,6 +83,7 @@ class DistributedType(str, Enum):
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    XLA = "XLA"
     # Never returned by this version, but scripts written for Accelerate compare with them.
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
@@ -93,7 +94,6 @@ class DistributedType(str, Enum):
     MULTI_NEURON = "MULTI_NEURON"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
-    XLA = "XLA"
     MEGATRON_LM = "MEGATRON_LM"
 
 
