@@ -271,8 +271,8 @@ def _fp16() -> None:
             "cpu_offload=...",
         ),
         (
-            lambda: Accelerator(parallelism_config=ParallelismConfig(tp_size=DEVICES * 2)),
-            "arranges" if DEVICES * 2 > 1 else "",
+            lambda: Accelerator(parallelism_config=ParallelismConfig(tp_size=max(DEVICES, 2))),
+            "does not go with XLA" if DEVICES > 1 else "arranges 2 ranks",
         ),
     ],
     ids=["fp16", "cpu_offload", "tp_size"],
