@@ -183,8 +183,6 @@ def adapter_on_a_large_model(printed: str, processes: int) -> None:
     (saved,) = re.findall(r"(\d+) bytes of tensors", printed)
     assert int(peak) < int(on_disk) / 2
     assert int(saved) < int(on_disk) / 3
-
-
 def tensor_parallel(printed: str, processes: int) -> None:
     assert "'blocks.*.up_proj': 'colwise'" in printed
     assert number("keeps\n", printed.replace(",", "")) == {1: 101_834, 2: 52_234}[processes]
