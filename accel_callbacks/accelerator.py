@@ -347,7 +347,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self._loaders = Loaders(
             loader_config,
             self.rng_types,
-            self.topology.device,
+            self.strategy.feed,
             data_rank=self.strategy.data_rank,
             data_world=self.strategy.data_world,
             copies=self.strategy.copies,

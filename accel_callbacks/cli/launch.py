@@ -298,7 +298,7 @@ def _run_child(plan: DirectPlan) -> int:
 def _run_on_tpu(plan: TpuPlan) -> int:
     from accel_callbacks.launch.tpu import launch_on_tpu
 
-    launch_on_tpu(plan.program.name, plan.program.arguments, plan.function, plan.one)
+    launch_on_tpu(plan.program.name, plan.program.arguments, plan.function)
     return 0
 
 

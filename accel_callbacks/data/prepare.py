@@ -54,7 +54,8 @@ class Loaders:
     Args:
         config: how loaders share their data among the ranks.
         rng_types: random generators that each pass synchronises.
-        device: the device of batches.
+        feed: called with ``non_blocking`` for each loader; returns what moves its batches to the
+            device.
         data_rank: rank among those that read different data.
         data_world: number of ranks that read different data.
         copies: number of neighbouring ranks that read the same data.
@@ -73,7 +74,7 @@ class Loaders:
         self,
         config: DataLoaderConfiguration,
         rng_types: Sequence[Any],
-        device: torch.device,
+        feed: Callable[[bool], Feed | None],
         *,
         data_rank: int,
         data_world: int,
@@ -84,7 +85,7 @@ class Loaders:
         self.config = config
         self.prepared = prepared
         self._rng_types = rng_types
-        self._device = device
+        self._feed = feed
         self._data_rank = data_rank
         self._data_world = data_world
         self._copies = copies
@@ -111,7 +112,7 @@ class Loaders:
             origin,
             Setting(self._data_rank, self._data_world, config, slice_fn_for_dispatch, self._copies),
             events=self._events,
-            feed=device_feed(self._device, config.non_blocking) if device_placement else None,
+            feed=self._feed(config.non_blocking) if device_placement else None,
             seed=order_seed(origin, config, len(self.prepared)),
             rng_types=self._rng_types,
         )

@@ -38,6 +38,7 @@ from accel_callbacks.distributed.process_group import (
     join_group,
     store_outlives,
 )
+from accel_callbacks.distributed.xla import has_xla, xla_device
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -82,6 +83,7 @@ class DistributedType(str, Enum):
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    XLA = "XLA"
     # Never returned by this version, but scripts written for Accelerate compare with them.
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
@@ -92,7 +94,6 @@ class DistributedType(str, Enum):
     MULTI_NEURON = "MULTI_NEURON"
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
-    XLA = "XLA"
     MEGATRON_LM = "MEGATRON_LM"
 
 
@@ -125,6 +126,8 @@ class Topology:
     @property
     def distributed_type(self) -> DistributedType:
         """The kind of run."""
+        if self.device.type == "xla":
+            return DistributedType.XLA
         if self.world_size == 1:
             return DistributedType.NO
         on_cpu = self.device.type == "cpu"
@@ -243,6 +246,8 @@ def _check_group(here: Topology, asked: GroupOptions) -> None:
 
 
 def _detect(cpu: bool, options: GroupOptions, env: Mapping[str, str]) -> Topology:
+    if not cpu and has_xla(env):
+        return Topology(xla_device(env))
     joined = _group_ranks(env, cpu=cpu)
     if joined is not None:
         own = str(dist.get_backend_config())
@@ -521,7 +526,7 @@ def select_device(device: torch.device) -> None:
         >>> from accel_callbacks.distributed.topology import select_device
         >>> select_device(torch.device("cpu"))
     """
-    if device.type != "cpu":
+    if device.type not in ("cpu", "xla"):
         # torch 2.6 has only the older name.
         select = getattr(torch.accelerator, "set_device_index", None)
         (select or torch.accelerator.set_device_idx)(device.index or 0)

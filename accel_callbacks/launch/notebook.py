@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from accel_callbacks.config import PRECISIONS, resolve_config
 from accel_callbacks.distributed.topology import destroy_topology, is_initialized
+from accel_callbacks.distributed.xla import has_xla
 from accel_callbacks.errors import nearest
 from accel_callbacks.launch.environment import changed_environment
 from accel_callbacks.launch.fork import ForkPlan, run_forked
@@ -48,7 +49,8 @@ def notebook_launcher(
     The processes are forks of this one, so they have the functions, classes and data of the
     notebook. Create the Accelerator inside of the function. A single process is not forked: the
     function is called in this process. On macOS, where forks are not safe, several processes are
-    spawned, which takes a function of a module; Windows has a single process only.
+    spawned, which takes a function of a module; Windows has a single process only. On a TPU it is
+    one process too, which computes on all devices, whatever ``num_processes`` says.
 
     Args:
         function: called on each process.
@@ -103,6 +105,10 @@ def notebook_launcher(
     )
     _check_plan(plan)
     plan = _with_rendezvous(plan, rdzv_backend, rdzv_endpoint, master_addr, use_port, node_rank)
+    if has_xla(os.environ) and not _on_cpu():
+        if num_nodes > 1:
+            raise ValueError(f"num_nodes={num_nodes}: on a TPU, one machine trains; leave it out.")
+        return [_call_here(plan, function, args)]  # which computes on all devices
     plain = num_nodes == 1 and not max_restarts and plan.prefix is None
     asked = num_processes or (1 if sys.platform == "darwin" else None)  # it has one GPU at most
     if asked == 1 and plain:

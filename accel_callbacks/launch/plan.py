@@ -109,18 +109,16 @@ class AgentPlan:
 
 @dataclass(frozen=True)
 class TpuPlan:
-    """Processes that torch_xla starts; each calls a function of the script."""
+    """One process, this one, that computes on all devices of a TPU by a function of the script."""
 
     program: Program
     function: str
-    one: bool
     env: Mapping[str, str]
 
     def as_shell(self) -> str:
         """Describe the call in a comment, as there is no equivalent command."""
         call = f"{self.program.name}: {self.function}()"
-        where = "in one process" if self.one else "on each core of the TPU"
-        return "\n".join([*exports(self.env), printable(f"# torch_xla calls {call} {where}")])
+        return "\n".join([*exports(self.env), printable(f"# one process calls {call}")])
 
 
 Plan = DirectPlan | AgentPlan | TpuPlan
@@ -304,9 +302,8 @@ def _cores_of_a_task(place: SlurmPlace, host: Host) -> int:
 
 def _tpu_plan(resolved: Resolved, program: Program) -> TpuPlan:
     if program.kind == "program":
-        raise SettingsError("--no_python does not go with a TPU: torch_xla calls a Python function")
+        raise SettingsError("--no_python does not go with a TPU: it calls a function of the script")
     settings, env = resolved.settings, resolved.variables()
     if settings.downcast_bf16:
         env["XLA_DOWNCAST_BF16"] = "1"
-    one = settings.num_processes == 1
-    return TpuPlan(program, settings.main_training_function, one, env)
+    return TpuPlan(program, settings.main_training_function, env)

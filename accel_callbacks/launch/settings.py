@@ -187,7 +187,7 @@ class Running:
 class Tpu:
     """TPUs and pods of them."""
 
-    main_training_function: str = option("main", "function that each process of a TPU runs")
+    main_training_function: str = option("main", "function that a launch on a TPU calls")
     downcast_bf16: bool = option(False, "treat float as bfloat16 on a TPU", lenient=True)
     tpu_name: str | None = option(None, "name of the TPU")
     tpu_zone: str | None = option(None, "zone of the TPU")

@@ -1,4 +1,4 @@
-"""Launch on a TPU: torch_xla starts a process per core, which calls a function of the script."""
+"""Launch on a TPU: one process computes on all of its devices, by a function of the script."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from accel_callbacks.launch.option import SettingsError
 __all__ = ["call_main", "launch_on_tpu"]
 
 
-def launch_on_tpu(script: str, arguments: Sequence[str], function: str, one: bool) -> None:
-    """Call the training function of a script on each core of this machine's TPU.
+def launch_on_tpu(script: str, arguments: Sequence[str], function: str) -> None:
+    """Call the training function of a script in this process, which has all of the TPU's devices.
 
     Args:
         script: path of the script, or name of a module.
         arguments: ``sys.argv`` of the script, after its name.
         function: name of the training function, which takes no argument or the process index.
-        one: use a single process, this one.
 
     Raises:
         SettingsError: torch_xla is not installed.
 
     Example:
         >>> from accel_callbacks.launch.tpu import launch_on_tpu
-        >>> launch_on_tpu("train.py", [], "main", one=True)
+        >>> launch_on_tpu("train.py", [], "main")
         Traceback (most recent call last):
         ...
         accel_callbacks.launch.option.SettingsError: a launch on a TPU needs torch_xla...
@@ -33,24 +32,18 @@ def launch_on_tpu(script: str, arguments: Sequence[str], function: str, one: boo
     from importlib import import_module
 
     try:
-        torch_xla = import_module("torch_xla")
+        import_module("torch_xla")
     except ImportError as error:
         raise SettingsError(
             f"a launch on a TPU needs torch_xla ({error}): pip install 'torch_xla[tpu]', in the "
             "release of the installed torch; without a TPU, leave out --tpu or pass "
             "--distributed_type NO"
         ) from None
-    start = getattr(torch_xla, "launch", None)
-    given = (script, tuple(arguments), function)
-    if start is not None:
-        start(call_main, args=given, debug_single_process=one)
-        return
-    before = import_module("torch_xla.distributed.xla_multiprocessing")  # torch_xla under 2.4
-    before.spawn(call_main, args=given, nprocs=1 if one else None)
+    call_main(script, arguments, function)
 
 
-def call_main(index: int, script: str, arguments: Sequence[str], function: str) -> None:
-    """Load the script and call its function, in a process that torch_xla has started.
+def call_main(script: str, arguments: Sequence[str], function: str) -> None:
+    """Load the script and call its function.
 
     The script's ``__main__`` block does not run.
 
@@ -59,7 +52,7 @@ def call_main(index: int, script: str, arguments: Sequence[str], function: str) 
 
     Example:
         >>> from accel_callbacks.launch.tpu import call_main
-        >>> call_main(0, "timeit", [], "default_timer_of_no_module")
+        >>> call_main("timeit", [], "default_timer_of_no_module")
         Traceback (most recent call last):
         ...
         accel_callbacks.launch.option.SettingsError: timeit has no function ...
@@ -70,10 +63,10 @@ def call_main(index: int, script: str, arguments: Sequence[str], function: str) 
     main = getattr(_load(script), function, None)
     if not callable(main):
         raise SettingsError(
-            f"{script} has no function {function!r}, which each process of a TPU calls: name it "
+            f"{script} has no function {function!r}, which a launch on a TPU calls: name it "
             "with --main_training_function"
         )
-    main(*([index] if inspect.signature(main).parameters else []))
+    main(*([0] if inspect.signature(main).parameters else []))
 
 
 def _load(script: str) -> ModuleType:

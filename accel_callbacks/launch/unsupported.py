@@ -146,10 +146,16 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "remove mpirun_config and start `accel launch` on each machine, or under SLURM",
     ),
     Unbuilt(
+        "num_machines",
+        lambda settings: settings.distributed_type == "XLA" and settings.num_machines > 1,
+        "a pod of several machines is not in this version",
+        "--num_machines 1 trains on the TPU devices of one",
+    ),
+    Unbuilt(
         "tpu_use_cluster",
         lambda settings: bool(settings.tpu_use_cluster),
         "a pod of TPUs is not started from here",
-        "remove it and start `accel launch` on each machine",
+        "remove it: one machine trains on its TPU devices",
     ),
 )
 
@@ -200,6 +206,10 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
     "compute_environment": (_always, "a launch runs on this machine and those it connects to"),
     "same_network": (_always, "machines connect to main_process_ip in either case"),
     "enable_cpu_affinity": (_always, "numa_binding binds processes to cores"),
+    "num_processes": (
+        lambda settings: settings.distributed_type == "XLA",
+        "one process computes on all devices of a TPU",
+    ),
     "machine_rank": (lambda s: s.num_machines == 1 and s.nnodes is None, "there is one machine"),
     "main_training_function": (_without("XLA"), "only on a TPU"),
     "downcast_bf16": (_without("XLA"), "only on a TPU"),

@@ -166,8 +166,7 @@ class Preparer:
         if request.device_placement and not is_dispatched(inner):
             # A model that is not trained is used as it is, on the device.
             trained = not request.evaluation_mode
-            device = self._strategy.topology.device
-            model = self._strategy.place(model) if trained else model.to(device)
+            model = self._strategy.place(model) if trained else self._strategy.move(model)
         if not request.evaluation_mode:
             self._strategy.checkpoint_activations(inner)
         if not self._casts or request.evaluation_mode:

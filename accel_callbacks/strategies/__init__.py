@@ -13,10 +13,12 @@ from accel_callbacks.strategies.fsdp import FSDP
 from accel_callbacks.strategies.pipeline_parallel import PipelineParallel
 from accel_callbacks.strategies.single_device import SingleDevice
 from accel_callbacks.strategies.tensor_parallel import TensorParallel
+from accel_callbacks.strategies.xla import XLA
 
 __all__ = [
     "DDP",
     "FSDP",
+    "XLA",
     "PipelineParallel",
     "SingleDevice",
     "Strategy",
@@ -59,6 +61,8 @@ def create_strategy(
         >>> create_strategy(Topology(torch.device("cpu"), world_size=2)).name
         'ddp'
     """
+    if topology.distributed_type is DistributedType.XLA:
+        return XLA(topology, handlers, parallelism, fsdp)
     if parallelism is not None:
         parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
     if deepspeed is not None:

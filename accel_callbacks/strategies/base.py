@@ -13,6 +13,7 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.collectives.nested import map_tensors
+from accel_callbacks.data.device import Feed, device_feed
 from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.rng import share_rng
 from accel_callbacks.distributed.topology import DistributedType, Topology
@@ -224,9 +225,21 @@ class Strategy(ABC):
         """Return a context to load models with ``from_pretrained`` in, on all ranks."""
         return nullcontext()
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a new model to the device, before it is compiled."""
+    def move(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model to the device."""
         return model.to(self.topology.device)
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a new model that is to be trained to the device, before it is compiled."""
+        return self.move(model)
+
+    def feed(self, non_blocking: bool) -> Feed | None:
+        """Return what moves the batches of a loader to the device, ``None`` if nothing is moved.
+
+        Args:
+            non_blocking: do not wait for copies where the device allows it.
+        """
+        return device_feed(self.topology.device, non_blocking)
 
     def checkpoint_activations(self, model: torch.nn.Module) -> None:
         """Compute blocks again in backward if the options say so; before the model is compiled."""

@@ -147,7 +147,8 @@ class Source:
             memory = local_of(target) if is_dtensor(target) else target
             if memory.numel() == 0:
                 continue
-            mark = (memory.device, memory.data_ptr(), memory.shape, memory.stride(), memory.dtype)
+            place = memory.data_ptr() or id(memory)  # tensors of XLA have no address
+            mark = (memory.device, place, memory.shape, memory.stride(), memory.dtype)
             if mark not in kept:
                 kept[mark] = (key, target)
                 memories.append(memory)

@@ -54,9 +54,14 @@ def _address(tensor: torch.Tensor) -> int | None:
     """Return the address at which a tensor starts; None if it cannot be tied."""
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
         return None
-    local = local_of(tensor) if is_dtensor(tensor) else tensor
-    # The local part of a DTensor may be empty, without an address; its storage still identifies it.
-    return local.data_ptr() or local.untyped_storage()._cdata
+    if is_dtensor(tensor):
+        local = local_of(tensor)
+        # It may be empty, without an address; its storage still identifies it.
+        return local.data_ptr() or local.untyped_storage()._cdata
+    address = tensor.data_ptr()
+    if not address and not tensor.is_meta:
+        return None  # a device such as XLA: nothing tells one view of a storage from another
+    return address or tensor.untyped_storage()._cdata
 
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -431,7 +431,8 @@ def _wait_for_devices(plan: RankPlan) -> None:
     They are copied on other threads and streams, which do not wait for the kernels that compute
     them.
     """
-    devices = {tensor.device for tensor in plan.tensors}
+    devices = {tensor.device for tensor in plan.tensors} - {torch.device("cpu")}
+    own = torch.accelerator.current_accelerator() if devices else None
     for device in devices:
-        if device.type != "cpu":
+        if own is not None and device.type == own.type:  # others, such as XLA, wait in each copy
             torch.accelerator.synchronize(device)

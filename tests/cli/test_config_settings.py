@@ -277,6 +277,7 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
         ("mixed_precision: fp8\nfp8_config: {backend: TE}", "fp8_config.backend: TE"),
         ("mpirun_config: {mpirun_hostfile: hosts}", "mpirun_hostfile: hosts"),
         ("tpu_use_cluster: true", "tpu_use_cluster"),
+        ("distributed_type: XLA\nnum_machines: 2", "num_machines: 2"),
     ],
 )
 def test_what_is_not_built_stops_with_the_key_and_the_file(

@@ -47,18 +47,12 @@ for number, words in enumerate(sys.argv[1:]):
     assert main(shlex.split(words)) == 0, words
 """
 
-XLA = """
-def launch(fn, args=(), start_method="spawn", debug_single_process=False):
-    for index in range(1 if debug_single_process else 2):
-        fn(index, *args)
-"""
-
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "torch_xla").mkdir()
-    (tmp_path / "torch_xla" / "__init__.py").write_text(XLA)
+    (tmp_path / "torch_xla" / "__init__.py").touch()
     return tmp_path
 
 

@@ -254,9 +254,9 @@ def test_a_static_rendezvous_of_machines_cannot_be_repeated() -> None:
 def test_a_tpu_is_for_torch_xla() -> None:
     built = plan_of("--tpu", "--downcast_bf16", "--num_processes", "8", "-m", "timeit")
     assert isinstance(built, TpuPlan)
-    assert (built.function, built.one) == ("main", False)
+    assert built.function == "main"
     assert built.env == {"XLA_DOWNCAST_BF16": "1", "ACCEL_DISTRIBUTED_TYPE": "XLA"}
-    assert "torch_xla calls timeit: main()" in built.as_shell()
+    assert "one process calls timeit: main()" in built.as_shell()
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_line_breaks_in_variables_add_no_lines(changed: dict[str, str]) -> None:
 def test_line_breaks_in_names_add_no_lines_to_a_dry_run() -> None:
     made = DirectPlan(("srun",), {}, note="on a\nreboot")
     assert made.as_shell() == "srun\n# on a\\nreboot"
-    tpu = TpuPlan(Program("script", "a\nreboot", ()), "main", True, {})
+    tpu = TpuPlan(Program("script", "a\nreboot", ()), "main", {})
     assert len(tpu.as_shell().splitlines()) == 1
 
 

@@ -1,0 +1,59 @@
+"""Launches that compute through torch_xla."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_callbacks import Accelerator, notebook_launcher
+
+SCRIPT = """
+import sys
+import torch
+from accel_callbacks import Accelerator
+def train():
+    accel = Accelerator()
+    model = accel.prepare(torch.nn.Linear(2, 2))
+    print(accel.device, accel.distributed_type.value, accel.num_processes, *sys.argv[1:])
+"""
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: XLA
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: train
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+use_cpu: false
+"""
+
+
+def launch(folder: Path, *words: str) -> str:
+    """Launch the script, and return what it prints."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "config.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "accel_callbacks.cli", "launch", *words, "train.py", "--lr"]
+    return subprocess.check_output(command, cwd=folder, env=os.environ, text=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--tpu", "--main_training_function", "train"), ("--config_file", "config.yaml")],
+    ids=["tpu", "config_file"],
+)
+def test_a_launch_on_a_tpu_computes_through_xla(words: tuple[str, ...], tmp_path: Path) -> None:
+    assert launch(tmp_path, *words).splitlines()[-1] == "xla:0 XLA 1 --lr"
+
+
+def test_a_notebook_calls_the_function_here() -> None:
+    def train(word: str) -> tuple[str, str, int]:
+        return word, Accelerator().device.type, os.getpid()
+
+    assert notebook_launcher(train, ("a",), num_processes=8) == [("a", "xla", os.getpid())]
+    with pytest.raises(ValueError, match="num_nodes=2"):
+        notebook_launcher(train, ("a",), num_nodes=2)
