@@ -151,7 +151,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def multiply_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply the reduced gradients of a window, before its step."""
         for part in gradient_parts(self.engine):
-            own = factor.to(part.device, part.dtype) if torch.is_tensor(factor) else factor
+            own = factor.to(part.device, part.dtype) if isinstance(factor, torch.Tensor) else factor
             part.mul_(own)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
