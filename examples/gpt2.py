@@ -8,12 +8,11 @@
         --parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2 \
         examples/gpt2.py
 
-Tensor parallelism cuts layers by the plan that a model of transformers brings along. GPT-2 has
-none: its attention is one layer for queries, keys and values. A LLaMA of the same size has one:
+Tensor parallelism cuts layers by a plan, GPT_2_PLAN here. A LLaMA (--model llama) brings its own:
 
-    accel launch --num_processes 2 --parallelism_config_tp_size 2 examples/gpt2.py --model llama
+    accel launch --num_processes 2 --parallelism_config_tp_size 2 examples/gpt2.py
     accel launch --num_processes 4 --parallelism_config_tp_size 2 \
-        --parallelism_config_dp_shard_size 2 examples/gpt2.py --model llama
+        --parallelism_config_dp_shard_size 2 examples/gpt2.py
 
 Context parallelism gives each process a part of every sample, on GPUs:
 
@@ -40,8 +39,21 @@ from transformers import (
     PreTrainedModel,
 )
 
-from accel_callbacks import Accelerator, set_seed
+from accel_callbacks import (
+    Accelerator,
+    ParallelismConfig,
+    TorchTensorParallelConfig,
+    set_seed,
+)
 from accel_callbacks.callbacks import Checkpoint, ProgressBar
+
+# One layer makes queries, keys and values: each of the three is cut.
+GPT_2_PLAN = {
+    "transformer.h.*.attn.c_attn": "packed_colwise:3",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -90,7 +102,7 @@ def load_tokens(size: int, folder: pathlib.Path, text: str) -> torch.Tensor:
     return torch.tensor(Tokenizer.from_file(str(file)).encode(text).ids)
 
 
-def build_model(args: argparse.Namespace) -> PreTrainedModel:
+def build_model(args: argparse.Namespace, tp_size: int) -> PreTrainedModel:
     if args.model == "llama":
         config = LlamaConfig(
             vocab_size=args.vocabulary,
@@ -114,13 +126,19 @@ def build_model(args: argparse.Namespace) -> PreTrainedModel:
         eos_token_id=None,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args.dropout),
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    for block in model.transformer.h:
+        block.attn.split_size //= tp_size  # forward splits what a process has of all three
+    return model
 
 
 def main() -> None:
     args = parse_arguments()
+    plan = GPT_2_PLAN if args.model == "gpt2" else None
+    parallelism = ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan=plan))
     accel = Accelerator(
         cpu=args.cpu,
+        parallelism_config=parallelism,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with="jsonl",
         project_dir=args.project_dir,
@@ -131,7 +149,7 @@ def main() -> None:
         folder = pathlib.Path(args.project_dir)
         tokens = load_tokens(args.vocabulary, folder, load_text(args.text))
     rows = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
-    model = build_model(args)
+    model = build_model(args, parallelism.tp_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     batch = args.global_batch // accel.data_world // args.gradient_accumulation_steps
     loader = DataLoader(TensorDataset(rows), batch, shuffle=True, drop_last=True)
