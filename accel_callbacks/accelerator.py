@@ -250,7 +250,7 @@ class Accelerator(ProcessControl, MediaLogging):
         fsdp = launched_fsdp(fsdp_plugin, self.config)
         megatron = launched_megatron(megatron_lm_plugin, self.config)
         if megatron is not None:
-            refuse_beside_megatron(parallelism, fsdp)
+            refuse_beside_megatron(parallelism, fsdp, deepspeed)
             self.config = accumulated(self.config, megatron)
             if gradient_accumulation_plugin is not None:
                 gradient_accumulation_plugin = replace(

@@ -448,7 +448,9 @@ def launched_megatron(
 
 
 def refuse_beside_megatron(
-    parallelism: ParallelismConfig | None, fsdp: FullyShardedDataParallelPlugin | None
+    parallelism: ParallelismConfig | None,
+    fsdp: FullyShardedDataParallelPlugin | None,
+    deepspeed: DeepSpeedPlugins | None = None,
 ) -> None:
     """Raise for options that arrange the ranks too, beside those of Megatron-LM.
 
@@ -462,6 +464,7 @@ def refuse_beside_megatron(
     for name, given, instead in (
         ("parallelism_config", parallelism, "tp_degree and context_parallel_size"),
         ("fsdp_plugin", fsdp, "use_distributed_optimizer or use_custom_fsdp"),
+        ("deepspeed_plugin", deepspeed, "use_distributed_optimizer or use_custom_fsdp"),
     ):
         if given is not None:
             raise ValueError(

@@ -11,6 +11,7 @@ import pytest
 
 from accel_callbacks import (
     Accelerator,
+    DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     MegatronLMPlugin,
@@ -258,6 +259,7 @@ def test_micro_batches_are_a_window() -> None:
     [
         ("parallelism_config", ParallelismConfig(dp_shard_size=1)),
         ("fsdp_plugin", FullyShardedDataParallelPlugin()),
+        ("deepspeed_plugin", DeepSpeedPlugin(zero_stage=1)),
     ],
 )
 def test_two_arrangements_are_refused(name: str, value: Any) -> None:
