@@ -111,6 +111,10 @@ def _number_or_auto(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def _switch(text: str) -> bool | int | str:
     """Convert to a boolean or a number where it is one."""
     value = BOOLEANS.get(text.lower(), text)
@@ -147,6 +151,10 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "distributed_type": ("ACCEL_DISTRIBUTED_TYPE", str),
     "deepspeed.hf_ds_config": ("ACCEL_DEEPSPEED_CONFIG_FILE", str),
     "deepspeed.zero_stage": ("ACCEL_DEEPSPEED_ZERO_STAGE", int),
+    "deepspeed.gradient_accumulation_steps": (
+        "ACCEL_DEEPSPEED_GRADIENT_ACCUMULATION_STEPS",
+        _count_or_auto,
+    ),
     "deepspeed.gradient_clipping": ("ACCEL_DEEPSPEED_GRADIENT_CLIPPING", _number_or_auto),
     "deepspeed.offload_optimizer_device": ("ACCEL_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", str),
     "deepspeed.offload_param_device": ("ACCEL_DEEPSPEED_OFFLOAD_PARAM_DEVICE", str),

@@ -1,4 +1,4 @@
-"""Blocks of settings: torch.compile, fp8, FSDP and the mesh; others that are read and refused."""
+"""Blocks of settings: torch.compile, fp8, FSDP, the mesh, DeepSpeed and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -308,10 +308,6 @@ class ParallelismConfig:
     )
 
 
-# Below: options of engines that are not implemented. Files of Accelerate with them are read and
-# validated, and a launch refuses them, or warns that they have no effect: see `unsupported`.
-
-
 @dataclass(frozen=True)
 class DeepSpeedConfig:
     """DeepSpeed.
@@ -324,20 +320,65 @@ class DeepSpeedConfig:
 
     BLOCK: ClassVar[str] = "deepspeed_config"
 
-    deepspeed_config_file: str | None = option(None, "DeepSpeed's own JSON file")
-    zero_stage: int = option(2, "stage of ZeRO", least=0, most=3)
+    deepspeed_config_file: str | None = option(
+        None, "DeepSpeed's own JSON file", variable="ACCEL_DEEPSPEED_CONFIG_FILE", child=True
+    )
+    zero_stage: int = option(
+        2, "stage of ZeRO", least=0, most=3, variable="ACCEL_DEEPSPEED_ZERO_STAGE", child=True
+    )
     offload_optimizer_device: str = option(
-        "none", "where the optimizer's states are", choices=_DEVICES
+        "none",
+        "where the optimizer's states are",
+        choices=_DEVICES,
+        variable="ACCEL_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        child=True,
     )
-    offload_param_device: str = option("none", "where the weights are", choices=_DEVICES)
-    offload_optimizer_nvme_path: str | None = option(None, "folder for the optimizer's states")
-    offload_param_nvme_path: str | None = option(None, "folder for the weights")
+    offload_param_device: str = option(
+        "none",
+        "where the weights are",
+        choices=_DEVICES,
+        variable="ACCEL_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        child=True,
+    )
+    offload_optimizer_nvme_path: str | None = option(
+        None,
+        "folder for the optimizer's states",
+        variable="ACCEL_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+        child=True,
+    )
+    offload_param_nvme_path: str | None = option(
+        None,
+        "folder for the weights",
+        variable="ACCEL_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+        child=True,
+    )
     gradient_accumulation_steps: str | None = option(
-        None, "micro-batches of a step, or auto", flag=""
+        None,
+        "micro-batches of a step, or auto",
+        flag="",
+        variable="ACCEL_DEEPSPEED_GRADIENT_ACCUMULATION_STEPS",
+        child=True,
     )
-    gradient_clipping: str | None = option(None, "largest norm of the gradients, or auto")
-    zero3_init_flag: bool = option(False, "shard weights while a model is built", valued=True)
-    zero3_save_16bit_model: bool = option(False, "gather weights to save them", valued=True)
+    gradient_clipping: str | None = option(
+        None,
+        "largest norm of the gradients, or auto",
+        variable="ACCEL_DEEPSPEED_GRADIENT_CLIPPING",
+        child=True,
+    )
+    zero3_init_flag: bool = option(
+        False,
+        "shard weights while a model is built",
+        valued=True,
+        variable="ACCEL_DEEPSPEED_ZERO3_INIT",
+        child=True,
+    )
+    zero3_save_16bit_model: bool = option(
+        False,
+        "gather weights to save them",
+        valued=True,
+        variable="ACCEL_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        child=True,
+    )
     deepspeed_hostfile: str | None = option(None, "file that lists the hosts")
     deepspeed_exclusion_filter: str | None = option(None, "hosts and devices left out")
     deepspeed_inclusion_filter: str | None = option(None, "hosts and devices taken")
@@ -346,7 +387,12 @@ class DeepSpeedConfig:
         "launcher for several machines",
         choices=("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh"),
     )
-    deepspeed_moe_layer_cls_names: str | None = option(None, "classes of expert layers")
+    deepspeed_moe_layer_cls_names: str | None = option(
+        None,
+        "classes of expert layers",
+        variable="ACCEL_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        child=True,
+    )
 
 
 @dataclass(frozen=True)

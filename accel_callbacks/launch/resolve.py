@@ -246,10 +246,10 @@ def refuse_unbuilt(resolved: Resolved) -> None:
 
     Example:
         >>> from accel_callbacks.launch.resolve import refuse_unbuilt, resolve_settings
-        >>> asked = {"distributed_type": "DEEPSPEED"}
+        >>> asked = {"tpu_use_cluster": True}
         >>> refuse_unbuilt(resolve_settings(asked, None, "/x/a.py", {"HOME": "/x"}))
         Traceback (most recent call last):
-        accel_callbacks.launch.option.SettingsError: distributed_type: DEEPSPEED (command ...
+        accel_callbacks.launch.option.SettingsError: tpu_use_cluster: 1 (command line): ...
     """
     for one in UNBUILT:
         if one.asked(resolved.settings):

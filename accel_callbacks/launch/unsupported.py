@@ -47,12 +47,17 @@ class Unbuilt:
     instead: str
 
 
-def _kind(kind: str, name: str) -> Unbuilt:
+def _of_hosts(key: str) -> Unbuilt:
+    """Refuse a choice of hosts that DeepSpeed's own launcher would start."""
     return Unbuilt(
-        "distributed_type",
-        lambda settings: settings.distributed_type == kind,
-        f"{name} is not in this version",
-        "--distributed_type MULTI_GPU or MULTI_CPU trains with DDP",
+        f"deepspeed_config.{key}",
+        lambda settings: (
+            settings.distributed_type == "DEEPSPEED"
+            and settings.deepspeed_config is not None
+            and bool(getattr(settings.deepspeed_config, key))
+        ),
+        "hosts are not started from here",
+        "remove it, and start `accel launch` on each machine, with --num_machines, or under SLURM",
     )
 
 
@@ -120,7 +125,10 @@ def _megatron(name: str) -> Unbuilt:
 _DDP = "--distributed_type MULTI_GPU or MULTI_CPU trains with DDP, which is the same"
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    _kind("DEEPSPEED", "DeepSpeed"),
+    *map(
+        _of_hosts,
+        ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
+    ),
     *map(_megatron, ("pp_degree", "expert_model_parallel_size", "expert_tensor_parallel_size")),
     _fsdp("fsdp_sharding_strategy", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp("fsdp_reshard_after_forward", "NO_SHARD", "FSDP2 always shards", _DDP),
@@ -222,6 +230,10 @@ IDLE: Mapping[str, tuple[_Test, str]] = {
         "checkpoints have one format, which any number of processes loads",
     ),
     "deepspeed_config": (_without("DEEPSPEED"), "distributed_type is not DEEPSPEED"),
+    "deepspeed_config.deepspeed_multinode_launcher": (
+        _always,
+        "`accel launch` is started on each machine",
+    ),
     "megatron_lm_config": (_without("MEGATRON_LM"), "distributed_type is not MEGATRON_LM"),
     **{f"megatron_lm_config.{key}": (_always, reason) for key, reason in OF_MEGATRON.items()},
     "parallelism_config": (_every_axis_is_one, "every axis has size 1"),

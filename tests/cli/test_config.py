@@ -436,13 +436,13 @@ def test_show_searches_from_a_script_and_prints_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "accel.yaml"
-    path.write_text("distributed_type: DEEPSPEED\n")
+    path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD}\n")
     words = ["--script", str(tmp_path / "src" / "train.py"), "--json"]
     assert main(["config", "show", *words]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["file"] == str(path)
-    assert facts["refused"].startswith("distributed_type: DEEPSPEED")
-    assert facts["settings"]["distributed_type"]["value"] == "DEEPSPEED"
+    assert facts["refused"].startswith("fsdp_config.fsdp_sharding_strategy: NO_SHARD")
+    assert facts["settings"]["distributed_type"]["value"] == "FSDP"
 
 
 def test_a_pipe_that_closes_is_no_traceback(tmp_path: Path) -> None:

@@ -65,10 +65,12 @@ def test_as_accel_yaml_above_the_script_it_is_found(warm_accel: Run, tmp_path: P
 def test_what_is_not_built_stops_before_anything_starts(accel: Run, tmp_path: Path) -> None:
     shutil.copy(SAMPLE, tmp_path / "accel.yaml")
     (tmp_path / "touch.py").write_text("open('ran', 'w')")
-    done = accel("launch", "--use_deepspeed", "touch.py")
+    done = accel("launch", "--use_deepspeed", "--deepspeed_hostfile", "hosts", "touch.py")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "distributed_type: DEEPSPEED (command line)" in done.stderr
+    assert (
+        "deepspeed_hostfile: hosts (command line): hosts are not started from here" in done.stderr
+    )
     assert not (tmp_path / "ran").exists()
 
 

@@ -259,7 +259,10 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
             "distributed_type: FSDP\nfsdp_config: {activation_checkpointing_offload: true}",
             "fsdp_config.fsdp_activation_checkpointing_offload: 1",
         ),
-        ("distributed_type: DEEPSPEED", "distributed_type: DEEPSPEED"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_inclusion_filter: worker-0}",
+            "deepspeed_config.deepspeed_inclusion_filter: worker-0",
+        ),
         (
             "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_pp_degree: 2}",
             "megatron_lm_config.megatron_lm_pp_degree: 2",
