@@ -16,6 +16,7 @@ from accel_callbacks import (
     DeepSpeedSequenceParallelConfig,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
+    TorchTensorParallelConfig,
 )
 from tests.support.sharded import quiet, whole
 
@@ -57,7 +58,12 @@ class LM(torch.nn.Module):
 def accelerator(sizes: dict[str, int], handler: Any = None, **options: Any) -> Accelerator:
     quiet()
     if sizes:
-        options["parallelism_config"] = ParallelismConfig(**sizes, sp_handler=handler)
+        plan = {"layers.*.query": "colwise", "layers.*.key": "colwise"}
+        plan |= {"layers.*.value": "colwise", "layers.*.out": "rowwise"}
+        cut = TorchTensorParallelConfig(plan=plan) if "tp_size" in sizes else None
+        options["parallelism_config"] = ParallelismConfig(
+            **sizes, sp_handler=handler, tp_handler=cut
+        )
     return Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
 
 
@@ -125,6 +131,12 @@ def test_losses_gradients_and_weights_are_those_of_one_process(pool, pairs, caus
 def test_beside_data_parallelism(pool_of_4, sizes):
     expected = trains({}, 2, True)
     for found in pool_of_4.run(trains, {**sizes, "sp_size": 2}, 2, True):
+        compare(found, expected)
+
+
+def test_layers_that_are_cut_too(pool_of_4):
+    expected = trains({}, 4, True)
+    for found in pool_of_4.run(trains, {"tp_size": 2, "sp_size": 2}, 4, True):
         compare(found, expected)
 
 
