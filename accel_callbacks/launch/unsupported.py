@@ -37,7 +37,7 @@ class Unbuilt:
 
     Example:
         >>> from accel_callbacks.launch.unsupported import UNBUILT
-        >>> {one.path for one in UNBUILT} >= {"distributed_type"}
+        >>> {one.path for one in UNBUILT} >= {"tpu_use_cluster"}
         True
     """
 

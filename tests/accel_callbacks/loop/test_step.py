@@ -431,7 +431,6 @@ def test_reduce_on_plateau_takes_its_metric():
         ("logging_dir", "project_config=ProjectConfiguration(logging_dir=...)"),
         ("sync_each_batch", "GradientAccumulationPlugin(sync_each_batch=...)"),
         ("find_unused_parameters", "[DistributedDataParallelKwargs(find_unused_parameters=...)]"),
-        ("deepspeed_plugin", "data parallelism"),
         ("zzz", "has no option 'zzz'."),
     ],
 )
