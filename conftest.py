@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 _seen: set[Path] = set()
+
+# What `nohup`, cron or a script's `&` starts inherits Ctrl-C as ignored, and so does all that it
+# starts in turn. Tests send it: to this process, to workers of xdist, and to their children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -19,6 +19,7 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/tes
 import checkpoint_io
 from tests.deepspeed.jobs import difference, finish, prepared, train, weights
 from tests.distributed.conftest import free_port
+from tests.support.rounding import ABSOLUTE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -61,7 +62,7 @@ def test_zero_loads_what_others_saved(pool, saved, source: str) -> None:
     root, ends = saved
     for target in ZERO:
         found = pool.run(_loaded, target, str(root / source))[0]
-        assert difference(found, ends["ddp"]) < 1e-6, (source, target)
+        assert difference(found, ends["ddp"]) < ABSOLUTE, (source, target)
 
 
 @pytest.mark.parametrize("source", ZERO)
@@ -69,9 +70,9 @@ def test_others_load_what_zero_saved(pool, alone, saved, source: str) -> None:
     root, ends = saved
     for target in ("ddp", "fsdp"):
         found = pool.run(_loaded, target, str(root / source))[0]
-        assert difference(found, ends["ddp"]) < 1e-6, (source, target)
+        assert difference(found, ends["ddp"]) < ABSOLUTE, (source, target)
     found = alone.run(_loaded, "ddp", str(root / source))[0]
-    assert difference(found, ends["ddp"]) < 1e-6, (source, "one process")
+    assert difference(found, ends["ddp"]) < ABSOLUTE, (source, "one process")
 
 
 def test_names_are_those_of_the_model_and_nothing_is_pickled(saved) -> None:
@@ -98,9 +99,9 @@ def test_four_ranks_save_and_two_load_and_back(
     root, ends = saved
     pool_of_4.run(_other_ranks, layout, str(tmp_path / "four"), None)
     found = pool.run(_loaded, layout, str(tmp_path / "four"))[0]
-    assert difference(found, ends["ddp"]) < 1e-5
+    assert difference(found, ends["ddp"]) < ABSOLUTE
     found = pool_of_4.run(_other_ranks, layout, "", str(root / layout))[0]
-    assert difference(found, ends["ddp"]) < 1e-5
+    assert difference(found, ends["ddp"]) < ABSOLUTE
 
 
 @pytest.mark.parametrize("layout", ["zero2", "zero3"])

@@ -25,6 +25,7 @@ from accel_callbacks import (
 )
 from tests.support.language import VOCABULARY, LanguageModel
 from tests.support.ring_attention import ring_on_cpu
+from tests.support.rounding import reordered
 from tests.support.sharded import quiet, whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -117,12 +118,12 @@ def compare(found: list[dict[str, Any]], **options: Any) -> None:
     expected = trained({}, **options)
     for one in found:
         assert one["samples"] == expected["samples"]
-        assert one["losses"] == pytest.approx(expected["losses"], abs=1e-6)
-        assert one["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert one["losses"] == reordered(expected["losses"])
+        assert one["norm"] == reordered(expected["norm"])
         assert one["gradients"].keys() == expected["gradients"].keys()
         for name, values in expected["gradients"].items():
-            assert one["gradients"][name] == pytest.approx(values, abs=1e-6), name
-    assert found[0]["weights"] == pytest.approx(expected["weights"], abs=1e-5)
+            assert one["gradients"][name] == reordered(values), name
+    assert found[0]["weights"] == reordered(expected["weights"])
 
 
 def on_two(causal: bool, rotation: str, sharded: bool) -> dict[str, Any]:
@@ -364,5 +365,5 @@ def compiled(first_whole: bool) -> tuple[list[float], list[float], int]:
 @pytest.mark.parametrize("first_whole", [False, True])
 def test_a_compiled_model_sees_the_tokens_of_all_ranks_and_is_compiled_once(pool, first_whole):
     for losses, expected, compiled_later in pool.run(compiled, first_whole):
-        assert losses == pytest.approx(expected, abs=1e-5)
+        assert losses == reordered(expected)
         assert compiled_later == 0

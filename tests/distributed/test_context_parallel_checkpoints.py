@@ -12,6 +12,7 @@ from accel_callbacks import FullyShardedDataParallelPlugin
 from tests.distributed.test_context_parallel import accelerator, sentences, summed
 from tests.support.language import LanguageModel
 from tests.support.ring_attention import ring_on_cpu
+from tests.support.rounding import reordered
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -70,4 +71,4 @@ def test_a_run_that_was_stopped_in_a_window_goes_on_in_another_layout(
     found = pools.get(after, pool).run(trained, after, folder)[0]
     expected = alone.run(trained, "one")[0]
     assert first["seen"] + found["seen"] == expected["seen"]
-    assert found["weights"] == pytest.approx(expected["weights"], abs=1e-5)
+    assert found["weights"] == reordered(expected["weights"])

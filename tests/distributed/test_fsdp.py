@@ -21,6 +21,7 @@ from accel_callbacks import (
 from accel_callbacks.callbacks import EMA, Freeze, GradientNorm, NonFinite, summarize
 from accel_callbacks.gradients import local_part
 from accel_callbacks.tuning import find_batch_size, find_learning_rate
+from tests.support.rounding import ABSOLUTE, reordered
 from tests.support.sharded import Block, Network, accelerator, data, flat, loader, whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -76,14 +77,14 @@ def weights_of_order(order: str, kind: str = "AdamW", layout: str = "fsdp") -> l
 def test_an_optimizer_trains_the_shards_whenever_it_is_prepared(pool, order):
     expected = weights_of_order("together", layout="ddp")
     for weights in pool.run(weights_of_order, order):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_a_state_from_before_prepare_is_sharded_and_used(pool, kind):
     expected = weights_of_order("trained before", kind, layout="ddp")
     for weights in pool.run(weights_of_order, "trained before", kind):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 class Remembers(torch.optim.SGD):
@@ -112,7 +113,7 @@ def train_with_references(layout: str = "fsdp") -> list[float]:
 def test_lists_and_dicts_of_an_optimizer_get_the_shards_too(pool):
     expected = train_with_references("ddp")
     for weights in pool.run(train_with_references):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def stale_optimizer() -> None:
@@ -145,7 +146,7 @@ def several_models(layout: str = "fsdp") -> list[float]:
 def test_several_models_and_optimizers_train_together(pool):
     expected = several_models("ddp")
     for weights in pool.run(several_models):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def sharded_by_hand(layout: str = "fsdp") -> list[float]:
@@ -166,7 +167,7 @@ def sharded_by_hand(layout: str = "fsdp") -> list[float]:
 def test_a_model_that_is_sharded_already_is_taken_as_it_is(pool):
     expected = sharded_by_hand("ddp")
     for weights in pool.run(sharded_by_hand):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def freed() -> tuple[int, float]:
@@ -228,14 +229,14 @@ def test_gradients_of_an_abandoned_window_do_not_reach_the_next(pool, no_sync):
     expected, _ = abandoned(None, "ddp")
     for weights, held in pool.run(abandoned, Plugin(no_sync=no_sync)):
         assert held
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def test_nor_do_those_that_replicas_have_not_exchanged(pool_of_4):
     expected, _ = abandoned(None, "ddp")
     for weights, held in pool_of_4.run(abandoned, None, "hsdp"):
         assert held
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def reduced_in_between(plugin: Any, layout: str, interrupt: bool) -> tuple[int, list[float]]:
@@ -263,14 +264,14 @@ def test_a_save_inside_of_a_window_has_its_gradients(pool, no_sync):
     expected = reduced_in_between(None, "ddp", False)[1]
     for there, weights in pool.run(reduced_in_between, Plugin(no_sync=no_sync), "fsdp", True):
         assert there == len(list(Network().parameters()))
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def test_and_those_that_replicas_have_not_exchanged(pool_of_4):
     expected = reduced_in_between(None, "ddp", False)[1]
     for there, weights in pool_of_4.run(reduced_in_between, None, "hsdp", True):
         assert there == len(list(Network().parameters()))
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def mixed_losses() -> None:
@@ -318,7 +319,7 @@ def test_no_sync_and_trigger_sync_add_up_to_the_same_gradients(pool):
     expected = torch.cat([(p - 0.1 * p.grad).flatten() for p in model.parameters()]).tolist()
     for seen, weights in pool.run(accumulated_by_hand):
         assert seen == [True, True, False]
-        assert weights == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert weights == reordered(expected)
 
 
 def by_tokens(layout: str = "fsdp") -> tuple[list[float], float]:
@@ -339,8 +340,8 @@ def by_tokens(layout: str = "fsdp") -> tuple[list[float], float]:
 def test_a_normalizer_counts_over_all_ranks(pool):
     expected, norm = by_tokens("ddp")
     for weights, found in pool.run(by_tokens):
-        assert found == pytest.approx(norm, abs=1e-6)
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert found == reordered(norm)
+        assert weights == reordered(expected)
 
 
 # --- clipping -----------------------------------------------------------------------------------
@@ -369,8 +370,8 @@ def clipped(norm_type: float, by_value: bool, layout: str, ignored: Any) -> tupl
 def test_clipping_is_that_of_one_process(pool, norm_type, by_value, ignored):
     norm, expected = clipped(norm_type, by_value, "ddp", None)
     for found, weights in pool.run(clipped, norm_type, by_value, "fsdp", ignored):
-        assert by_value or found == pytest.approx(norm, rel=1e-6)
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert by_value or found == reordered(norm)
+        assert weights == reordered(expected)
 
 
 def test_clipping_over_replicas_and_empty_shards(pool_of_4):
@@ -378,8 +379,8 @@ def test_clipping_over_replicas_and_empty_shards(pool_of_4):
         norm, expected = clipped(norm_type, False, "ddp", None)
         for layout in ("fsdp", "hsdp"):
             for found, weights in pool_of_4.run(clipped, norm_type, False, layout, ["last"]):
-                assert found == pytest.approx(norm, abs=1e-6)
-                assert weights == pytest.approx(expected, abs=1e-6)
+                assert found == reordered(norm)
+                assert weights == reordered(expected)
 
 
 # --- options ------------------------------------------------------------------------------------
@@ -415,13 +416,13 @@ def trained_with(layout: str, options: dict[str, Any], precision: str = "no") ->
 def test_options_do_not_change_what_is_trained(pool, options):
     expected = trained_with("ddp", {})
     for weights in pool.run(trained_with, "fsdp", options):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def test_a_number_of_ranks_to_reshard_to(pool_of_4):
     expected = trained_with("ddp", {})
     for weights in pool_of_4.run(trained_with, "fsdp", {"reshard_after_forward": 2}):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def test_whole_parameters_train_with_the_loss_scaler(pool):
@@ -475,7 +476,7 @@ def scalar(layout: str = "fsdp") -> list[float]:
 def test_scalar_parameters_stay_whole_and_are_averaged(pool):
     expected = scalar("ddp")
     for weights in pool.run(scalar):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 class Tied(torch.nn.Module):
@@ -543,7 +544,7 @@ def test_tied_weights_stay_tied_and_generate_gathers(pool, untie):
     _, expected, tokens = tied("ddp", untie)
     for is_tied, weights, generated in pool.run(tied, "fsdp", untie):
         assert is_tied is not untie
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
         assert generated == tokens
 
 
@@ -561,7 +562,7 @@ def other_method(layout: str = "fsdp") -> list[float]:
 def test_a_marked_method_gathers_and_averages(pool):
     expected = other_method("ddp")
     for weights in pool.run(other_method):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def low_precision() -> dict[str, Any]:
@@ -807,9 +808,9 @@ def test_callbacks_see_what_they_see_on_one_process(pool):
         for name in ("kinds", "parameters", "key"):
             assert found[name] == expected[name]
         for name in ("norms", "averages", "weights"):
-            assert found[name] == pytest.approx(expected[name], abs=1e-6)
+            assert found[name] == reordered(expected[name])
         for mine, theirs in zip(found["frozen"], expected["frozen"], strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-6)
+            assert mine == reordered(theirs)
 
 
 def unfrozen(precision: str, layout: str = "fsdp") -> tuple[set[str], list[float]]:
@@ -828,7 +829,7 @@ def unfrozen(precision: str, layout: str = "fsdp") -> tuple[set[str], list[float
     return dtypes, flat(accel.unwrap_model(model))
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-6), ("bf16", 3e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", ABSOLUTE), ("bf16", 3e-2)])
 def test_units_that_were_all_frozen_train_once_they_are_not(pool, precision, tolerance):
     # On one process, where it may be unfrozen too.
     _, expected = unfrozen(precision, "ddp")
@@ -905,7 +906,7 @@ def after_a_failure(where: str, layout: str = "fsdp") -> list[float]:
 def test_training_goes_on_after_a_step_that_failed(pool, where):
     expected = after_a_failure(where, "ddp")
     for weights in pool.run(after_a_failure, where):
-        assert weights == pytest.approx(expected, abs=1e-6)
+        assert weights == reordered(expected)
 
 
 def compiled() -> tuple[int, list[float]]:
@@ -933,7 +934,7 @@ def test_blocks_are_compiled_once_for_all_before_they_are_sharded(pool):
         step(accel, model, optimizer, *batch(accel, number))
     for graphs, weights in pool.run(compiled):
         assert graphs == 1
-        assert weights == pytest.approx(flat(model), abs=1e-6)
+        assert weights == reordered(flat(model))
 
 
 def kept_after_an_evaluation() -> tuple[int, int]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, MegatronLMPlugin
+from tests.support.rounding import reordered
 from tests.support.sharded import quiet
 
 pytestmark = [
@@ -209,7 +210,7 @@ def check(kind: str, results: list[Any], options: Any, engine: str, mesh: Any) -
     expected = alone(kind)
     assert expected["losses"][0] != pytest.approx(expected["losses"][-2], abs=1e-2)
     for found in results:
-        assert found["losses"] == pytest.approx(expected["losses"], abs=2e-5)
+        assert found["losses"] == reordered(expected["losses"])
         assert (found["engine"], found["mesh"], found["steps"]) == (engine, mesh, 4)
         assert bool(found["cut"]) == ("tp" in mesh)
         twice = any(name.startswith("recompute") for name in options)

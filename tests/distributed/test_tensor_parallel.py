@@ -34,6 +34,7 @@ from accel_callbacks.callbacks import (
     summarize,
 )
 from accel_callbacks.strategies.tensor_parallel import parallelize
+from tests.support.rounding import assert_reordered
 
 pytestmark = [
     pytest.mark.distributed,
@@ -191,16 +192,6 @@ def alone(*args: Any) -> dict[str, Any]:
     return trains("one", None, *args)
 
 
-def assert_alike(result: Any, wanted: Any, places: float = 2e-6) -> None:
-    assert result.keys() == wanted.keys()
-    for name, value in wanted.items():
-        if isinstance(value, dict):
-            assert_alike(result[name], value, places)
-        else:
-            here, there = torch.tensor(result[name]), torch.tensor(value)
-            torch.testing.assert_close(here, there, rtol=1e-5, atol=places, msg=f"{name}")
-
-
 # --- parity -----------------------------------------------------------------------------------
 
 
@@ -208,7 +199,7 @@ def assert_alike(result: Any, wanted: Any, places: float = 2e-6) -> None:
 def test_losses_gradients_and_weights_are_those_of_one_process(pool, plan):
     first, second = pool.run(trains, "tp2", plan)
     assert first == second
-    assert_alike(first, alone())
+    assert_reordered(first, alone())
 
 
 @pytest.mark.parametrize("plan", ["ends", "sequence loss"])
@@ -216,7 +207,7 @@ def test_clipping_by_value_and_windows(pool, plan):
     """Gradients of norms in a cut sequence are sums, and clipped as sums."""
     first, second = pool.run(trains, "tp2", plan, "SGD", "value", 3)
     assert first == second
-    assert_alike(first, alone("SGD", "value", 3))
+    assert_reordered(first, alone("SGD", "value", 3))
 
 
 @pytest.mark.slow
@@ -225,7 +216,7 @@ def test_clipping_by_value_and_windows(pool, plan):
 def test_two_by_two_is_one_process(pool_of_4, plan, window):
     results = pool_of_4.run(trains, "2x2", plan, "SGD", "norm", window)
     assert all(result == results[0] for result in results)
-    assert_alike(results[0], alone("SGD", "norm", window), 1e-5)
+    assert_reordered(results[0], alone("SGD", "norm", window))
 
 
 @pytest.mark.slow
@@ -233,7 +224,7 @@ def test_two_by_two_is_one_process(pool_of_4, plan, window):
 def test_replicas_of_shards_of_cut_layers_are_one_process(pool_of_8, plan):
     results = pool_of_8.run(trains, "2x2x2", plan, "SGD", "norm", 3)
     assert all(result == results[0] for result in results)
-    assert_alike(results[0], alone("SGD", "norm", 3), 1e-5)
+    assert_reordered(results[0], alone("SGD", "norm", 3))
 
 
 def kernels(layout: str, optimizer: str, name: str) -> list[Any]:
@@ -246,7 +237,7 @@ def kernels(layout: str, optimizer: str, name: str) -> list[Any]:
 @pytest.mark.parametrize("name", ["foreach", "fused"])
 def test_kernels_that_take_no_mixed_lists_are_replaced(pool, name):
     (result, warned), _ = pool.run(kernels, "tp2", "SGD", name)
-    assert_alike(result, alone())
+    assert_reordered(result, alone())
     assert warned == 1
 
 
@@ -257,7 +248,7 @@ def test_kernels_that_take_no_mixed_lists_are_replaced(pool, name):
 def test_optimizers_step_alike_with_all_kernels(pool, pool_of_4, layout, optimizer, name):
     ranks = pool if layout == "tp2" else pool_of_4
     result, _ = ranks.run(kernels, layout, optimizer, name)[0]
-    assert_alike(result, alone(optimizer), 1e-5)
+    assert_reordered(result, alone(optimizer))
 
 
 # --- what differs between ranks in silence ---------------------------------------------------
@@ -432,14 +423,14 @@ def with_callbacks(layout: str) -> dict[str, Any]:
 def test_callbacks_see_the_whole_model(pool):
     first, second = pool.run(with_callbacks, "tp2")
     assert first == second
-    assert_alike(first, with_callbacks("one"))
+    assert_reordered(first, with_callbacks("one"))
 
 
 @pytest.mark.slow
 def test_callbacks_see_the_whole_model_under_fsdp_too(pool_of_4):
     results = pool_of_4.run(with_callbacks, "2x2")
     assert all(result == results[0] for result in results)
-    assert_alike(results[0], with_callbacks("one"), 1e-5)
+    assert_reordered(results[0], with_callbacks("one"))
 
 
 def spoils(weight: torch.Tensor, value: float) -> None:
@@ -600,13 +591,13 @@ def two_models(layout: str) -> list[Any]:
 
 def test_two_models_and_an_optimizer_that_comes_first(pool):
     for result in pool.run(two_models, "tp2"):
-        assert_alike(result, two_models("one"))
+        assert_reordered(result, two_models("one"))
 
 
 @pytest.mark.slow
 def test_two_models_and_an_optimizer_that_comes_first_under_fsdp(pool_of_4):
     for result in pool_of_4.run(two_models, "2x2"):
-        assert_alike(result, two_models("one"), 1e-5)
+        assert_reordered(result, two_models("one"))
 
 
 class Beside(torch.nn.Module):
@@ -645,7 +636,7 @@ def ignored_by_fsdp(layout: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_cut_parameters_that_fsdp_ignores_are_averaged_over_data(pool_of_4):
     for result in pool_of_4.run(ignored_by_fsdp, "2x2"):
-        assert_alike(result, ignored_by_fsdp("one"))
+        assert_reordered(result, ignored_by_fsdp("one"))
 
 
 def low_precision(layout: str) -> list[str]:
@@ -708,14 +699,14 @@ def brings_its_own(layout: str, cut: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("cut", [False, True])
 def test_models_with_a_plan_of_their_own_and_cut_ones_are_prepared(pool, cut):
     for result in pool.run(brings_its_own, "tp2", cut):
-        assert_alike(result, brings_its_own("one", False))
+        assert_reordered(result, brings_its_own("one", False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [False, True])
 def test_models_that_are_cut_already_are_sharded(pool_of_4, cut):
     for result in pool_of_4.run(brings_its_own, "2x2", cut):
-        assert_alike(result, brings_its_own("one", False), 1e-5)
+        assert_reordered(result, brings_its_own("one", False))
 
 
 def cut_elsewhere() -> None:

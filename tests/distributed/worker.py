@@ -31,7 +31,7 @@ def main() -> None:
     connection.send(int(os.environ["RANK"]))
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("POOL_THREADS", "1")))
     while (task := connection.recv()) is not None:
         path, name, args = task
         try:
