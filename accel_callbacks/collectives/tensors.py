@@ -414,7 +414,11 @@ def _all_gather(sent: torch.Tensor, world: int) -> torch.Tensor:
     received = sent.new_empty(world, len(sent))
     try:
         # Into one block: a list makes NCCL gather into a second block, and copy it from there.
-        dist.all_gather_into_tensor(received.view(-1), sent, group=group_for(sent))
+        # torch 2.13 renamed it, and warns of the old name at each call.
+        name = (
+            "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        )
+        getattr(dist, name)(received.view(-1), sent, group=group_for(sent))
     except RuntimeError as error:
         # Backends such as MPI lack it, and say so before they send anything.
         if "support" not in str(error) or "_allgather_base" not in str(error):

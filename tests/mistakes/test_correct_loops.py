@@ -1,0 +1,119 @@
+"""Nothing is said of a loop that is right: loops of all kinds, each without a warning."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from accel_callbacks import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+)
+from accel_callbacks.callbacks import Checkpoint, GradientNorm
+from tests.distributed.conftest import Pool, make_pool
+from tests.mistakes.loops import LOOPS, WINDOWED
+
+# What a loop runs under; a run has a folder, checkpoints and callbacks.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "run": {"log_with": ["jsonl"]},
+    "bf16": {"mixed_precision": "bf16"},
+    "window": {"gradient_accumulation_steps": 2},
+}
+TABLE = [
+    (name, setting)
+    for name in LOOPS
+    for setting in SETTINGS
+    if setting != "window" or name in WINDOWED
+]
+
+
+def test_there_are_a_hundred():
+    assert len(TABLE) >= 100
+
+
+@pytest.mark.parametrize(("name", "setting"), TABLE)
+def test_a_correct_loop_is_not_warned_of(name, setting, tmp_path, caplog):
+    options = dict(SETTINGS[setting])
+    if setting == "run":
+        options |= {
+            "project_dir": tmp_path,
+            "callbacks": [Checkpoint(every_n_steps=2), GradientNorm()],
+        }
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
+        warnings.simplefilter("always")
+        accel = Accelerator(cpu=True, **options)
+        steps = LOOPS[name](accel)
+        accel.end_training()
+    assert [str(warning.message) for warning in caught] == []
+    assert caplog.messages == []
+    assert accel.current_run.global_step == steps
+
+
+# --- on two ranks -------------------------------------------------------------------------------
+
+# Not on several ranks, where they are mistakes: nothing averages what they do beside the model.
+ALONE = {
+    "an_optimizer_that_steps_within_backward",
+    "unfrozen_at_the_second_epoch",  # an error under DDP, which has no bucket for it
+    "model_agnostic_meta_learning",  # calls the module that was wrapped by functional_call
+}
+# What this library refuses to shard, with an error, or torch cannot: it wants whole parameters.
+NOT_SHARDED = {
+    "lbfgs_with_a_closure",
+    "a_gradient_penalty",
+    "a_gan_whose_critic_trains_more",
+    "a_recurrent_network_cut_in_time",
+    "a_group_added_while_training",
+    "a_best_model_kept_by_hand",
+    "a_teacher_that_is_an_average",
+    "weights_averaged_by_torch",
+    "sharpness_aware",
+    "deep_q_learning",
+    "weights_only_saved_at_the_end",
+}
+# What torch says of its own, of models that are right.
+OF_TORCH = (
+    "Grad strides do not match bucket view strides",
+    "DTensor random operators may not have complete support",
+    "FSDP2-wrapped module",
+)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
+
+
+def trained(name: str, sharded: bool) -> tuple[list[str], int]:
+    """Run a loop on this rank; return its warnings and its number of optimizer steps."""
+    options: dict[str, Any] = {}
+    if sharded:
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), **options)
+        LOOPS[name](accel)
+        accel.end_training()
+    texts = [str(warning.message) for warning in caught]
+    ours = [text for text in texts if not text.startswith(OF_TORCH)]
+    return ours, accel.current_run.global_step
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("name", [name for name in LOOPS if name not in ALONE])
+def test_nor_is_it_on_two_ranks(pool, name, sharded):
+    if sharded and name in NOT_SHARDED:
+        pytest.skip("torch does not shard it")
+    (first, steps), (second, others) = pool.run(trained, name, sharded)
+    assert first == second == []
+    assert steps == others > 0 or name == "only_inference"
