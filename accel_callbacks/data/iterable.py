@@ -234,7 +234,15 @@ class CollateShare:
 
     def __call__(self, piece: Piece | None) -> Piece | None:
         """Return the piece with its samples collated."""
-        return None if piece is None else piece._replace(batch=self.collate_fn(piece.batch))
+        if piece is None:
+            return None
+        try:
+            return piece._replace(batch=self.collate_fn(piece.batch))
+        except StopIteration as stop:  # torch takes it for the end of the stream
+            raise RuntimeError(
+                "the collate_fn raised StopIteration, which would end the epoch here in silence: "
+                "give its next(...) a default."
+            ) from stop
 
 
 class IterableDatasetShard(IterableDataset[Any]):
