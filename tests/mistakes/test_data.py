@@ -118,3 +118,84 @@ def test_a_stop_iteration_that_rank_0_reads_for_all_reaches_all(pool):
     first, second = pool.run(broken_for_one, False)
     assert "an item of Tiles" in first
     assert second == "none"
+
+
+# --- a stream that divides itself ----------------------------------------------------------------
+
+
+class Lines(IterableDataset):
+    """16 samples, with what a script may do with its rank."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.rank = torch.distributed.get_rank()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        world = torch.distributed.get_world_size()
+        if self.how == "divided":
+            return (torch.tensor([float(index)]) for index in range(self.rank, 16, world))
+        return (torch.tensor([float(index)]) for index in range(16))
+
+
+class NoisyLines(IterableDataset):
+    """A noise that differs between processes, over samples in one order."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        return (index + torch.rand(1, generator=generator) for index in range(16))
+
+
+def stream_loop(how: str, workers: int) -> None:
+    accel = accelerator()
+    dataset = NoisyLines() if how == "noise" else Lines(how)
+    net = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accel.prepare(
+        *(net, torch.optim.SGD(net.parameters(), 0.001)),
+        DataLoader(dataset, 2, num_workers=workers),
+    )
+    for _ in range(2):
+        for batch in loader:
+            accel.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_the_script_divides_is_told_once(pool, workers):
+    (text,), none = pool.run(messages_of, "stream_loop", "divided", workers)
+    assert text.startswith("True Lines reads other samples on each process, and prepare() div")
+    assert none == []
+
+
+@pytest.mark.parametrize("how", ["whole", "noise"])
+def test_a_whole_stream_is_divided_in_silence(pool, how):
+    assert pool.run(messages_of, "stream_loop", how, 0) == [[], []]
+
+
+# --- weights that differ -------------------------------------------------------------------------
+
+
+def weights_loop(how: str) -> None:
+    accel = accelerator()
+    net = torch.nn.Linear(1, 1)
+    if how == "before" and accel.is_main_process:
+        net.load_state_dict({"weight": torch.ones(1, 1), "bias": torch.ones(1)})
+    model, optimizer = accel.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    if how == "on all" or (how == "main only" and accel.is_main_process):
+        weights = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+        accel.unwrap_model(model).load_state_dict(weights)
+    for _ in range(4):
+        accel.backward(model(torch.rand(2, 1)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_weights_that_one_process_changed_after_prepare_are_told_once(pool):
+    (text,), none = pool.run(messages_of, "weights_loop", "main only")
+    assert text.startswith("True the weights of Linear differ between the processes (such as 'wei")
+    assert none == []
+
+
+@pytest.mark.parametrize("how", ["before", "on all", "never"])
+def test_weights_that_are_equal_stay_without_a_word(pool, how):
+    assert pool.run(messages_of, "weights_loop", how) == [[], []]
