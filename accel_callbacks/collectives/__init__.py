@@ -31,6 +31,7 @@ from accel_callbacks.collectives.objects import (
     broadcast_object_list,
     gather_object,
 )
+from accel_callbacks.collectives.posted import Posted as Posted
 from accel_callbacks.collectives.sharded import copy_part as copy_part
 from accel_callbacks.collectives.sharded import full_tensor as full_tensor
 from accel_callbacks.collectives.sharded import gather_sharded as gather_sharded

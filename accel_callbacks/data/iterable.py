@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from accel_callbacks.data.own_division import checksum, may_divide
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import fill_up, split_evenly
 from accel_callbacks.data.worker_copies import WorkerQuestions
@@ -31,6 +32,8 @@ class Piece(NamedTuple):
         mark: that worker's position after it: ``read`` (samples of this pass so far), ``ended``,
             and the dataset's own ``state`` if it has one.
         asked: the dataset has asked which worker it is in.
+        checksum: of the samples of the first global batch, before its division, of a dataset that
+            may read a part by itself; else ``None``.
     """
 
     batch: Any
@@ -39,6 +42,7 @@ class Piece(NamedTuple):
     worker: int
     mark: dict[str, Any]
     asked: bool = False
+    checksum: int | None = None
 
 
 class IterableShards(IterableDataset["Piece | None"]):
@@ -57,6 +61,9 @@ class IterableShards(IterableDataset["Piece | None"]):
         world_size: number of processes.
         every_rank: yield the pieces of all ranks, as a list.
         stateful: take the state of the dataset after each batch.
+
+    Attributes:
+        may_divide: the dataset may read a part for its rank by itself.
 
     Example:
         >>> from accel_callbacks.data.iterable import IterableShards
@@ -83,6 +90,7 @@ class IterableShards(IterableDataset["Piece | None"]):
         self.world_size = world_size
         self.every_rank = every_rank
         self.stateful = stateful
+        self.may_divide = world_size > 1 and not every_rank and may_divide(dataset)
         self.resume: Mapping[str, Any] | None = None  # where the next pass begins
         self._questions: WorkerQuestions | None = None
         # (epoch, seed, even) in shared memory: persistent workers keep their copy of this object
@@ -134,7 +142,10 @@ class IterableShards(IterableDataset["Piece | None"]):
         batches = self._batches(stream, read)
         joins = self.world_size > 1 and self.batch_size is not None and not self.even
         for items, place in self._joined(batches) if joins else batches:
-            yield self._share(items, worker, place)
+            piece = self._share(items, worker, place)
+            if self.may_divide and place["read"] == len(items):
+                piece = piece._replace(checksum=checksum(items))
+            yield piece
 
     def _continue_from(self, mark: Mapping[str, Any]) -> Iterator[Any]:
         """Iterate the stream from a mark: by the dataset's state, else by reading up to it."""
@@ -234,7 +245,15 @@ class CollateShare:
 
     def __call__(self, piece: Piece | None) -> Piece | None:
         """Return the piece with its samples collated."""
-        return None if piece is None else piece._replace(batch=self.collate_fn(piece.batch))
+        if piece is None:
+            return None
+        try:
+            return piece._replace(batch=self.collate_fn(piece.batch))
+        except StopIteration as stop:  # torch takes it for the end of the stream
+            raise RuntimeError(
+                "the collate_fn raised StopIteration, which would end the epoch here in silence: "
+                "give its next(...) a default."
+            ) from stop
 
 
 class IterableDatasetShard(IterableDataset[Any]):

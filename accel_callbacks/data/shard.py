@@ -54,6 +54,11 @@ _OTHER_ORDER = (
     "what was left of it: call its set_epoch before the pass, or let it draw from generators of "
     "torch, Python or NumPy only."
 )
+_STOPPED = (
+    "an item of {}, or the collate_fn, raised StopIteration, which would end the epoch here in "
+    "silence. It is often a next(...) of an iterator that is used up: give next() a default, or "
+    "begin the iterator anew. `for index in range(len(dataset)): dataset[index]` shows which item."
+)
 
 
 class Share(NamedTuple):
@@ -715,6 +720,8 @@ class ShareSource:
         for item in items:
             # torch delivers batches in the order of their indices, with workers too.
             yield item, waiting.popleft()
+        if waiting:  # the iteration ended before what the sampler had asked for
+            raise RuntimeError(_STOPPED.format(type(self._loader.dataset).__name__))
 
 
 def _epoch_setter(sampler: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from accel_callbacks import collectives
 from accel_callbacks.data.base_seed import base_seed_generator, seeded_generator
 from accel_callbacks.data.iterable import CollateShare, IterableShards, Piece
 from accel_callbacks.data.order import (
@@ -20,6 +21,7 @@ from accel_callbacks.data.order import (
     packed_state,
     set_packed_state,
 )
+from accel_callbacks.data.own_division import told_of_division
 from accel_callbacks.data.sampler import mix_seed
 from accel_callbacks.data.shard import ready_kept
 from accel_callbacks.data.sources import Delivery
@@ -303,9 +305,13 @@ class StreamSource(StatefulSource):
         marks = [_mark(0) for _ in range(count)] if resumed is None else list(resumed["workers"])
         skip, dropped = self._skip, 0
         ahead: tuple[Any, Delivery] | None = None
-        if count > 1 and resumed is None and not self._checked:
+        if resumed is None and not self._checked:
             self._checked = True
-            items = told_of_copies(items, count, type(self._shards.dataset).__name__)
+            name = type(self._shards.dataset).__name__
+            if count > 1:
+                items = told_of_copies(items, count, name)
+            if self._shards.may_divide and collectives.has_peers():
+                items = told_of_division(items, name)
         for piece in items:
             if piece is None:
                 continue

@@ -18,6 +18,13 @@ from accel_callbacks.warning import warn
 __all__ = ["FirstSteps", "OptimizerWatch"]
 
 _STEPS = 3
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WEIGHTS = (
+    "the weights of {} differ between the processes (such as {!r}), and will differ in all steps: "
+    "something changed them on some processes after prepare(), such as load_state_dict() under "
+    "`if accel.is_main_process`. Do it on all processes, or before prepare(), which gives all "
+    "processes the weights of the main one."
+)
 
 
 class FirstSteps:
@@ -113,6 +120,20 @@ class FirstSteps:
                 for watch in self._watches:
                     watch.called.add(id(calls.model))
 
+    def compare_weights(self) -> None:
+        """Warn of an averaged model whose weights differ between the ranks before their steps."""
+        for calls in self._calls:
+            name, weights = type(self.strategy.unwrap(calls.model)).__name__, calls.weights
+            if weights is None:
+                sums = ",".join(str(value) for value in _checksums(calls.model).values())
+                calls.weights = collectives.Posted(f"weights of {name}", sums)
+            elif collectives.rank() == 0 and (values := weights.values()) is not None:
+                columns = zip(*(value.split(",") for value in values), strict=False)
+                names = zip(_checksums(calls.model), columns, strict=False)
+                differing = [parameter for parameter, sums in names if len(set(sums)) > 1]
+                if differing:
+                    self.warn("weights", _WEIGHTS.format(name, differing[0]))
+
     def averaged(self) -> Iterator[torch.nn.Module]:
         """Yield the watched models."""
         return (calls.model for calls in self._calls)
@@ -124,6 +145,7 @@ class _Calls:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.called = False
+        self.weights: collectives.Posted | None = None
         self.handle = model.register_forward_pre_hook(self)
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -182,6 +204,7 @@ class OptimizerWatch:
             closure: the step computes gradients itself.
         """
         self._first.share_calls()
+        self._first.compare_weights()
         if not closure:
             self._first.strategy.check_step(optimizer)
         if self._passes:
@@ -273,6 +296,20 @@ class OptimizerWatch:
         self._first.warn(
             "changes", f"two steps of {type(optimizer).__name__} changed no parameter, as {cause}."
         )
+
+
+def _checksums(model: Any) -> dict[str, int]:
+    """Return a checksum of the bits of each parameter that DDP holds whole on all ranks."""
+    world = getattr(model, "process_group", None)
+    if world is None or world.size() != collectives.world_size():
+        return {}
+    return {
+        name: int(parameter.detach().view(_BITS[parameter.element_size()]).sum(dtype=torch.int64))
+        for name, parameter in model.module.named_parameters()
+        if name not in model.parameters_to_ignore
+        and parameter.element_size() in _BITS
+        and not (parameter.is_meta or collectives.is_sharded(parameter))
+    }
 
 
 def _note(watch: ref[OptimizerWatch]) -> Callable[[torch.Tensor], None]:

@@ -1,0 +1,201 @@
+"""Data that would be lost, read twice or read in part is told, and right loops are left alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accel_callbacks import Accelerator
+from tests.distributed.conftest import Pool, make_pool
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two processes."""
+    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
+
+
+def accelerator(**options: Any) -> Accelerator:
+    return Accelerator(cpu=True, timeout=timedelta(seconds=20), **options)
+
+
+def messages_of(loop: str, *options: Any) -> list[str]:
+    """The warnings of a loop, each with whether it names a line of this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        globals()[loop](*options)
+    return [f"{warning.filename == __file__} {warning.message}" for warning in caught]
+
+
+# --- StopIteration out of an item ----------------------------------------------------------------
+
+
+class Tiles(Dataset):
+    """Items of which one takes the next of an iterator that is used up."""
+
+    def __init__(self, *, broken: int | None) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(next(iter([] if index == self.broken else [index])))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("broken", [5, 15])
+def test_an_item_that_raises_stop_iteration_does_not_end_the_epoch(workers, shuffle, broken):
+    loader = DataLoader(Tiles(broken=broken), 2, shuffle=shuffle, num_workers=workers)
+    loader = accelerator().prepare(loader)
+    with pytest.raises(RuntimeError, match="an item of Tiles, or the collate_fn, raised StopIt"):
+        list(loader)
+
+
+def test_a_collate_fn_that_raises_stop_iteration_does_not_end_the_epoch():
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return next(sample for sample in samples if sample < 4)
+
+    accel = accelerator()
+    loader = accel.prepare(DataLoader(Tiles(broken=None), 2, collate_fn=collate))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(loader)
+    stream = accel.prepare(DataLoader(Counting(), 2, collate_fn=collate))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(stream)
+
+
+class Counting(IterableDataset):
+    def __init__(self) -> None:
+        self.left = 8
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return torch.tensor(self.left)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_that_ends_is_read_to_its_end_in_silence(workers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accel = accelerator()
+        loader = accel.prepare(DataLoader(Tiles(broken=None), 3, num_workers=workers))
+        for _ in range(2):
+            assert len(list(loader)) == 6
+        for _ in loader:
+            break
+        assert len(list(loader)) == 6
+        assert len(list(accel.prepare(DataLoader(Counting(), 2)))) == 4
+
+
+def broken_for_one(dispatch: bool) -> str:
+    from accel_callbacks import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    loader = accelerator(dataloader_config=config).prepare(DataLoader(Tiles(broken=5), 2))
+    try:
+        list(loader)
+    except Exception as error:
+        return str(error)
+    return "none"
+
+
+def test_a_stop_iteration_that_rank_0_reads_for_all_reaches_all(pool):
+    for text in pool.run(broken_for_one, True):
+        assert "StopIteration" in text
+    first, second = pool.run(broken_for_one, False)
+    assert "an item of Tiles" in first
+    assert second == "none"
+
+
+# --- a stream that divides itself ----------------------------------------------------------------
+
+
+class Lines(IterableDataset):
+    """16 samples, with what a script may do with its rank."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.rank = torch.distributed.get_rank()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        world = torch.distributed.get_world_size()
+        if self.how == "divided":
+            return (torch.tensor([float(index)]) for index in range(self.rank, 16, world))
+        return (torch.tensor([float(index)]) for index in range(16))
+
+
+class NoisyLines(IterableDataset):
+    """A noise that differs between processes, over samples in one order."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        return (index + torch.rand(1, generator=generator) for index in range(16))
+
+
+def stream_loop(how: str, workers: int) -> None:
+    accel = accelerator()
+    dataset = NoisyLines() if how == "noise" else Lines(how)
+    net = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accel.prepare(
+        *(net, torch.optim.SGD(net.parameters(), 0.001)),
+        DataLoader(dataset, 2, num_workers=workers),
+    )
+    for _ in range(2):
+        for batch in loader:
+            accel.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_the_script_divides_is_told_once(pool, workers):
+    (text,), none = pool.run(messages_of, "stream_loop", "divided", workers)
+    assert text.startswith("True Lines reads other samples on each process, and prepare() div")
+    assert none == []
+
+
+@pytest.mark.parametrize("how", ["whole", "noise"])
+def test_a_whole_stream_is_divided_in_silence(pool, how):
+    assert pool.run(messages_of, "stream_loop", how, 0) == [[], []]
+
+
+# --- weights that differ -------------------------------------------------------------------------
+
+
+def weights_loop(how: str) -> None:
+    accel = accelerator()
+    net = torch.nn.Linear(1, 1)
+    if how == "before" and accel.is_main_process:
+        net.load_state_dict({"weight": torch.ones(1, 1), "bias": torch.ones(1)})
+    model, optimizer = accel.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    if how == "on all" or (how == "main only" and accel.is_main_process):
+        weights = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+        accel.unwrap_model(model).load_state_dict(weights)
+    for _ in range(4):
+        accel.backward(model(torch.rand(2, 1)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_weights_that_one_process_changed_after_prepare_are_told_once(pool):
+    (text,), none = pool.run(messages_of, "weights_loop", "main only")
+    assert text.startswith("True the weights of Linear differ between the processes (such as 'wei")
+    assert none == []
+
+
+@pytest.mark.parametrize("how", ["before", "on all", "never"])
+def test_weights_that_are_equal_stay_without_a_word(pool, how):
+    assert pool.run(messages_of, "weights_loop", how) == [[], []]
