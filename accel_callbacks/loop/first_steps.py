@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.loop.bare_steps import BareSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategies import Strategy
@@ -39,6 +40,7 @@ class FirstSteps:
 
     Attributes:
         run_backward: the backward of the strategy, noted as the Accelerator's own while it matters.
+        bare_steps: watches optimizers that are not prepared.
 
     Example:
         >>> import torch, warnings
@@ -57,8 +59,9 @@ class FirstSteps:
         self.loop = loop
         self.strategy = strategy
         self.precision = precision
-        self.run_backward: Callable[..., None] = strategy.backward
+        self.run_backward: Callable[..., None] = self._noted_backward
         self.in_backward = False
+        self.bare_steps = BareSteps(loop, strategy, precision, self.warn, self._end_backward_notes)
         self._watches: list[OptimizerWatch] = []
         self._calls: list[_Calls] = []
         self._warned: set[str] = set()
@@ -67,6 +70,7 @@ class FirstSteps:
         """Return the watch of a new optimizer."""
         watch = OptimizerWatch(self, optimizer)
         self._watches.append(watch)
+        self.bare_steps.renew()
         self.run_backward = self._noted_backward
         for model in self.loop.models:
             self.watch_model(model)
@@ -84,7 +88,7 @@ class FirstSteps:
         if watch in self._watches:
             self._watches.remove(watch)
         if not self._watches:
-            self.run_backward = self.strategy.backward
+            self.bare_steps.finish()
             for calls in self._calls:
                 calls.handle.remove()
             self._calls.clear()
@@ -93,6 +97,9 @@ class FirstSteps:
         """Remove all watches."""
         for watch in list(self._watches):
             self.finish(watch)
+        self.bare_steps.finish()
+        self.bare_steps.renew()
+        self.run_backward = self._noted_backward
 
     def warn(self, kind: str, text: str) -> None:
         """Warn of a mistake on rank 0, the first time that it is found."""
@@ -106,6 +113,11 @@ class FirstSteps:
             self.strategy.backward(loss, **kwargs)
         finally:
             self.in_backward = False
+        self.bare_steps.note_backward()
+
+    def _end_backward_notes(self) -> None:
+        if not self._watches:
+            self.run_backward = self.strategy.backward
 
     @property
     def in_sync(self) -> bool:
@@ -166,6 +178,7 @@ class OptimizerWatch:
 
     def __init__(self, first_steps: FirstSteps, optimizer: torch.optim.Optimizer) -> None:
         self._first = first_steps
+        self._optimizer = optimizer
         self._left = _STEPS
         self._idle: list[torch.Tensor] | None = None
         self._windows_checked = False
@@ -182,6 +195,7 @@ class OptimizerWatch:
     def _reset(self) -> None:
         self._passes: Counter[int] = Counter()
         self._plain = self._apart = False
+        self._rates: list[list[Any]] = []  # the learning rates at each backward
         self.called.clear()
 
     def remove(self) -> None:
@@ -195,6 +209,8 @@ class OptimizerWatch:
         self._plain = self._plain or not self._first.in_backward
         # Of the last pass: those before it in a window stay on their rank.
         self._apart = not self._first.in_sync
+        if self._passes[id(parameter)] > len(self._rates):
+            self._rates.append(_learning_rates(self._optimizer))
 
     def check(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> bool:
         """Check a step that is about to be taken; return whether to check the next one.
@@ -209,6 +225,7 @@ class OptimizerWatch:
             self._first.strategy.check_step(optimizer)
         if self._passes:
             self._check_window()
+            self._check_scheduler(optimizer)
             self._check_backward()
             self._check_averaged()
         self._check_changes(optimizer, closure)
@@ -233,6 +250,27 @@ class OptimizerWatch:
             f"{passes} backward, outside of accelerator.accumulate: put the body of the loop into "
             "`with accel.accumulate(model):`, or set gradient_accumulation_steps=1.",
         )
+
+    def _check_scheduler(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of learning rates that changed inside of a gradient window."""
+        loop = self._first.loop
+        window = loop.window
+        changed = any(rates != self._rates[0] for rates in self._rates)
+        if not changed or window.position == 0 or not window.plugin.adjust_scheduler:
+            return
+        prepared = [own for own in loop.optimizers if own.optimizer is optimizer]  # type: ignore[attr-defined]
+        followed = any(
+            own in scheduler._optimizers for scheduler in loop.schedulers for own in prepared
+        )
+        # Set by torch's schedulers, but not by a script that writes the rates itself.
+        marked = any(hasattr(own.step, "_wrapped_by_lr_sched") for own in (optimizer, *prepared))
+        if marked and not followed:
+            self._first.warn(
+                "scheduler",
+                f"a scheduler of {type(optimizer).__name__} is not prepared, and steps after each "
+                f"micro-batch, not once in {window.divisor}: write `scheduler = "
+                "accel.prepare(scheduler)` before the loop, and step that one.",
+            )
 
     def _check_backward(self) -> None:
         """Warn of a loss that was neither divided nor scaled."""
@@ -324,6 +362,12 @@ def _note(watch: ref[OptimizerWatch]) -> Callable[[torch.Tensor], None]:
 def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return (parameter for parameter in held if parameter.requires_grad)
+
+
+def _learning_rates(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the learning rates, and of those on a device their versions."""
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 
 def _sample(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -193,6 +193,7 @@ class Loop:
         self.models = models
         self.optimizers = optimizers
         self.loaders = loaders
+        self.schedulers = schedulers
         self.model: torch.nn.Module | None = None
         self.active: list[DataLoaderShard] = []
         self.progress = LoaderProgress()

@@ -1,0 +1,184 @@
+"""Steps of optimizers that are not prepared, which nothing holds back in a gradient window."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accel_callbacks.gradients import has_gradients, local_part
+from accel_callbacks.loop.loop import Loop
+from accel_callbacks.precision import Precision
+from accel_callbacks.strategies import Strategy
+
+__all__ = ["BareSteps"]
+
+_STEPS = 12  # of all optimizers together, of which there may be several
+_AVERAGING = {"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
+
+
+class BareSteps:
+    """Watches the steps of all optimizers, from the first backward on, and warns of bare ones.
+
+    Args:
+        loop: has the gradient window and what is prepared.
+        strategy: knows over how many ranks gradients should be averaged.
+        precision: may scale losses.
+        warn: warns once of a kind of mistake.
+        on_finish: called at the end of the watch.
+
+    Example:
+        >>> import torch, warnings
+        >>> from accel_callbacks import Accelerator
+        >>> accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> model = accel.prepare(model)
+        >>> with accel.accumulate(model), warnings.catch_warnings(record=True) as caught:
+        ...     accel.backward(model(torch.ones(1, 1)).sum())
+        ...     optimizer.step()
+        >>> "optimizer = accel.prepare(optimizer)" in str(caught[0].message)
+        True
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        strategy: Strategy,
+        precision: Precision,
+        warn: Callable[[str, str], None],
+        on_finish: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._strategy = strategy
+        self._precision = precision
+        self._warn = warn
+        self._on_finish = on_finish
+        self._handle: Any = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Watch from the next backward on, as for the first time."""
+        self._left = _STEPS
+        self._own: ref[torch.optim.Optimizer] | None = None  # the first one without a model
+        self._gradients: list[torch.Tensor] = []
+
+    def finish(self) -> None:
+        """Remove the hook."""
+        self._left = 0
+        self._own, self._gradients = None, []
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._on_finish()
+
+    def note_backward(self) -> None:
+        """Note that ``accel.backward`` has run."""
+        if self._left <= 0:  # not at the step itself, where torch iterates over the hooks
+            self.finish()
+        elif self._handle is None:
+            # Weak, because the hook is the process's and must not keep an Accelerator alive.
+            self._handle = register_optimizer_step_pre_hook(_check(ref(self)))
+        optimizer = None if self._own is None else self._own()
+        if optimizer is not None:
+            self._gradients = _sample(optimizer)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check the step of any optimizer of the process."""
+        if self._left <= 0:
+            return
+        self._left -= 1
+        trained = _parameters([optimizer])
+        inside = [getattr(prepared, "optimizer", prepared) for prepared in self._loop.optimizers]
+        # One that shares parameters with a prepared optimizer is a part of it, as of SAM.
+        if not any(known is optimizer for known in inside) and trained & _parameters(inside):
+            return
+        models = self._loop.models
+        if not models:
+            self._check_apart(optimizer, trained)
+        if not models or trained & {id(p) for model in models for p in model.parameters()}:
+            self._check_window(optimizer)
+
+    def _check_window(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of a step between the micro-batches of a window, or with scaled gradients."""
+        window, scaler = self._loop.window, self._precision.scaler
+        if not window.touched:
+            return
+        name = type(optimizer).__name__
+        if window.is_open:
+            wrong = f"steps after each micro-batch, not once in {window.divisor}"
+        elif (
+            self._precision.scales_loss
+            and scaler is not None
+            and id(optimizer) not in scaler._per_optimizer_states
+            and has_gradients(optimizer)
+        ):
+            wrong = f"steps with gradients that are still scaled for {self._precision.name}"
+        else:
+            return
+        prepared = "optimizer = accel.prepare(optimizer)"
+        if not self._loop.models and not self._loop.optimizers:
+            prepared = "model, optimizer = accel.prepare(model, optimizer)"
+        self._warn(
+            "bare step",
+            f"{name} {wrong}, because it is not the optimizer that accel.prepare returned: "
+            f"write `{prepared}` before the loop, and step that one.",
+        )
+        self._left = 0
+
+    def _check_apart(self, optimizer: torch.optim.Optimizer, trained: Collection[int]) -> None:
+        """Warn of gradients without a prepared model, which stay on their rank."""
+        ranks = self._strategy.data_world
+        if ranks == 1 or not self._loop.window.touched:
+            return
+        if self._own is None:
+            self._own = ref(optimizer)
+        if self._own() is not optimizer or not self._gradients:
+            return
+        before, now = self._gradients, _sample(optimizer)
+        # A script may average by itself, or wrap the model by itself.
+        kept = len(before) == len(now) and all(map(torch.equal, before, now))
+        if kept and not _is_wrapped(trained):
+            self._warn(
+                "bare model",
+                f"no model is prepared, so that the {ranks} processes do not average their "
+                "gradients and train different models: write `model, optimizer, loader = "
+                "accel.prepare(model, optimizer, loader)` before the loop. If each process is to "
+                "train a model of its own, call loss.backward() instead of accel.backward(loss).",
+            )
+        self._left = 0
+
+
+def _check(watch: ref[BareSteps]) -> Callable[..., None]:
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = watch()
+        # Within backward, each parameter may have an optimizer of its own.
+        if alive is not None and torch._C._current_graph_task_id() == -1:
+            alive.check(optimizer)
+
+    return check
+
+
+def _parameters(optimizers: Collection[torch.optim.Optimizer]) -> set[int]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+
+
+def _sample(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return copies of the first elements of each gradient."""
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    dense = (p.grad for p in held if p.grad is not None and not p.grad.is_sparse)
+    return [local_part(gradient).flatten()[:64].clone() for gradient in dense]
+
+
+def _is_wrapped(parameters: Collection[int]) -> bool:
+    """Return whether a wrapper of the user's averages the gradients of one of the parameters."""
+    # Only a walk over all objects finds it; this happens once, before a warning.
+    wrappers = (module for module in gc.get_objects() if type(module).__name__ in _AVERAGING)
+    return any(
+        id(parameter) in parameters for module in wrappers for parameter in module.parameters()
+    )

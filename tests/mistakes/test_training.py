@@ -1,0 +1,338 @@
+"""Mistakes in the loop: each is told once, at the user's line, and correct loops are silent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from accel_callbacks import Accelerator, GradientAccumulationPlugin
+from tests.distributed.conftest import Pool, make_pool
+
+X = torch.ones(2, 1)
+Loop = Callable[[Accelerator], None]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two processes."""
+    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
+
+
+@contextmanager
+def all_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+def messages(loop: Loop, accel: Accelerator) -> list[str]:
+    """The warnings of a loop at lines of this file; torch's own are of its files or of ours."""
+    with all_warnings() as caught:
+        loop(accel)
+    ours = [warning for warning in caught if "lr_scheduler" not in str(warning.message)]
+    assert {warning.filename for warning in ours} <= {__file__}
+    return [str(warning.message) for warning in ours]
+
+
+def assert_told_once(loop: Loop, words: str, **options: Any) -> None:
+    (message,) = messages(loop, Accelerator(cpu=True, **options))
+    assert words in message
+
+
+def assert_silent(loop: Loop, **options: Any) -> None:
+    assert messages(loop, Accelerator(cpu=True, **options)) == []
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def prepared(accel: Accelerator) -> tuple[Any, Any]:
+    model = torch.nn.Linear(1, 1)
+    return accel.prepare(model, sgd(model))
+
+
+def accumulated_steps(
+    accel: Accelerator, model: Any, optimizer: Any, scheduler: Any = None
+) -> None:
+    for _ in range(12):
+        with accel.accumulate(model):
+            accel.backward(model(X).sum())
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+
+
+# --- 1. an optimizer or a scheduler that is not prepared --------------------------------------
+
+
+def bare_optimizer(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    accumulated_steps(accel, accel.prepare(model), optimizer)
+
+
+def returned_optimizer_not_used(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    model, _ = accel.prepare(model, optimizer)
+    accumulated_steps(accel, model, optimizer)
+
+
+@pytest.mark.parametrize("loop", [bare_optimizer, returned_optimizer_not_used])
+def test_an_optimizer_that_is_not_prepared_is_told(loop):
+    assert_told_once(
+        loop, "SGD steps after each micro-batch, not once in 4", gradient_accumulation_steps=4
+    )
+
+
+@pytest.mark.parametrize("loop", [bare_optimizer, returned_optimizer_not_used])
+def test_an_optimizer_that_steps_with_scaled_gradients_is_told(loop):
+    assert_told_once(loop, "still scaled for fp16", mixed_precision="fp16")
+
+
+@pytest.mark.parametrize("loop", [bare_optimizer, returned_optimizer_not_used])
+def test_an_optimizer_that_is_not_prepared_is_right_without_a_window(loop):
+    assert_silent(loop)
+
+
+def guarded_by_hand(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    model = accel.prepare(model)
+    for _ in range(12):
+        with accel.accumulate(model):
+            accel.backward(model(X).sum())
+            if accel.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class SAM(torch.optim.Optimizer):
+    """Two steps with an optimizer inside, as in the implementation that is mostly copied."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, 0.1)
+        self.param_groups = self.base.param_groups
+
+    def first_step(self) -> None:
+        self.zero_grad()
+
+    def second_step(self) -> None:
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def sharpness_aware(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accel.prepare(model, SAM(model.parameters()))
+    for _ in range(12):
+        with accel.accumulate(model):
+            accel.backward(model(X).sum())
+            if accel.sync_gradients:
+                optimizer.first_step()
+                accel.backward(model(X).sum())
+                optimizer.second_step()
+
+
+def optimizer_in_backward(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    model = accel.prepare(model)
+    for _ in range(6):
+        with accel.accumulate(model):
+            accel.backward(model(X).sum())
+
+
+def model_of_the_script_beside(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    probe = torch.nn.Linear(1, 1)
+    bare = sgd(probe)
+    for _ in range(12):
+        with accel.accumulate(model):
+            outputs = model(X)
+            accel.backward(outputs.sum())
+            probe(outputs.detach()).sum().backward()
+            bare.step()
+            bare.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "loop", [guarded_by_hand, sharpness_aware, optimizer_in_backward, model_of_the_script_beside]
+)
+def test_optimizers_that_step_at_the_right_time_are_silent(loop):
+    assert_silent(loop, gradient_accumulation_steps=4)
+
+
+def scheduled(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer = accel.prepare(model, optimizer)
+    accumulated_steps(accel, model, optimizer, scheduler)
+
+
+def scheduler_of_prepared(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    accumulated_steps(accel, model, optimizer, scheduler)
+
+
+@pytest.mark.parametrize("loop", [scheduled, scheduler_of_prepared])
+def test_a_scheduler_that_is_not_prepared_is_told(loop):
+    assert_told_once(
+        loop, "a scheduler of SGD is not prepared, and steps", gradient_accumulation_steps=4
+    )
+
+
+def scheduler_prepared(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    accumulated_steps(accel, *accel.prepare(model, optimizer, scheduler))
+
+
+def scheduler_guarded_by_hand(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(12):
+        with accel.accumulate(model):
+            accel.backward(model(X).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if accel.sync_gradients:
+                scheduler.step()
+
+
+def scheduler_once_an_epoch(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(2):
+        accumulated_steps(accel, model, optimizer)
+        scheduler.step()
+
+
+def rates_by_hand(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    for number in range(12):
+        with accel.accumulate(model):
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+            accel.backward(model(X).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [scheduler_prepared, scheduler_guarded_by_hand, scheduler_once_an_epoch, rates_by_hand],
+)
+def test_schedulers_that_step_at_the_right_time_are_silent(loop):
+    assert_silent(loop, gradient_accumulation_steps=4)
+
+
+def test_a_scheduler_that_counts_micro_batches_on_purpose_is_silent():
+    plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False)
+    assert_silent(scheduled, gradient_accumulation_plugin=plugin)
+
+
+# --- 2. nothing prepared ----------------------------------------------------------------------
+
+
+def nothing_prepared(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    accumulated_steps(accel, model, sgd(model))
+
+
+def test_accumulation_without_anything_prepared_is_told():
+    assert_told_once(
+        nothing_prepared,
+        "`model, optimizer = accel.prepare(model, optimizer)`",
+        gradient_accumulation_steps=4,
+    )
+
+
+def test_nothing_prepared_is_right_on_one_process():
+    assert_silent(nothing_prepared)
+
+
+def test_the_hook_on_all_optimizers_is_removed():
+    for loop in (nothing_prepared, scheduler_prepared, returned_optimizer_not_used):
+        before = len(_global_optimizer_pre_hooks)
+        accel = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        messages(loop, accel)
+        assert len(_global_optimizer_pre_hooks) == before
+
+
+def averaged_by_hand(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    for _ in range(3):
+        accel.backward(model(X + accel.process_index).square().sum())
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrapped_by_hand(accel: Accelerator) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    accumulated_steps(accel, model, sgd(model))
+
+
+def own_backward(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    for _ in range(3):
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def prepared_on_ranks(accel: Accelerator) -> None:
+    accumulated_steps(accel, *prepared(accel))
+
+
+def on_rank(name: str, options: dict[str, Any]) -> list[str]:
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    try:
+        return messages(globals()[name], accel)
+    finally:
+        accel.end_training()
+
+
+@pytest.mark.distributed
+def test_a_model_that_is_not_prepared_is_told_on_rank_0(pool):
+    (message,), nothing = pool.run(on_rank, "nothing_prepared", {})
+    assert "no model is prepared, so that the 2 processes do not average" in message
+    assert nothing == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name", ["averaged_by_hand", "wrapped_by_hand", "own_backward", "prepared_on_ranks"]
+)
+def test_gradients_that_are_averaged_anyhow_are_silent(pool, name):
+    assert pool.run(on_rank, name, {}) == [[], []]
