@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_callbacks import collectives
 from accel_callbacks.checkpoint.frozen_weights import check_same_model, differing_weights
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
@@ -18,9 +20,33 @@ from accel_callbacks.warning import warn
 if TYPE_CHECKING:
     from checkpoint_io import Manifest
 
-__all__ = ["chosen_indices", "compare_frozen", "fitting_weights", "rank_part", "warn_of_names"]
+__all__ = [
+    "check_classes",
+    "chosen_indices",
+    "compare_frozen",
+    "fitting_weights",
+    "naming_checkpoint",
+    "rank_part",
+    "warn_of_names",
+]
 
 _SHOWN = 5
+_AFRESH = "start afresh (resume=False, or another project_dir)"
+#: Options that older versions and fused variants lack, and that torch adds to a saved state.
+_FLAGS = {
+    *("amsgrad", "capturable", "decoupled_weight_decay", "differentiable"),
+    *("foreach", "fused", "maximize", "nesterov"),
+}
+
+
+@contextmanager
+def naming_checkpoint(path: str) -> Iterator[None]:
+    """Context manager that adds the path of the checkpoint to a ResumeError."""
+    try:
+        yield
+    except ResumeError as error:
+        error.args = (f"{path}: {error}",)
+        raise
 
 
 def chosen_indices(
@@ -106,7 +132,9 @@ def _check_tensor(name: str, here: Any, saved: Any) -> None:
     if shape is None or tuple(here.shape) != tuple(shape):
         there = "is no tensor" if shape is None else f"{tuple(shape)}"
         raise ResumeError(
-            f"{name!r} has shape {tuple(here.shape)} in the model and {there} in the checkpoint."
+            f"{name!r} has shape {tuple(here.shape)} in the model and {there} in the checkpoint: "
+            f"build the model as the run that saved it did, {_AFRESH}, or load what fits with "
+            "load_state(path, only=...)."
         )
     if here.dtype != saved.dtype:
         raise ResumeError(
@@ -124,6 +152,84 @@ def _check_same(name: str, here: torch.Tensor, saved: Any) -> None:
             "cannot be loaded there: dispatch the model with these weights "
             "(load_checkpoint_and_dispatch takes the checkpoint), or keep it resident."
         )
+
+
+def check_classes(
+    training: TrainingState,
+    state: Mapping[str, Any],
+    indices: Mapping[str, Iterable[int]],
+    strict: bool,
+) -> None:
+    """Compare the classes of optimizers and schedulers with those of the save.
+
+    Where the class is another and its options have the same names, the state fits: a warning.
+    Checkpoints from before classes were saved have the names of an optimizer's options alone.
+
+    Raises:
+        ResumeError: it is another class, whose options have other names; or any, and ``strict``.
+    """
+    saved_classes = state.get("classes", {})
+    for kind in ("optimizers", "schedulers"):
+        for index in indices[kind]:
+            here = training.class_names(kind)[index]
+            saved = saved_classes.get(kind, {}).get(str(index))
+            if here is None or here == saved or (saved is None and kind == "schedulers"):
+                continue
+            if kind == "optimizers":
+                optimizer = training.optimizers[index]
+                saved_groups = state[kind][str(index)]["param_groups"]
+                missing, unexpected = _other_options(optimizer, saved_groups)
+            else:
+                before, now = state[kind][str(index)], training.schedulers[index].state_dict()
+                missing, unexpected = now.keys() - before.keys(), before.keys() - now.keys()
+            _report_class(f"{kind[:-1]} {index}", here, saved, missing, unexpected, strict)
+
+
+def _other_options(
+    optimizer: torch.optim.Optimizer, saved_groups: Iterable[Mapping[str, Any]]
+) -> tuple[set[str], set[str]]:
+    """Return the names of options that the saved groups of an optimizer lack, or have beyond it."""
+    missing: set[str] = set()
+    unexpected: set[str] = set()
+    # Schedulers add options of their own; a wrapper may have no defaults.
+    own = set(getattr(optimizer, "defaults", ())) - _FLAGS
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
+        missing |= (own & group.keys()) - saved.keys()
+        unexpected |= saved.keys() - group.keys() - _FLAGS
+    return missing, unexpected
+
+
+def _report_class(
+    label: str,
+    here: str,
+    saved: str | None,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    strict: bool,
+) -> None:
+    """Raise or warn of an optimizer or scheduler of another class than the saved one."""
+    name, saved_name = (path and path.rpartition(".")[2] for path in (here, saved))
+    unsaved = saved is None  # its options may have been added by a scheduler
+    moved = name == saved_name  # to another module, or the script was run as one
+    misfit = bool(missing) or (bool(unexpected) and not unsaved and not moved)
+    if not misfit and (unsaved or moved):
+        return
+    kind = label.partition(" ")[0]
+    before = "another class" if unsaved else saved if moved else saved_name
+    rest = f"load the others with load_state(path, only=...), without {kind}s"
+    text = f"{label} is {name}, and the checkpoint's is {before}"
+    if misfit:
+        sides = {"not saved": missing, "saved in vain": () if unsaved else unexpected}
+        names = "; ".join(f"{side}: {', '.join(sorted(own))}" for side, own in sides.items() if own)
+        raise ResumeError(
+            f"{text}, whose state does not fit ({names}): make the {kind} as the run that saved "
+            f"it did, {_AFRESH}, or {rest}."
+        )
+    text += ", whose options have the same names: it goes on with the saved state and options. "
+    if strict:
+        raise ResumeError(f"{text}Pass strict=False to accept that, or {rest}.")
+    if collectives.rank() == 0:
+        warn(f"{text}If that is not meant, {rest}.")
 
 
 def _differences(

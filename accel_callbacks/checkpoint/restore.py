@@ -12,9 +12,11 @@ import torch
 
 from accel_callbacks.callbacks.dispatch.instances import family
 from accel_callbacks.checkpoint.compatibility import (
+    check_classes,
     chosen_indices,
     compare_frozen,
     fitting_weights,
+    naming_checkpoint,
     rank_part,
     warn_of_names,
 )
@@ -405,6 +407,7 @@ def make_ready(
     if not hooked:
         _weights(training, part, indices["models"], selection, RestoreReport(reader.path))
     local = rank_part(training, reader.manifest, part, content.local, selection, options.strict)
+    check_classes(training, part, indices, options.strict)
     _optimizer_states(training, part, indices["optimizers"])
     if selection.takes("callbacks"):
         dispatch = training.loop.dispatch
@@ -672,7 +675,7 @@ def _load(training: TrainingState, reader: CheckpointReader, options: LoadOption
         _WHERE, lambda: read_content(training, reader, options, divided or division())
     )
     with training.registered.all_or_nothing():
-        with shared_failure(_WHERE):
+        with shared_failure(_WHERE), naming_checkpoint(reader.path):
             ready = make_ready(training, reader, content, options)
         _read_in_place(training, ready, options.progress)
     with shared_failure(_WHERE):

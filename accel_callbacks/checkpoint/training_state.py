@@ -132,6 +132,8 @@ class TrainingState:
         if strategy.copies > 1:
             shared["copies"] = strategy.copies  # of each data rank's local state
         local: dict[str, Any] = {"rng": rng}
+        classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
+        shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
         if options := loop.dispatch.options():
             shared["callback_options"] = options
         if streams := split_local_states(shared["loaders"]):
@@ -146,6 +148,28 @@ class TrainingState:
             if gradients:
                 shared["window"] = {"gradients": gradients}
         return shared, local
+
+    def class_names(self, kind: str) -> list[str | None]:
+        """Return the classes of the prepared optimizers or schedulers, as the user made them.
+
+        Args:
+            kind: ``"optimizers"`` or ``"schedulers"``.
+
+        Returns:
+            Dotted names, None for an optimizer that an engine has replaced.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel, weight = Accelerator(cpu=True), torch.nn.Parameter(torch.ones(1))
+            >>> _ = accel.prepare(torch.optim.SGD([weight], 0.1))
+            >>> accel.training_state.class_names("optimizers")
+            ['torch.optim.sgd.SGD']
+        """
+        if kind == "schedulers":
+            return [_dotted(type(scheduler.scheduler)) for scheduler in self.schedulers]
+        owned = self.strategy.replaces_optimizers
+        return [None if owned else _dotted(type(o.optimizer)) for o in self.optimizers]
 
     def _random_state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return the state of the random generators, and of those that belong to the loaders."""
@@ -271,6 +295,10 @@ class TrainingState:
             return False
 
         return replicated
+
+
+def _dotted(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _numbered(items: Sequence[Any]) -> dict[str, Any]:

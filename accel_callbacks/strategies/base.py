@@ -198,6 +198,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def replaces_optimizers(self) -> bool:
+        """True if an engine may step with another class of optimizer than the user's."""
+        return False
+
+    @property
     def averaged_over(self) -> int:
         """Ranks with different losses over which backward averages gradients."""
         return self.loss_world if self.has_gradient_sync else 1

@@ -646,6 +646,11 @@ class DeepSpeed(Strategy):
         return any(own.engine.zero_optimization_stage() == 3 for own in self._optimizers.values())
 
     @property
+    def replaces_optimizers(self) -> bool:
+        """True: DeepSpeed may take a fused or offloaded variant."""
+        return True
+
+    @property
     def keeps_gradients_apart(self) -> bool:
         """True under ZeRO, which reduces and partitions gradients within a window."""
         return any(is_zero(own.engine) for own in self._optimizers.values())

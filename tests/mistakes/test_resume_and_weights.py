@@ -1,0 +1,236 @@
+"""Resuming with other objects, weights without a config, and metrics in the wrong direction."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint_io
+from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, ResumeError
+from accel_callbacks.callbacks import Checkpoint
+from tests.distributed.conftest import Pool, make_pool
+
+SGD = torch.optim.SGD
+AdamW = torch.optim.AdamW
+StepLR = torch.optim.lr_scheduler.StepLR
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture
+def silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# --- another optimizer or scheduler -----------------------------------------------------------
+
+
+def prepared(
+    optimizer: Any = AdamW,
+    scheduler: Any = None,
+    *,
+    width: int = 4,
+    step: bool = True,
+    **options: Any,
+) -> Accelerator:
+    torch.manual_seed(0)
+    accel = Accelerator(cpu=True, **options)
+    model = torch.nn.Sequential(torch.nn.Linear(4, width))
+    made = [optimizer(model.parameters(), lr=0.1)]
+    made += [] if scheduler is None else [scheduler(made[0])]
+    model, *made = accel.prepare(model, *made)
+    if step:
+        accel.backward(model(torch.ones(2, 4)).square().mean())
+        for stepped in made:
+            stepped.step()
+    return accel
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> StepLR:
+    return StepLR(optimizer, 2)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+
+
+class Lion(torch.optim.Optimizer):
+    """The options that AdamW has too, and another state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+
+
+class NamedAdamW(AdamW):
+    """The same algorithm under another name."""
+
+
+def digest(accel: Accelerator) -> list:
+    return [
+        *(w.clone() for model in accel.bare_models for w in model.state_dict().values()),
+        *(group["lr"] for optimizer in accel.optimizers for group in optimizer.param_groups),
+        *(scheduler.state_dict() for scheduler in accel.training_state.schedulers),
+    ]
+
+
+def unchanged(before: list, after: list) -> bool:
+    return all(
+        torch.equal(old, new) if isinstance(old, torch.Tensor) else old == new
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "classes", "options"),
+    [
+        (SGD, AdamW, "AdamW, and the checkpoint's is SGD", "not saved: betas, eps; saved in vain"),
+        (AdamW, SGD, "SGD, and the checkpoint's is AdamW", "not saved: dampening, momentum"),
+        (AdamW, Lion, "Lion, and the checkpoint's is AdamW", "saved in vain: eps"),
+    ],
+)
+def test_another_optimizer_is_refused_before_anything_changes(
+    tmp_path: Path, saved: Any, loaded: Any, classes: str, options: str
+) -> None:
+    path = prepared(saved).save_state(tmp_path / "c")
+    accel = prepared(loaded)
+    before = digest(accel)
+    with pytest.raises(ResumeError) as error:
+        accel.load_state(path)
+    text = str(error.value)
+    assert text.startswith(f"{path}: optimizer 0 is {classes}, whose state does not fit")
+    assert options in text
+    assert "resume=False" in text
+    assert unchanged(before, digest(accel))
+    accel.load_state(path, only=["models", "run"])  # a way that the message names
+
+
+def test_a_run_that_resumes_with_another_optimizer_is_refused(tmp_path: Path) -> None:
+    def train(optimizer: Any, **options: Any) -> str | None:
+        accel = prepared(optimizer, step=False, project_dir=str(tmp_path), callbacks=[Checkpoint()])
+        with accel.run("r", **options) as run:
+            for _ in run.epochs(2):
+                pass
+        return run.resumed_from
+
+    assert train(AdamW) is None
+    assert train(AdamW) is not None
+    with pytest.raises(ResumeError, match=r"step-\d+: optimizer 0 is SGD"):
+        train(SGD)
+    assert train(SGD, resume=False) is None  # a way that the message names
+
+
+def without_classes(path: str, target: Path) -> str:
+    """A checkpoint as before classes were saved."""
+    checkpoint = checkpoint_io.load(path)
+    state = {name: value for name, value in checkpoint.state.items() if name != "classes"}
+    checkpoint_io.save(str(target), state, local_state=checkpoint.local_state)
+    return str(target)
+
+
+def test_an_old_checkpoint_is_compared_by_the_options_of_its_groups(tmp_path: Path) -> None:
+    path = without_classes(prepared(AdamW).save_state(tmp_path / "new"), tmp_path / "old")
+    with pytest.raises(ResumeError, match=r"SGD, and the checkpoint's is another class.*momentum"):
+        prepared(SGD).load_state(path)
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("scheduler", [None, one_cycle])
+def test_an_old_checkpoint_of_the_same_classes_loads_without_a_word(
+    tmp_path: Path, scheduler: Any
+) -> None:
+    path = without_classes(prepared(AdamW, scheduler).save_state(tmp_path / "n"), tmp_path / "o")
+    assert prepared(AdamW, scheduler).load_state(path, strict=True) == path
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (AdamW, lambda p, lr: AdamW(p, lr, fused=True)),
+        (SGD, lambda p, lr: SGD(p, lr, momentum=0.9, nesterov=True)),
+        (NamedAdamW, type("NamedAdamW", (AdamW,), {"__module__": "train"})),
+    ],
+    ids=["fused", "other values", "moved class"],
+)
+def test_variants_of_one_class_load_without_a_word(tmp_path: Path, saved: Any, loaded: Any) -> None:
+    path = prepared(saved).save_state(tmp_path / "c")
+    assert prepared(loaded).load_state(path, strict=True) == path
+
+
+def test_another_class_with_the_same_options_loads_with_a_warning(tmp_path: Path) -> None:
+    path = prepared(AdamW).save_state(tmp_path / "c")
+    with pytest.warns(UserWarning, match="is NamedAdamW, and the checkpoint's is AdamW, whose opt"):
+        prepared(NamedAdamW).load_state(path)
+    with pytest.raises(ResumeError, match="strict=False"):
+        prepared(NamedAdamW).load_state(path, strict=True)
+
+
+def test_another_scheduler_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    path = prepared(SGD, step_lr).save_state(tmp_path / "c")
+    accel = prepared(SGD, cosine)
+    before = digest(accel)
+    with pytest.raises(ResumeError) as error:
+        accel.load_state(path)
+    text = str(error.value)
+    assert f"{path}: scheduler 0 is CosineAnnealingLR, and the checkpoint's is StepLR" in text
+    assert "not saved: T_max, eta_min; saved in vain: gamma, step_size" in text
+    assert unchanged(before, digest(accel))
+
+
+@pytest.mark.usefixtures("silent")
+def test_the_same_scheduler_with_other_options_loads_without_a_word(tmp_path: Path) -> None:
+    path = prepared(SGD, step_lr).save_state(tmp_path / "c")
+    assert prepared(SGD, lambda o: StepLR(o, 7)).load_state(path, strict=True) == path
+
+
+def test_weights_of_another_shape_are_refused_with_the_path_and_a_way(tmp_path: Path) -> None:
+    path = prepared(SGD).save_state(tmp_path / "c")
+    with pytest.raises(ResumeError) as error:
+        prepared(SGD, width=3).load_state(path)
+    text = str(error.value)
+    assert text.startswith(f"{path}: '0.")
+    assert "build the model as the run that saved it did, start afresh (resume=False" in text
+
+
+def loads_another_optimizer(folder: str, name: str) -> list:
+    options: dict[str, Any] = {"timeout": timedelta(seconds=60)}
+    if name == "fsdp":
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    path = prepared(AdamW, **options).save_state(folder)
+    outcomes = []
+    for optimizer in (AdamW, SGD):
+        try:
+            prepared(optimizer, **options).load_state(path, strict=True)
+            outcomes.append("loaded")
+        except ResumeError as error:
+            outcomes.append(str(error).partition(", whose")[0])
+    return outcomes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_all_ranks_refuse_another_optimizer(pool: Pool, tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / "c")
+    results = pool.run(loads_another_optimizer, path, name)
+    refused = f"{path}: optimizer 0 is SGD, and the checkpoint's is AdamW"
+    assert results == [["loaded", refused]] * 2
