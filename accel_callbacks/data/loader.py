@@ -193,6 +193,11 @@ class DataLoaderShard(DataLoader[Any]):
         return int(dataset.total_length if hasattr(dataset, "total_length") else len(dataset))
 
     @property
+    def resumes(self) -> bool:
+        """True if the next pass goes on within an epoch, where no view of the user's begins."""
+        return self._continue and self.position > 0 and self._start is None
+
+    @property
     def end_of_dataloader(self) -> bool:
         """True while the last batch of a pass is the current one."""
         return self.on_last

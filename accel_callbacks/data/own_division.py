@@ -96,15 +96,26 @@ def told_of_division(pieces: Iterator[Any], name: str) -> Iterator[Any]:
     for piece in pieces:
         if posted is None:
             posted = collectives.Posted(f"stream of {name}", str(piece.checksum))
-        elif (checksums := posted.values()) is not None:
-            if len(set(checksums)) > 1 and collectives.rank() == 0:
-                warn(
-                    f"{name} reads other samples on each process, and prepare() divides them once "
-                    f"more, so that most are never seen: let its __iter__ yield the samples of "
-                    "all processes, or (to read only a part) give it num_shards and "
-                    "shard(num_shards=, index=), which prepare() then calls."
-                )
+        elif _compared(posted, name):
             yield piece
             break
         yield piece
+    else:
+        if posted is not None:
+            _compared(posted, name)
     yield from pieces
+
+
+def _compared(posted: collectives.Posted, name: str) -> bool:
+    """Warn if the checksums differ; return False until all ranks have posted theirs."""
+    checksums = posted.values()
+    if checksums is None:
+        return False
+    if len(set(checksums)) > 1 and collectives.rank() == 0:
+        warn(
+            f"{name} reads other samples on each process, and prepare() divides them once more, "
+            "so that most are never seen: let its __iter__ yield the samples of all processes, or "
+            "(to read only a part) give it num_shards and shard(num_shards=, index=), which "
+            "prepare() then calls."
+        )
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,12 @@ _OTHER_ORDER = (
     "what was left of it: call its set_epoch before the pass, or let it draw from generators of "
     "torch, Python or NumPy only."
 )
+_DIFFERENT_ORDERS = (
+    "{} gives other indices on each process, and prepare() gives each process a part of them, so "
+    "that some samples are never seen and others twice: let it give the same order on all "
+    "processes (seeded with the epoch, not with the rank), and the samples of all of them."
+)
+_PROBE = 1000
 _STOPPED = (
     "an item of {}, or the collate_fn, raised StopIteration, which would end the epoch here in "
     "silence. It is often a next(...) of an iterator that is used up: give next() a default, or "
@@ -395,6 +402,7 @@ class ShareSource:
         self._position = 0
         self._skip = 0  # batches of a batch sampler before the position
         self._fresh = self._workers_start = True
+        self._compared = False  # the orders of the ranks, in the first pass
         self._counted = True  # the sampler has as many items as it says
         self._passes: tuple[int | None, int | None] = (None, None)  # digests of the last two
 
@@ -581,7 +589,31 @@ class ShareSource:
             {name: own[name] for name in GLOBAL if name in own and own[name] != agreed[name]}
         )
         self._note_end(draws)
+        if draws.watched and not self._compared:
+            self._compared = True
+            self._compare_orders(order)
         return order
+
+    def _compare_orders(self, order: Sequence[Any]) -> None:
+        """Collective: warn of orders that lose samples because they differ between the ranks."""
+        batches = isinstance(self._plan, BatchPlan)
+        indices = [*chain.from_iterable(order)] if batches else order
+        checksums = [zlib.crc32(repr(items).encode()) for items in (order, sorted(indices))]
+        unique = len(set(indices)) == len(indices)
+        gathered = collectives.gather_object([(*checksums, unique)])
+        # Who draws with repetitions loses nothing by drawing for itself.
+        if len({first for first, *_ in gathered}) == 1 or not all(row[2] for row in gathered):
+            return
+        probe = set(collectives.broadcast_object(indices[:_PROBE]))
+        apart = collectives.rank() == 0 or probe.isdisjoint(indices)
+        rows = collectives.gather_object([(apart, len(indices))])
+        # Subsets that each rank chooses at random overlap, and are no parts of the dataset.
+        parts = all(row[0] for row in rows) and length_of(self._loader.dataset) == sum(
+            row[1] for row in rows
+        )
+        alike = len({second for _, second, _ in gathered}) == 1
+        if (alike or parts) and collectives.rank() == 0:
+            warn(_DIFFERENT_ORDERS.format(type(self.sampler).__name__))
 
     def _draw_all(self, draws: Draws, base: bool) -> Sequence[Any]:
         """Draw the whole order, with the draws and in the sequence of torch's loader."""

@@ -11,6 +11,7 @@ from accel_callbacks import collectives
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.loop.resumed_skip import told_of_skips
 from accel_callbacks.loop.run import length_of
 from accel_callbacks.loop.step_boundary import StepBoundary
 
@@ -130,9 +131,10 @@ class Passes:
         # The dict stays the same object; its tuples are replaced when callbacks come and go.
         hooks = dispatch.hooks
         index, batch, seen, peeked = -1, None, 0, False
+        batches = told_of_skips(loader, loop) if loader.resumes else loader.batches()
         asked = perf_counter()
         try:
-            for batch in loader.batches():
+            for batch in batches:
                 run.data_wait_s += perf_counter() - asked
                 if not run.epoch_open:
                     loop.open_plain_epoch(loader.epoch)

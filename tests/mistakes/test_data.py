@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from accel_callbacks import Accelerator
 from tests.distributed.conftest import Pool, make_pool
@@ -199,3 +200,115 @@ def test_weights_that_one_process_changed_after_prepare_are_told_once(pool):
 @pytest.mark.parametrize("how", ["before", "on all", "never"])
 def test_weights_that_are_equal_stay_without_a_word(pool, how):
     assert pool.run(messages_of, "weights_loop", how) == [[], []]
+
+
+# --- a skip after load_state ---------------------------------------------------------------------
+
+
+def parts(accel: Accelerator) -> tuple[Any, Any, Any]:
+    net = torch.nn.Linear(1, 1)
+    samples = torch.arange(16.0)[:, None]
+    return accel.prepare(net, torch.optim.SGD(net.parameters(), 0.001), DataLoader(samples, 2))
+
+
+def train_on(accel: Accelerator, model: Any, optimizer: Any, batch: torch.Tensor) -> None:
+    accel.backward(model(batch).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def resumed_at(done: int, folder: Path) -> tuple[Any, Any, Any, Any]:
+    accel = accelerator()
+    model, optimizer, loader = parts(accel)
+    for step, batch in enumerate(loader, start=1):
+        train_on(accel, model, optimizer, batch)
+        if step == done:
+            accel.save_state(folder / "c")
+            break
+    accel = accelerator()
+    model, optimizer, loader = parts(accel)
+    accel.load_state(folder / "c")
+    return accel, model, optimizer, loader
+
+
+@pytest.mark.parametrize("done", [3, 4, 6])
+def test_a_skip_of_what_the_loader_has_skipped_is_told(tmp_path, done):
+    accel, model, optimizer, loader = resumed_at(done, tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(2):
+            for step, batch in enumerate(loader):
+                if epoch == 0 and step < done:
+                    continue
+                train_on(accel, model, optimizer, batch)
+    (warning,) = caught
+    assert warning.filename == __file__
+    lost = min(done, 8 - done)
+    assert str(warning.message).startswith(f"the first {lost} batches after load_state were not")
+
+
+@pytest.mark.parametrize("how", ["plain", "start", "skip_first_batches", "one bad", "evaluated"])
+def test_a_right_resume_stays_without_a_word(tmp_path, how):
+    accel, model, optimizer, loader = resumed_at(3, tmp_path)
+    batches = accel.skip_first_batches(loader, 3) if how == "skip_first_batches" else loader
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step, batch in enumerate(batches, start=3):
+            seen += batch.flatten().tolist()
+            if how == "one bad" and step == 3:
+                continue
+            if how == "evaluated" and step < 6:
+                model(batch)
+                continue
+            train_on(accel, model, optimizer, batch)
+        assert seen == [*range(6, 16)]
+        assert len(list(loader)) == 8
+    assert len(model._forward_pre_hooks) == 0
+
+
+# --- a sampler with an order of its own on each process ------------------------------------------
+
+
+class Shuffled(Sampler):
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 8 if self.how in ("part", "subset") else 16
+
+    def __iter__(self) -> Iterator[int]:
+        rank = torch.distributed.get_rank()
+        generator = torch.Generator().manual_seed(0 if self.how == "alike" else rank)
+        if self.how == "part":
+            return iter(range(rank, 16, 2))
+        if self.how == "with repetitions":
+            return iter(torch.randint(16, (16,), generator=generator).tolist())
+        return iter(torch.randperm(16, generator=generator)[: len(self)].tolist())
+
+
+def sampler_loop(how: str, batches: bool) -> None:
+    accel = accelerator()
+    sampler: Any = Shuffled(how)
+    options = {"batch_sampler": OwnBatches(sampler, 2, False)} if batches else {"sampler": sampler}
+    loader = accel.prepare(DataLoader(torch.arange(16.0), **options))
+    for _ in range(3):
+        list(loader)
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler that is not torch's own."""
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("how", ["by rank", "part"])
+def test_an_order_of_its_own_on_each_process_is_told_once(pool, how, batches):
+    (text,), none = pool.run(messages_of, "sampler_loop", how, batches)
+    kind = "OwnBatches" if batches else "Shuffled"
+    assert text.startswith(f"True {kind} gives other indices on each process, and prepare() gives")
+    assert none == []
+
+
+@pytest.mark.parametrize("how", ["alike", "with repetitions", "subset"])
+def test_orders_that_lose_nothing_stay_without_a_word(pool, how):
+    assert pool.run(messages_of, "sampler_loop", how, False) == [[], []]
