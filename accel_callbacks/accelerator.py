@@ -1500,7 +1500,9 @@ class Accelerator(ProcessControl, MediaLogging):
         """Return the model as it was before ``prepare``.
 
         It is the model that is trained, not a copy: wrappers that are not kept are removed from
-        it, and it is compiled in place.
+        it, and it is compiled in place. By default its forward still autocasts under mixed
+        precision; to compare it with a plain model in full precision, pass
+        ``keep_fp32_wrapper=False`` once training has ended.
 
         Args:
             model: a prepared model.

@@ -19,6 +19,7 @@ from accel_callbacks.data.stream import split_local_states
 from accel_callbacks.distributed.rng import capture_rng, devices_of
 from accel_callbacks.local_files import local_path
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.modeling.pretrained_files import pretrained_files
 from accel_callbacks.optimizer import AcceleratedOptimizer
 from accel_callbacks.precision import Precision
 from accel_callbacks.scheduler import AcceleratedScheduler
@@ -134,6 +135,9 @@ class TrainingState:
         local: dict[str, Any] = {"rng": rng}
         classes = {kind: self.class_names(kind) for kind in ("optimizers", "schedulers")}
         shared["classes"] = {kind: _numbered(names) for kind, names in classes.items()}
+        files = enumerate(map(pretrained_files, self.bare_models))
+        if configured := {str(index): own for index, own in files if own}:
+            shared["model_files"] = configured
         if options := loop.dispatch.options():
             shared["callback_options"] = options
         if streams := split_local_states(shared["loaders"]):

@@ -47,7 +47,7 @@ def test_list(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> N
     assert lines[0].split() == ["NAME", "STEP", "RUN", "RUN-ID", "SCORE", "SIZE", "AGE", "STATUS"]
     rows = {line.split()[0]: line for line in lines[1:]}
     assert rows["step-00000100"].split()[1] == "100"
-    assert rows["step-00000100"].endswith("valid")
+    assert rows["step-00000100"].endswith("complete")
     assert "broken: " in rows["step-00000200"]
     assert "unfinished: " in rows["step-00000300"]
     assert ckpt("list", folder.url, "--json") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, ResumeError
 from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.cli.main import main
 from tests.distributed.conftest import Pool, make_pool
 
 SGD = torch.optim.SGD
@@ -234,3 +236,92 @@ def test_all_ranks_refuse_another_optimizer(pool: Pool, tmp_path: Path, name: st
     results = pool.run(loads_another_optimizer, path, name)
     refused = f"{path}: optimizer 0 is SGD, and the checkpoint's is AdamW"
     assert results == [["loaded", refused]] * 2
+
+
+# --- the configuration of a transformers model ------------------------------------------------
+
+
+@pytest.fixture
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=8, eos_token_id=1, bos_token_id=1
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def merge(*words: Any) -> int:
+    return main(["merge-weights", *map(str, words)])
+
+
+def opens(folder: Path, model: torch.nn.Module) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    opened = AutoModelForCausalLM.from_pretrained(folder)
+    here = model.state_dict()
+    return all(torch.equal(value, here[name]) for name, value in opened.state_dict().items())
+
+
+def test_merged_weights_of_a_transformers_model_open_with_from_pretrained(
+    tmp_path: Path, gpt2: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accel = Accelerator(cpu=True)
+    accel.prepare(gpt2)
+    path = accel.save_state(tmp_path / "c")
+    assert merge(path, tmp_path / "m") == 0
+    out, err = capsys.readouterr()
+    assert "model.safetensors, config.json, generation_config.json" in out
+    assert err == ""
+    assert json.loads((tmp_path / "m/config.json").read_text())["architectures"] == [
+        "GPT2LMHeadModel"
+    ]
+    assert opens(tmp_path / "m", gpt2)
+
+
+@pytest.mark.parametrize("place", ["project", "given", "nowhere"])
+def test_a_configuration_is_found_around_a_checkpoint_or_named(
+    tmp_path: Path, gpt2: Any, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    source, model = tmp_path / "run/checkpoints/1", tmp_path / "model"
+    checkpoint_io.save(str(source), {"models": {"0": gpt2.state_dict()}})
+    (tmp_path / "run/config.json").write_text('{"lr": 0.1}')  # no model's
+    if place != "nowhere":
+        gpt2.config.save_pretrained(tmp_path / "run" if place == "project" else model)
+        (tmp_path / "run/vocab.json").write_text("{}")
+    words = ["--config", model / "config.json"] if place == "given" else []
+    assert merge(source, tmp_path / "m", *words) == 0
+    err = capsys.readouterr().err
+    assert ("give --config PATH" in err) == (place == "nowhere")
+    assert (tmp_path / "m/vocab.json").exists() == (place == "project")
+    assert place == "nowhere" or opens(tmp_path / "m", gpt2)
+
+
+def test_a_config_that_is_not_there_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_io.save(str(tmp_path / "c"), {"models": {"0": {"w": torch.ones(1)}}})
+    assert merge(tmp_path / "c", tmp_path / "m", "--config", tmp_path) != 0
+    assert "there is no config.json of transformers" in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_merged_weights_of_a_plain_model_need_no_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert merge(prepared().save_state(tmp_path / "c"), tmp_path / "m") == 0
+    assert capsys.readouterr().err == ""
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["model.safetensors"]
+
+
+def test_ls_promises_no_more_than_it_has_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared().save_state(tmp_path / "c")
+    file = next((tmp_path / "c").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.endswith(" complete")
+    assert main(["ckpt", "verify", str(tmp_path)]) == 1
