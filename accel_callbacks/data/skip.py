@@ -8,10 +8,17 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accel_callbacks import collectives
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.warning import warn
 
 __all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_first_batches"]
 
+_AGAIN = (
+    "the view of skip_first_batches is trained on in a second epoch, which begins without its "
+    "first {} batches too: iterate the view in the epoch that is resumed, and the prepared loader "
+    "itself in those after it."
+)
 _LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -71,6 +78,7 @@ class SkipDataLoader:
     def __init__(self, loader: DataLoader[Any], skip_batches: int = 0) -> None:
         self.loader = loader
         self.skip_batches = skip_batches
+        self._trained = 0  # passes
 
     def __iter__(self) -> Iterator[Any]:
         loader = self.loader
@@ -79,8 +87,11 @@ class SkipDataLoader:
             return
         # Set when the pass starts, so that no other pass over the loader uses it.
         loader.start_at(self.skip_batches)
+        if self._trained == 1 and self.skip_batches and collectives.rank() == 0:
+            warn(_AGAIN.format(self.skip_batches))
         try:
             yield from loader
+            self._trained += loader.trained
         finally:
             loader.start_at(None)
 

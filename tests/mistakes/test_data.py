@@ -267,6 +267,36 @@ def test_a_right_resume_stays_without_a_word(tmp_path, how):
     assert len(model._forward_pre_hooks) == 0
 
 
+def test_a_view_of_the_rest_that_is_trained_on_in_each_epoch_is_told_once():
+    accel = accelerator()
+    model, optimizer, loader = parts(accel)
+    view = accel.skip_first_batches(loader, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for batch in view:
+                train_on(accel, model, optimizer, batch)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "is trained on in a second epoch, which begins without" in str(warning.message)
+
+
+@pytest.mark.parametrize("how", ["once", "nothing skipped", "evaluated"])
+def test_a_view_that_skips_what_it_should_stays_without_a_word(how):
+    accel = accelerator()
+    model, optimizer, loader = parts(accel)
+    view = accel.skip_first_batches(loader, 0 if how == "nothing skipped" else 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for epoch in range(3):
+            if how == "evaluated":
+                with accel.evaluate(model):
+                    assert len(list(view)) == 5
+                continue
+            for batch in loader if how == "once" and epoch else view:
+                train_on(accel, model, optimizer, batch)
+
+
 # --- a sampler with an order of its own on each process ------------------------------------------
 
 
