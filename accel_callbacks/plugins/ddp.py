@@ -42,7 +42,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Args:
         dim: the dimension of inputs that torch scatters over devices.
-        broadcast_buffers: broadcast the buffers of rank 0 at each forward.
+        broadcast_buffers: broadcast the buffers of rank 0 at each forward; under FSDP too.
         bucket_cap_mb: MiB of gradients that are sent together.
         find_unused_parameters: search for parameters that a forward did not use; needed if there
             are any, and slower. Parameters that are frozen between steps count as unused.

@@ -119,6 +119,10 @@ class ContextParallel:
                 "call it by that name, from the module."
             )
 
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        """Return whether each rank has its own part of a tensor for now."""
+        return any(tensor is buffer for buffer, _ in self._whole)
+
     def _leave(self, whole: list[tuple[torch.Tensor, torch.Tensor]], kept: set[int]) -> None:
         self._whole, self.active = [], False
         for buffer, data in whole:

@@ -25,6 +25,7 @@ from accel_callbacks.strategies.forward_methods import (
     DistributedDataParallel as PreparedDDP,
 )
 from accel_callbacks.strategies.join import joined
+from accel_callbacks.strategies.shared_buffers import SharedBuffers
 
 __all__ = ["DDP", "register_hook"]
 
@@ -160,9 +161,12 @@ class DDP(Strategy):
             model._ddp_params_and_buffers_to_ignore = {*known, *ignored}  # type: ignore[assignment]
             frozen = [(name, parameter) for name, parameter in frozen if name not in ignored]
         index = self.topology.device.index
-        wrapped = PreparedDDP(
-            model, device_ids=None if index is None else [index], **self.options.to_kwargs()
-        )
+        options = self.options.to_kwargs()
+        if self._context is not None:  # DDP would send rank 0's part of a buffer that is cut
+            options["broadcast_buffers"] = False
+        wrapped = PreparedDDP(model, device_ids=None if index is None else [index], **options)
+        if self._context is not None and self.options.broadcast_buffers:
+            SharedBuffers(self._context.is_cut).watch(wrapped)
         # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last
         # reference is the reducer's can deadlock when it is freed.
         wrapped.process_group = wrapped.__dict__.pop("process_group")

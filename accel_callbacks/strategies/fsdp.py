@@ -28,6 +28,7 @@ from accel_callbacks.modeling.from_pretrained import weights_on_rank_0
 from accel_callbacks.modeling.initial_weights import InitialWeights, whole_parameters_freed
 from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.plugins.precision import AutocastKwargs
@@ -48,6 +49,7 @@ from accel_callbacks.strategies.fsdp_groups import (
     reducing,
 )
 from accel_callbacks.strategies.sharding import Sharding
+from accel_callbacks.strategies.shared_buffers import SharedBuffers
 from accel_callbacks.strategies.tensor_parallel import (
     is_cut,
     loss_parallel,
@@ -114,6 +116,8 @@ class FSDP(Sharding):
             WeakKeyDictionary()
         )
         self._may_hold = False  # gradients where the optimizer does not see them
+        common = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
+        self._buffers = SharedBuffers(self._is_cut_now) if common.broadcast_buffers else None
         for note in self.options.notes() if topology.rank == 0 else ():
             warn(note)
 
@@ -235,6 +239,8 @@ class FSDP(Sharding):
             self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
         self._groups[model] = list(map(ref, parameter_groups(model)))
         self._watch_inputs(model)
+        if self._buffers is not None and any(True for _ in model.buffers()):
+            self._buffers.watch(model)
         needs_all_ranks(filter(_is_sharded, model.modules()))
         if not is_compiled(model):  # whose code would leave the hook out, or break there
             model.register_forward_hook(_explain_forward, always_call=True)
@@ -254,6 +260,9 @@ class FSDP(Sharding):
             if id(one.sharded_param) in wanted
             and gather_through(one, wanted[id(one.sharded_param)])
         ]
+
+    def _is_cut_now(self, buffer: torch.Tensor) -> bool:
+        return self._context is not None and self._context.is_cut(buffer)
 
     def _initial_weights(self, model: torch.nn.Module, sync: bool = True) -> InitialWeights:
         kept = torch.device("cpu") if self.options.offloads else self.topology.device
@@ -373,7 +382,7 @@ class FSDP(Sharding):
             for name in names:
                 if not getattr(vars(model).get(name), "_gathers", False):
                     register_fsdp_forward_method(model, name)
-                    vars(model)[name] = _checked(model, name)
+                    vars(model)[name] = _checked(model, name, self._buffers)
         if (absent := absent_weights(model)) is not None:
             absent.guard(names)
 
@@ -524,7 +533,9 @@ def _tell_precision(model: torch.nn.Module, policy: Any, upcast: int) -> None:
 # --- forwards -----------------------------------------------------------------------------------
 
 
-def _checked(model: torch.nn.Module, name: str) -> Callable[..., Any]:
+def _checked(
+    model: torch.nn.Module, name: str, buffers: SharedBuffers | None
+) -> Callable[..., Any]:
     """Return a method that gathers weights, and says so where the other ranks do not come."""
     method = vars(model)[name]
     what = f"{class_of(model).__name__}.{name}"
@@ -533,6 +544,8 @@ def _checked(model: torch.nn.Module, name: str) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         refuse_on_subset(what)
         with collectives.explained(f"{what}, which gathers weights from all ranks"):
+            if buffers is not None:
+                buffers.share(model)
             return method(*args, **kwargs)
 
     checked._gathers = True  # type: ignore[attr-defined]

@@ -1,0 +1,76 @@
+"""Buffers of models that no wrapper keeps alike: those of rank 0, as in DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_callbacks import collectives
+
+__all__ = ["SharedBuffers"]
+
+
+class SharedBuffers:
+    """Broadcasts buffers from rank 0 before each forward of training, and the first one after it.
+
+    Args:
+        skips: returns whether a buffer has another value on each rank for now.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.shared_buffers import SharedBuffers
+        >>> SharedBuffers(lambda buffer: False).share(torch.nn.BatchNorm1d(2))  # on one rank
+    """
+
+    def __init__(self, skips: Callable[[torch.Tensor], bool]) -> None:
+        self._skips = skips
+        self._trained: WeakSet[torch.nn.Module] = WeakSet()  # since their last broadcast
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Share the buffers of a model at its forwards from now on."""
+
+        # A function, which a copy of the model shares; FSDP's own hooks are not compiled either.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def share(module: torch.nn.Module, inputs: object) -> None:
+            self.share(module)
+
+        model.register_forward_pre_hook(share)
+
+    def share(self, model: torch.nn.Module) -> None:
+        """Collective: broadcast the buffers of a model that may differ from those of rank 0."""
+        if torch.is_grad_enabled():
+            self._trained.add(model)
+        elif model in self._trained:
+            self._trained.discard(model)
+        else:
+            return
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for name, buffer in model.named_buffers():
+            whole = not buffer.is_meta and not collectives.is_sharded(buffer)
+            if whole and name not in ignored and not self._skips(buffer):
+                by_device.setdefault(buffer.device, []).append(buffer)
+        if collectives.has_peers():
+            for buffers in by_device.values():
+                _broadcast(buffers)
+
+
+@torch.no_grad()
+def _broadcast(buffers: Sequence[torch.Tensor]) -> None:
+    """Collective: overwrite buffers by those of rank 0, all in one message of bytes."""
+    sent = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
+    flat = torch.cat(sent)
+    dist.broadcast(flat, 0, group=collectives.group_for(flat))
+    if collectives.rank() == 0:
+        return
+    # An earlier forward may have saved them for a backward that is still to come, as DDP has it.
+    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+        for buffer, received in zip(buffers, flat.split(list(map(len, sent))), strict=True):
+            # A copy, because a buffer may begin at a byte that is no multiple of its size.
+            buffer.copy_(received.clone().view(buffer.dtype).view(buffer.shape))
