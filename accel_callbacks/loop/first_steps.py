@@ -11,6 +11,7 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.loop.bare_steps import BareSteps
+from accel_callbacks.loop.gradient_watch import GradientWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategies import Strategy
@@ -108,11 +109,15 @@ class FirstSteps:
         self._warned.add(kind)
 
     def _noted_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        for watch in self._watches:
+            watch.gradients.before_backward()
         self.in_backward = True
         try:
             self.strategy.backward(loss, **kwargs)
         finally:
             self.in_backward = False
+        for watch in self._watches:
+            watch.gradients.after_backward()
         self.bare_steps.note_backward()
 
     def _end_backward_notes(self) -> None:
@@ -174,6 +179,7 @@ class OptimizerWatch:
 
     Attributes:
         called: the ids of averaged models that were called since the last step.
+        gradients: what became of the gradients since then.
     """
 
     def __init__(self, first_steps: FirstSteps, optimizer: torch.optim.Optimizer) -> None:
@@ -183,6 +189,7 @@ class OptimizerWatch:
         self._idle: list[torch.Tensor] | None = None
         self._windows_checked = False
         self.called: set[int] = set()
+        self.gradients = GradientWatch(optimizer, first_steps.precision, first_steps.warn)
         self._reset()
         # Weak, so that a parameter does not keep its optimizer alive.
         note = _note(ref(self))
@@ -229,6 +236,7 @@ class OptimizerWatch:
             self._check_backward()
             self._check_averaged()
         self._check_changes(optimizer, closure)
+        self.gradients.check(known=not (closure or self._plain))
         self._reset()
         self._left -= 1
         if self._left == 0:
@@ -258,12 +266,11 @@ class OptimizerWatch:
         changed = any(rates != self._rates[0] for rates in self._rates)
         if not changed or window.position == 0 or not window.plugin.adjust_scheduler:
             return
-        prepared = [own for own in loop.optimizers if own.optimizer is optimizer]  # type: ignore[attr-defined]
-        followed = any(
-            own in scheduler._optimizers for scheduler in loop.schedulers for own in prepared
-        )
+        prepared = (own for own in loop.optimizers if getattr(own, "optimizer", 0) is optimizer)
+        forms = [optimizer, *prepared]
+        followed = any(scheduler.optimizer in forms for scheduler in loop.schedulers)
         # Set by torch's schedulers, but not by a script that writes the rates itself.
-        marked = any(hasattr(own.step, "_wrapped_by_lr_sched") for own in (optimizer, *prepared))
+        marked = any(hasattr(form.step, "_wrapped_by_lr_sched") for form in forms)
         if marked and not followed:
             self._first.warn(
                 "scheduler",

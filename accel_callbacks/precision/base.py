@@ -99,6 +99,10 @@ class Precision:
         """Return the loss to call backward on."""
         return loss
 
+    def is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether new gradients of this optimizer are scaled and not unscaled yet."""
+        return False
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of this optimizer, at most once a step."""
 

@@ -74,6 +74,10 @@ class FP16(Autocast):
         self._update()
         return self.scaler.scale(loss)
 
+    def is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether :meth:`unscale` would divide the gradients of this optimizer."""
+        return self.scales_loss and id(optimizer) not in self._unscaled
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, at most once a step.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from accel_callbacks import Accelerator, GradientAccumulationPlugin
+from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from tests.distributed.conftest import Pool, make_pool
 
 X = torch.ones(2, 1)
@@ -336,3 +336,224 @@ def test_a_model_that_is_not_prepared_is_told_on_rank_0(pool):
 )
 def test_gradients_that_are_averaged_anyhow_are_silent(pool, name):
     assert pool.run(on_rank, name, {}) == [[], []]
+
+
+# --- 3. gradients clipped while they are scaled -----------------------------------------------
+
+Clip = Callable[[Accelerator, Any, Any], None]
+
+
+def clipped_steps(accel: Accelerator, clip: Clip) -> None:
+    model, optimizer = prepared(accel)
+    for number in range(1, 9):
+        with accel.accumulate(model):
+            accel.backward(model(X).square().mean() * number / 32)
+            if accel.sync_gradients:
+                clip(accel, model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def torch_norm(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def torch_value(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+
+def own_clip(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    accel.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def unscaled_before(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    accel.unscale_gradients(optimizer)
+    torch_norm(accel, model, optimizer)
+
+
+def halved(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def centralized(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad.sub_(parameter.grad.mean() / 2)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("clip", [torch_norm, torch_value])
+def test_scaled_gradients_clipped_by_torch_are_told(clip, steps):
+    def loop(accel: Accelerator) -> None:
+        clipped_steps(accel, clip)
+
+    words = "while they were scaled for fp16"
+    assert_told_once(loop, words, mixed_precision="fp16", gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("clip", [own_clip, unscaled_before, halved, centralized])
+def test_what_is_right_on_scaled_gradients_is_silent(clip, steps):
+    def loop(accel: Accelerator) -> None:
+        clipped_steps(accel, clip)
+
+    assert_silent(loop, mixed_precision="fp16", gradient_accumulation_steps=steps)
+
+
+def test_gradients_that_are_not_scaled_may_be_clipped_by_torch():
+    assert_silent(lambda accel: clipped_steps(accel, torch_norm))
+
+
+# --- 7. gradients that are never cleared ------------------------------------------------------
+
+
+def trained_steps(accel: Accelerator, clear: Callable[[Any, Any], None], *, first: bool) -> None:
+    model, optimizer = prepared(accel)
+    for _ in range(6):
+        if first:
+            clear(model, optimizer)
+        accel.backward(model(X).square().sum())
+        accel.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if not first:
+            clear(model, optimizer)
+
+
+def never_cleared(accel: Accelerator) -> None:
+    trained_steps(accel, lambda model, optimizer: None, first=True)
+
+
+def never_cleared_in_windows(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    for _ in range(8):
+        with accel.accumulate(model):
+            accel.backward(model(X).sum())
+            optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [never_cleared, never_cleared_in_windows])
+def test_gradients_that_are_never_cleared_are_told(loop):
+    assert_told_once(loop, "SGD took 3 steps, and nothing cleared", gradient_accumulation_steps=1)
+
+
+def test_gradients_that_are_never_cleared_after_windows_are_told():
+    assert_told_once(
+        never_cleared_in_windows, "optimizer.zero_grad()", gradient_accumulation_steps=2
+    )
+
+
+def by_hand(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def zeroed_by_hand(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+CLEARS = [
+    lambda model, optimizer: optimizer.zero_grad(),
+    lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    lambda model, optimizer: model.zero_grad(),
+    by_hand,
+    zeroed_by_hand,
+]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("clear", CLEARS)
+def test_gradients_that_are_cleared_anyhow_are_silent(clear, first):
+    assert_silent(lambda accel: trained_steps(accel, clear, first=first))
+
+
+def adversarial(accel: Accelerator) -> None:
+    maker, step_maker = prepared(accel)
+    critic, step_critic = prepared(accel)
+    for _ in range(6):
+        step_critic.zero_grad()
+        made = maker(X)
+        accel.backward(critic(made.detach()).sum() - critic(X).sum())
+        step_critic.step()
+        step_maker.zero_grad()
+        accel.backward(critic(made).sum())
+        step_maker.step()
+
+
+def second_order(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    for _ in range(6):
+        loss = model(X).square().sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        optimizer.zero_grad()
+        accel.backward(loss + sum(gradient.square().sum() for gradient in gradients))
+        optimizer.step()
+
+
+def decayed(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    for _ in range(6):
+        accel.backward(model(X).square().sum())
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.9)
+
+
+def with_closure(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accel.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=2))
+
+    def compute() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(X) - 3).square().sum()
+        accel.backward(loss)
+        return loss
+
+    for _ in range(6):
+        optimizer.step(compute)
+
+
+def same_gradients_twice(accel: Accelerator) -> None:
+    model, optimizer = prepared(accel)
+    for _ in range(3):
+        accel.backward(model(X).sum())
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "loop", [adversarial, second_order, decayed, with_closure, same_gradients_twice]
+)
+def test_loops_that_clear_at_other_places_are_silent(loop):
+    assert_silent(loop)
+
+
+def cleared_in_place(accel: Accelerator) -> None:
+    trained_steps(accel, zeroed_by_hand, first=True)
+
+
+def cleared(accel: Accelerator) -> None:
+    trained_steps(accel, lambda model, optimizer: optimizer.zero_grad(), first=False)
+
+
+def sharded_on_rank(name: str) -> list[str]:
+    return on_rank(name, {"fsdp_plugin": FullyShardedDataParallelPlugin()})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("run", [on_rank, sharded_on_rank])
+def test_gradients_of_ranks_that_are_never_cleared_are_told(pool, run):
+    options = [{}] if run is on_rank else []
+    (message,), nothing = pool.run(run, "never_cleared", *options)
+    assert "SGD took 3 steps" in message
+    assert nothing == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("run", [on_rank, sharded_on_rank])
+@pytest.mark.parametrize("name", ["cleared", "cleared_in_place"])
+def test_gradients_of_ranks_that_are_cleared_are_silent(pool, run, name):
+    options = [{}] if run is on_rank else []
+    assert pool.run(run, name, *options) == [[], []]

@@ -316,6 +316,7 @@ def test_after_three_steps_no_hook_is_left_on_the_parameters():
     for _ in range(3):
         accel.backward(model(X).sum())
         optimizer.step()
+        optimizer.zero_grad()
     assert hooks_of(model) == 0
     assert accel._first_steps.run_backward == accel.strategy.backward
 
