@@ -597,7 +597,8 @@ class ShareSource:
     def _compare_orders(self, order: Sequence[Any]) -> None:
         """Collective: warn of orders that lose samples because they differ between the ranks."""
         batches = isinstance(self._plan, BatchPlan)
-        indices = [*chain.from_iterable(order)] if batches else order
+        # As text: indices may be lists, or of several types.
+        indices = [repr(index) for index in (chain.from_iterable(order) if batches else order)]
         checksums = [zlib.crc32(repr(items).encode()) for items in (order, sorted(indices))]
         unique = len(set(indices)) == len(indices)
         gathered = collectives.gather_object([(*checksums, unique)])

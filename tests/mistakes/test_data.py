@@ -339,6 +339,16 @@ def test_an_order_of_its_own_on_each_process_is_told_once(pool, how, batches):
     assert none == []
 
 
+def sampler_of_lists() -> None:
+    batches = OwnBatches(range(16), 4, False)
+    loader = DataLoader(torch.arange(16.0), batch_size=None, sampler=batches)
+    assert len(list(accelerator().prepare(loader))) == 2
+
+
+def test_a_sampler_of_lists_stays_without_a_word(pool):
+    assert pool.run(messages_of, "sampler_of_lists") == [[], []]
+
+
 @pytest.mark.parametrize("how", ["alike", "with repetitions", "subset"])
 def test_orders_that_lose_nothing_stay_without_a_word(pool, how):
     assert pool.run(messages_of, "sampler_loop", how, False) == [[], []]
