@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -297,6 +298,28 @@ def averaged_by_hand(accel: Accelerator) -> None:
         optimizer.zero_grad()
 
 
+def clipped_without_a_prepared_model(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    for _ in range(3):
+        accel.backward(model(X).sum())
+        accel.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def averaged_by_hand_and_clipped(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    for _ in range(3):
+        accel.backward(model(X + accel.process_index).square().sum())
+        for parameter in model.parameters():
+            parameter.grad = accel.reduce(parameter.grad, "mean")
+        accel.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def wrapped_by_hand(accel: Accelerator) -> None:
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     accumulated_steps(accel, model, sgd(model))
@@ -324,15 +347,23 @@ def on_rank(name: str, options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_a_model_that_is_not_prepared_is_told_on_rank_0(pool):
-    (message,), nothing = pool.run(on_rank, "nothing_prepared", {})
+@pytest.mark.parametrize("name", ["nothing_prepared", "clipped_without_a_prepared_model"])
+def test_a_model_that_is_not_prepared_is_told_on_rank_0(pool, name):
+    (message,), nothing = pool.run(on_rank, name, {})
     assert "no model is prepared, so that the 2 processes do not average" in message
     assert nothing == []
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "name", ["averaged_by_hand", "wrapped_by_hand", "own_backward", "prepared_on_ranks"]
+    "name",
+    [
+        "averaged_by_hand",
+        "averaged_by_hand_and_clipped",
+        "wrapped_by_hand",
+        "own_backward",
+        "prepared_on_ranks",
+    ],
 )
 def test_gradients_that_are_averaged_anyhow_are_silent(pool, name):
     assert pool.run(on_rank, name, {}) == [[], []]
@@ -402,6 +433,53 @@ def test_what_is_right_on_scaled_gradients_is_silent(clip, steps):
 
 def test_gradients_that_are_not_scaled_may_be_clipped_by_torch():
     assert_silent(lambda accel: clipped_steps(accel, torch_norm))
+
+
+# --- 6. parameters of an iterator that is used up ---------------------------------------------
+
+
+def clipped_parameters(accel: Accelerator, of: Callable[[Any], Any], *, once: bool) -> None:
+    model, optimizer = prepared(accel)
+    parameters = of(model)
+    for _ in range(3):
+        accel.backward(model(X).sum())
+        accel.clip_grad_norm_(parameters if once else of(model), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def generator_of(model: torch.nn.Module) -> Any:
+    return model.parameters()
+
+
+def filter_of(model: torch.nn.Module) -> Any:
+    return filter(lambda parameter: parameter.requires_grad, model.parameters())
+
+
+def list_of(model: torch.nn.Module) -> Any:
+    return list(model.parameters())
+
+
+def frozen_of(model: torch.nn.Module) -> Any:
+    return filter(lambda parameter: not parameter.requires_grad, model.parameters())
+
+
+@pytest.mark.parametrize("of", [generator_of, filter_of])
+def test_an_iterator_that_is_used_up_is_told(of):
+    loop = partial(clipped_parameters, of=of, once=True)
+    assert_told_once(loop, "come from an iterator that was used before")
+
+
+@pytest.mark.parametrize("of", [generator_of, filter_of, list_of, frozen_of])
+def test_parameters_that_are_given_anew_are_silent(of):
+    assert_silent(partial(clipped_parameters, of=of, once=False))
+    assert_silent(partial(clipped_parameters, of=list_of, once=True))
+
+
+def test_clipping_is_the_strategys_after_the_first_steps():
+    accel = Accelerator(cpu=True)
+    clipped_parameters(accel, list_of, once=True)
+    assert accel._first_steps.clipping is accel.strategy
 
 
 # --- 7. gradients that are never cleared ------------------------------------------------------
