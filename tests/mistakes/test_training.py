@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from tests.distributed.conftest import Pool, make_pool
@@ -433,6 +434,76 @@ def test_what_is_right_on_scaled_gradients_is_silent(clip, steps):
 
 def test_gradients_that_are_not_scaled_may_be_clipped_by_torch():
     assert_silent(lambda accel: clipped_steps(accel, torch_norm))
+
+
+# --- 4. a model left in eval mode -------------------------------------------------------------
+
+
+def evaluated_epochs(accel: Accelerator, begin: Callable[[Any], None], *, context: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    train, val = DataLoader(torch.ones(8, 1), 2), DataLoader(torch.ones(4, 1), 2)
+    model, optimizer, train, val = accel.prepare(model, sgd(model), train, val)
+    for _ in range(3):
+        begin(model)
+        for batch in train:
+            with accel.accumulate(model):
+                accel.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        if context:
+            with accel.evaluate(model):
+                for batch in val:
+                    model(batch)
+        else:
+            model.eval()
+            with torch.no_grad():
+                for batch in val:
+                    model(batch)
+
+
+def frozen_statistics(model: Any) -> None:
+    model.train()
+    model[1].eval()
+
+
+def always_eval(model: Any) -> None:
+    model.eval()
+
+
+def as_it_is(model: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_model_that_validation_left_in_eval_mode_is_told(steps):
+    loop = partial(evaluated_epochs, begin=as_it_is, context=False)
+    assert_told_once(loop, "trained in eval mode", gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize("begin", [torch.nn.Module.train, frozen_statistics, always_eval])
+@pytest.mark.parametrize("context", [True, False])
+def test_modes_that_are_set_on_purpose_are_silent(begin, context):
+    assert_silent(partial(evaluated_epochs, begin=begin, context=context))
+
+
+def test_evaluate_restores_the_mode_in_silence():
+    assert_silent(partial(evaluated_epochs, begin=as_it_is, context=True))
+
+
+def test_an_evaluation_on_the_training_data_is_silent():
+    def loop(accel: Accelerator) -> None:
+        model = torch.nn.Linear(1, 1)
+        model, optimizer, train = accel.prepare(model, sgd(model), DataLoader(torch.ones(8, 1), 2))
+        for epoch in range(4):
+            model.train(epoch % 2 == 0)
+            for batch in train:
+                loss = model(batch).sum()
+                if model.training:
+                    accel.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    assert_silent(loop)
 
 
 # --- 6. parameters of an iterator that is used up ---------------------------------------------
