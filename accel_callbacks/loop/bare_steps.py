@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -83,9 +84,27 @@ class BareSteps:
         elif self._handle is None:
             # Weak, because the hook is the process's and must not keep an Accelerator alive.
             self._handle = register_optimizer_step_pre_hook(_check(ref(self)))
+        self._note_gradients()
+
+    @contextmanager
+    def clipping(self) -> Iterator[None]:
+        """Context manager: the library changes gradients, which does not average them."""
+        if self._gradients and not self._has_kept():
+            self._left = 0  # the script has changed them
+        yield
+        self._note_gradients()
+
+    def _note_gradients(self) -> None:
         optimizer = None if self._own is None else self._own()
         if optimizer is not None:
             self._gradients = _sample(optimizer)
+
+    def _has_kept(self) -> bool:
+        """Return whether the gradients are those of the last backward or clipping."""
+        optimizer = None if self._own is None else self._own()
+        now = [] if optimizer is None else _sample(optimizer)
+        before = self._gradients
+        return len(before) == len(now) and all(map(torch.equal, before, now))
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the step of any optimizer of the process."""
@@ -139,10 +158,8 @@ class BareSteps:
             self._own = ref(optimizer)
         if self._own() is not optimizer or not self._gradients:
             return
-        before, now = self._gradients, _sample(optimizer)
         # A script may average by itself, or wrap the model by itself.
-        kept = len(before) == len(now) and all(map(torch.equal, before, now))
-        if kept and not _is_wrapped(trained):
+        if self._has_kept() and not _is_wrapped(trained):
             self._warn(
                 "bare model",
                 f"no model is prepared, so that the {ranks} processes do not average their "

@@ -11,6 +11,7 @@ import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.loop.bare_steps import BareSteps
+from accel_callbacks.loop.clipping import CheckedClipping
 from accel_callbacks.loop.gradient_watch import GradientWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
@@ -41,6 +42,7 @@ class FirstSteps:
 
     Attributes:
         run_backward: the backward of the strategy, noted as the Accelerator's own while it matters.
+        clipping: the strategy, which clips, checked likewise.
         bare_steps: watches optimizers that are not prepared.
 
     Example:
@@ -60,19 +62,18 @@ class FirstSteps:
         self.loop = loop
         self.strategy = strategy
         self.precision = precision
-        self.run_backward: Callable[..., None] = self._noted_backward
         self.in_backward = False
-        self.bare_steps = BareSteps(loop, strategy, precision, self.warn, self._end_backward_notes)
+        self.bare_steps = BareSteps(loop, strategy, precision, self.warn, self._end_checks)
         self._watches: list[OptimizerWatch] = []
         self._calls: list[_Calls] = []
         self._warned: set[str] = set()
+        self._begin_checks()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> OptimizerWatch:
         """Return the watch of a new optimizer."""
         watch = OptimizerWatch(self, optimizer)
         self._watches.append(watch)
-        self.bare_steps.renew()
-        self.run_backward = self._noted_backward
+        self._begin_checks()
         for model in self.loop.models:
             self.watch_model(model)
         return watch
@@ -99,8 +100,7 @@ class FirstSteps:
         for watch in list(self._watches):
             self.finish(watch)
         self.bare_steps.finish()
-        self.bare_steps.renew()
-        self.run_backward = self._noted_backward
+        self._begin_checks()
 
     def warn(self, kind: str, text: str) -> None:
         """Warn of a mistake on rank 0, the first time that it is found."""
@@ -120,9 +120,16 @@ class FirstSteps:
             watch.gradients.after_backward()
         self.bare_steps.note_backward()
 
-    def _end_backward_notes(self) -> None:
+    def _begin_checks(self) -> None:
+        self.bare_steps.renew()
+        self.run_backward: Callable[..., None] = self._noted_backward
+        self.clipping: Strategy | CheckedClipping = CheckedClipping(
+            self.strategy, self.bare_steps, self.warn
+        )
+
+    def _end_checks(self) -> None:
         if not self._watches:
-            self.run_backward = self.strategy.backward
+            self.run_backward, self.clipping = self.strategy.backward, self.strategy
 
     @property
     def in_sync(self) -> bool:

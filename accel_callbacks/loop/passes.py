@@ -14,6 +14,7 @@ from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.resumed_skip import told_of_skips
 from accel_callbacks.loop.run import length_of
 from accel_callbacks.loop.step_boundary import StepBoundary
+from accel_callbacks.warning import warn
 
 __all__ = ["Passes"]
 
@@ -36,6 +37,7 @@ class Passes:
     def __init__(self, loop: Loop) -> None:
         self.boundary = StepBoundary(loop)
         self._loop = loop
+        self._warned_eval = False
         loop.own.connect(self._begin_own_batch, self._end_own_batch)
         loop.drain_votes = self.boundary.drain
 
@@ -246,6 +248,9 @@ class Passes:
         token = loop.enter(loader, outer=False)
         loop.used_loaders.add_evaluated(loader, stage)
         loader.trained = False
+        # An earlier pass over this loader was training, with the model in train mode.
+        was_trained = alone and loader is loop.used_loaders.training
+        steps = loop.run._global_step
         hooks = loop.dispatch.hooks
         start, end = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
         try:
@@ -256,12 +261,26 @@ class Passes:
                 yield batch
                 for hook in hooks[end]:
                     hook(loop.run, loop.model, None, batch, index, *extra)
+                if was_trained and loop.run._global_step != steps:
+                    was_trained = False
+                    self._warn_of_eval_mode()
         finally:
             loop.leave(loader, token)
             if alone and loop.stages:
                 loop.stages.pop()
                 loop.deferred.append(partial(self._fire_evaluation_end, stage))
         loop.settle()
+
+    def _warn_of_eval_mode(self) -> None:
+        """Warn once of steps in a pass that was training before and counts as an evaluation now."""
+        if not self._warned_eval and collectives.rank() == 0:
+            warn(
+                "the model is trained in eval mode, in which an evaluation has left it: its "
+                "dropout is off, and the pass counts as an evaluation. Call model.train() before "
+                "the loop over the training data, or evaluate inside of `with "
+                "accel.evaluate(model):`, which restores the mode."
+            )
+        self._warned_eval = True
 
     def _inner_pass(self, loader: DataLoaderShard) -> Iterator[Any]:
         """Iterate a second loader inside of a training pass, without hooks."""

@@ -24,12 +24,12 @@ class StepEngine:
     """Runs backward and clips gradients, as the gradient window and the precision ask for.
 
     Args:
-        strategy: clips, and leaves gradients on their rank in a window.
+        strategy: leaves gradients on their rank in a window.
         precision: scales losses and unscales gradients.
         loop: has the gradient window and fires the hooks.
         models: the prepared models, a list that grows.
         optimizers: the prepared optimizers, a list that grows.
-        first_steps: runs backward, and notes that it is the Accelerator's.
+        first_steps: runs backward and clips, and notes that it is the Accelerator's.
 
     Example:
         >>> import torch
@@ -194,7 +194,7 @@ class StepEngine:
         self.unscale_gradients()
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
-        return self._strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+        return self._first_steps.clipping.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
@@ -216,4 +216,4 @@ class StepEngine:
         self.unscale_gradients()
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
-        self._strategy.clip_grad_value_(parameters, clip_value)
+        self._first_steps.clipping.clip_grad_value_(parameters, clip_value)

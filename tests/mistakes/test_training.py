@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from tests.distributed.conftest import Pool, make_pool
@@ -297,6 +299,28 @@ def averaged_by_hand(accel: Accelerator) -> None:
         optimizer.zero_grad()
 
 
+def clipped_without_a_prepared_model(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    for _ in range(3):
+        accel.backward(model(X).sum())
+        accel.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def averaged_by_hand_and_clipped(accel: Accelerator) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = sgd(model)
+    for _ in range(3):
+        accel.backward(model(X + accel.process_index).square().sum())
+        for parameter in model.parameters():
+            parameter.grad = accel.reduce(parameter.grad, "mean")
+        accel.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def wrapped_by_hand(accel: Accelerator) -> None:
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     accumulated_steps(accel, model, sgd(model))
@@ -324,15 +348,23 @@ def on_rank(name: str, options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_a_model_that_is_not_prepared_is_told_on_rank_0(pool):
-    (message,), nothing = pool.run(on_rank, "nothing_prepared", {})
+@pytest.mark.parametrize("name", ["nothing_prepared", "clipped_without_a_prepared_model"])
+def test_a_model_that_is_not_prepared_is_told_on_rank_0(pool, name):
+    (message,), nothing = pool.run(on_rank, name, {})
     assert "no model is prepared, so that the 2 processes do not average" in message
     assert nothing == []
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "name", ["averaged_by_hand", "wrapped_by_hand", "own_backward", "prepared_on_ranks"]
+    "name",
+    [
+        "averaged_by_hand",
+        "averaged_by_hand_and_clipped",
+        "wrapped_by_hand",
+        "own_backward",
+        "prepared_on_ranks",
+    ],
 )
 def test_gradients_that_are_averaged_anyhow_are_silent(pool, name):
     assert pool.run(on_rank, name, {}) == [[], []]
@@ -402,6 +434,123 @@ def test_what_is_right_on_scaled_gradients_is_silent(clip, steps):
 
 def test_gradients_that_are_not_scaled_may_be_clipped_by_torch():
     assert_silent(lambda accel: clipped_steps(accel, torch_norm))
+
+
+# --- 4. a model left in eval mode -------------------------------------------------------------
+
+
+def evaluated_epochs(accel: Accelerator, begin: Callable[[Any], None], *, context: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    train, val = DataLoader(torch.ones(8, 1), 2), DataLoader(torch.ones(4, 1), 2)
+    model, optimizer, train, val = accel.prepare(model, sgd(model), train, val)
+    for _ in range(3):
+        begin(model)
+        for batch in train:
+            with accel.accumulate(model):
+                accel.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        if context:
+            with accel.evaluate(model):
+                for batch in val:
+                    model(batch)
+        else:
+            model.eval()
+            with torch.no_grad():
+                for batch in val:
+                    model(batch)
+
+
+def frozen_statistics(model: Any) -> None:
+    model.train()
+    model[1].eval()
+
+
+def always_eval(model: Any) -> None:
+    model.eval()
+
+
+def as_it_is(model: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_model_that_validation_left_in_eval_mode_is_told(steps):
+    loop = partial(evaluated_epochs, begin=as_it_is, context=False)
+    assert_told_once(loop, "trained in eval mode", gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize("begin", [torch.nn.Module.train, frozen_statistics, always_eval])
+@pytest.mark.parametrize("context", [True, False])
+def test_modes_that_are_set_on_purpose_are_silent(begin, context):
+    assert_silent(partial(evaluated_epochs, begin=begin, context=context))
+
+
+def test_evaluate_restores_the_mode_in_silence():
+    assert_silent(partial(evaluated_epochs, begin=as_it_is, context=True))
+
+
+def test_an_evaluation_on_the_training_data_is_silent():
+    def loop(accel: Accelerator) -> None:
+        model = torch.nn.Linear(1, 1)
+        model, optimizer, train = accel.prepare(model, sgd(model), DataLoader(torch.ones(8, 1), 2))
+        for epoch in range(4):
+            model.train(epoch % 2 == 0)
+            for batch in train:
+                loss = model(batch).sum()
+                if model.training:
+                    accel.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    assert_silent(loop)
+
+
+# --- 6. parameters of an iterator that is used up ---------------------------------------------
+
+
+def clipped_parameters(accel: Accelerator, of: Callable[[Any], Any], *, once: bool) -> None:
+    model, optimizer = prepared(accel)
+    parameters = of(model)
+    for _ in range(3):
+        accel.backward(model(X).sum())
+        accel.clip_grad_norm_(parameters if once else of(model), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def generator_of(model: torch.nn.Module) -> Any:
+    return model.parameters()
+
+
+def filter_of(model: torch.nn.Module) -> Any:
+    return filter(lambda parameter: parameter.requires_grad, model.parameters())
+
+
+def list_of(model: torch.nn.Module) -> Any:
+    return list(model.parameters())
+
+
+def frozen_of(model: torch.nn.Module) -> Any:
+    return filter(lambda parameter: not parameter.requires_grad, model.parameters())
+
+
+@pytest.mark.parametrize("of", [generator_of, filter_of])
+def test_an_iterator_that_is_used_up_is_told(of):
+    loop = partial(clipped_parameters, of=of, once=True)
+    assert_told_once(loop, "come from an iterator that was used before")
+
+
+@pytest.mark.parametrize("of", [generator_of, filter_of, list_of, frozen_of])
+def test_parameters_that_are_given_anew_are_silent(of):
+    assert_silent(partial(clipped_parameters, of=of, once=False))
+    assert_silent(partial(clipped_parameters, of=list_of, once=True))
+
+
+def test_clipping_is_the_strategys_after_the_first_steps():
+    accel = Accelerator(cpu=True)
+    clipped_parameters(accel, list_of, once=True)
+    assert accel._first_steps.clipping is accel.strategy
 
 
 # --- 7. gradients that are never cleared ------------------------------------------------------

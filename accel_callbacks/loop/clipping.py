@@ -1,0 +1,75 @@
+"""Clipping in the first steps: parameters that an iterator has given out before are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import GeneratorType
+from typing import Any
+
+import torch
+
+from accel_callbacks.loop.bare_steps import BareSteps
+from accel_callbacks.strategies import Strategy
+
+__all__ = ["CheckedClipping"]
+
+
+class CheckedClipping:
+    """Clips as a strategy does, and warns of a used-up iterator of parameters.
+
+    Args:
+        strategy: clips.
+        bare_steps: compares gradients, which clipping changes.
+        warn: warns once of a kind of mistake.
+
+    Example:
+        >>> import torch, warnings
+        >>> from accel_callbacks import Accelerator
+        >>> parameters = torch.nn.Linear(1, 1).parameters()
+        >>> optimizer = torch.optim.SGD(parameters)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     norm = Accelerator(cpu=True).clip_grad_norm_(parameters, 1.0)
+        >>> "model.parameters() anew" in str(caught[0].message)
+        True
+    """
+
+    def __init__(
+        self, strategy: Strategy, bare_steps: BareSteps, warn: Callable[[str, str], None]
+    ) -> None:
+        self._strategy = strategy
+        self._bare_steps = bare_steps
+        self._warn = warn
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip by the total norm and return it."""
+        with self._bare_steps.clipping():
+            return self._strategy.clip_grad_norm_(self._unused(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        with self._bare_steps.clipping():
+            self._strategy.clip_grad_value_(self._unused(parameters), clip_value)
+
+    def _unused(self, parameters: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Return the parameters, none if they come from an iterator at its end."""
+        if not _is_used_up(parameters):
+            return parameters
+        self._warn(
+            "used up",
+            "the parameters to clip come from an iterator that was used before and yields nothing "
+            "any more, so that no gradient is clipped: pass model.parameters() anew in each step, "
+            "or keep a list, `parameters = list(model.parameters())`.",
+        )
+        return []  # torch would warn again of an empty generator, with less to go by
+
+
+def _is_used_up(parameters: Any) -> bool:
+    """Return whether an iterator has ended before; one that is empty from the start has not."""
+    if isinstance(parameters, GeneratorType):
+        return parameters.gi_frame is None
+    if isinstance(parameters, (filter, map)):
+        arguments: Any = parameters.__reduce__()[1]
+        return any(map(_is_used_up, arguments[1:]))  # after the function
+    return False
