@@ -68,7 +68,7 @@ class Checkpoint(ResumableState):
         keep_last: newest checkpoints to keep, 3 by default; ``None`` keeps all.
         monitor: a logged metric: at the end of an epoch in which it improved a checkpoint is saved,
             and the ``keep_best`` best are kept in addition to the newest.
-        mode: ``"min"`` (default) or ``"max"``.
+        mode: ``"min"`` (default) or ``"max"``; the default warns of a name such as accuracy.
         keep_best: best checkpoints to keep, 1 by default.
         keep_every: also keep those whose step is a multiple of this; none if ``None``.
         keep: a policy of ``checkpoint_io`` in place of these numbers, such as
@@ -128,7 +128,7 @@ class Checkpoint(ResumableState):
         every: str | timedelta | None = None,
         keep_last: int | None = 3,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: str | None = None,
         keep_best: int = 1,
         keep_every: int | None = None,
         keep: Keep | None = None,
@@ -168,6 +168,7 @@ class Checkpoint(ResumableState):
         self.best_path: str | None = None
         self._record = SaveRecord(self.monitor)
         self._last_step = 0  # at the end of the previous batch
+        self._warned = False
 
     @property
     def state_key(self) -> str:
@@ -224,6 +225,8 @@ class Checkpoint(ResumableState):
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Save if an epoch interval ends here, or the metric improved."""
+        if self.monitor is not None and self.monitor.is_misspelt(run.callback_metrics):
+            self._warn_of_missing(run, self.monitor)  # of another name: it may come later
         if run.preempted:  # saved already, and there may be little time left
             return
         due = self.schedule.epoch_is_due(run.epochs_done)
@@ -259,9 +262,19 @@ class Checkpoint(ResumableState):
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
         """Save the finished run, unless it is saved already, and wait until that is durable."""
+        if self.monitor is not None and run.epochs_done:
+            self._warn_of_missing(run, self.monitor)
         run.accelerator.loop.saves.wait()
         if self._record.saved_at != _position(run) and not run.preempted:
             self._save(run, last=True)
+
+    def _warn_of_missing(self, run: TrainingRun, monitor: Monitor) -> None:
+        """Warn once of a metric that scores no checkpoint, as it was never logged."""
+        unlogged = monitor.name not in run.callback_metrics and self._record.best_score is None
+        if unlogged and not self._warned and run.is_global_zero:
+            self._warned = True
+            text = monitor.missing_text("Checkpoint", run.callback_metrics)
+            warn(f"{text} Without it there is no best checkpoint: log it, or change monitor=.")
 
     def on_exception(self, run: TrainingRun, model: Any, exception: BaseException) -> None:
         """Save the state of a run of one process, with ``on_exception=True``."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.callbacks.monitor import Monitor
 from accel_callbacks.callbacks.resumable_state import ResumableState
-from accel_callbacks.errors import nearest
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class EarlyStopping(ResumableState):
     Args:
         monitor: name of the logged metric.
         patience: checks without improvement before stopping, 3 by default.
-        mode: ``"min"`` (default) or ``"max"``.
+        mode: ``"min"`` (default) or ``"max"``; the default warns of a name such as accuracy.
         min_delta: smallest change that counts as improvement, 0 by default.
         check_finite: stop at once when the metric is infinite or NaN.
         stopping_threshold: stop once the metric is better than this.
@@ -69,7 +68,7 @@ class EarlyStopping(ResumableState):
         self,
         monitor: str,
         patience: int = 3,
-        mode: str = "min",
+        mode: str | None = None,
         min_delta: float = 0.0,
         check_finite: bool = True,
         *,
@@ -191,13 +190,8 @@ class EarlyStopping(ResumableState):
         return value < than if self.monitor.mode == "min" else value > than
 
     def _missing_text(self, run: TrainingRun) -> str:
-        name, logged = self.monitor.name, sorted(run.callback_metrics)
-        hint = nearest(name, logged)
-        listed = f"but {', '.join(logged)}" if logged else "and nothing else either"
-        return (
-            f"EarlyStopping watches {name!r}, which was not logged by the end of an epoch, "
-            f"{listed}.{hint} Pass strict=False if it comes later."
-        )
+        text = self.monitor.missing_text("EarlyStopping", run.callback_metrics)
+        return f"{text} Pass strict=False if it comes later."
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, the checks waited, and why the run was stopped, if it was."""

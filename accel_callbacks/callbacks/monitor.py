@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from accel_callbacks.distributed.topology import process_rank
+from accel_callbacks.errors import nearest
+from accel_callbacks.warning import warn
+
 __all__ = ["Monitor"]
+
+#: Words in the names of metrics that are better if they are larger.
+_LARGER = {
+    *("acc", "accuracy", "auc", "auprc", "auroc", "bleu", "dice", "f1", "fscore", "iou", "jaccard"),
+    *("kappa", "map", "mcc", "miou", "mrr", "ndcg", "precision", "psnr", "r2", "recall", "rouge"),
+    *("rougel", "sensitivity", "specificity", "ssim"),
+}
+#: Words with which such a name means something else.
+_NOT_LARGER = {
+    *("ce", "distance", "drop", "ece", "eer", "entropy", "err", "error", "fid", "fnr", "fpr"),
+    *("gap", "inverse", "loss", "mae", "minus", "mse", "neg", "negative", "nll", "one", "regret"),
+    *("rmse", "size", "std", "step", "steps", "time", "var", "variance"),
+}
 
 
 class Monitor:
@@ -14,7 +32,8 @@ class Monitor:
 
     Args:
         name: as given to ``accel.log``.
-        mode: ``"min"`` or ``"max"``.
+        mode: ``"min"`` or ``"max"``; ``None`` is ``"min"``, with a warning if the name says that
+            larger is better.
         min_delta: smallest change that counts as better, at least 0.
 
     Raises:
@@ -26,7 +45,14 @@ class Monitor:
         True
     """
 
-    def __init__(self, name: str, mode: str = "min", min_delta: float = 0.0) -> None:
+    def __init__(self, name: str, mode: str | None = None, min_delta: float = 0.0) -> None:
+        if mode is None:
+            mode = "min"
+            if _is_larger_better(name) and process_rank()[0] == 0:
+                warn(
+                    f"monitor={name!r} counts as better the smaller it is, as no mode was given: "
+                    'pass mode="max" if larger is better, or mode="min" if it is not.'
+                )
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r} is unknown; use 'min' or 'max'.")
         if min_delta < 0:
@@ -48,3 +74,30 @@ class Monitor:
             return True
         gain = than - value if self.mode == "min" else value - than
         return gain > self.min_delta
+
+    def missing_text(self, owner: str, logged: Collection[str]) -> str:
+        """Return that the metric was not logged, what was, and the nearest name.
+
+        Args:
+            owner: the class of the callback.
+            logged: names of the logged metrics.
+        """
+        listed = f"but {', '.join(sorted(logged))}" if logged else "and nothing else either"
+        return (
+            f"{owner} watches {self.name!r}, which was not logged by the end of an epoch, "
+            f"{listed}.{nearest(self.name, sorted(logged))}"
+        )
+
+    def is_misspelt(self, logged: Collection[str]) -> bool:
+        """Return whether a logged name differs only in case or punctuation."""
+        return self.name not in logged and _letters(self.name) in map(_letters, logged)
+
+
+def _is_larger_better(name: str) -> bool:
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    stems = {*words, *(word.rstrip("0123456789") for word in words)}  # acc5, recall@10
+    return bool(stems & _LARGER) and not stems & _NOT_LARGER and words[0] not in ("", "1")
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from accel_callbacks.callbacks.averaged_weights import Averages, Rule
 from accel_callbacks.callbacks.resumable_state import ResumableState
+from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.warning import warn
 
@@ -438,6 +439,7 @@ class EMA(Averaging):
         if not 0 <= decay <= 1:
             raise ValueError(f"decay={decay} must be between 0 and 1.")
         _check_numbers(every_n_steps=every_n_steps, start_step=start_step)
+        self._lag_checked = False
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.start_step = start_step
@@ -449,6 +451,25 @@ class EMA(Averaging):
         """Update the average every ``every_n_steps`` steps."""
         if _is_due(run.global_step, self.start_step, self.every_n_steps):
             self._update(run, optimizer)
+
+    def on_validation_start(self, run: TrainingRun, model: Any) -> None:
+        """Put the average into the models; note, once, that it is mostly the initial weights."""
+        super().on_validation_start(run, model)
+        if self._lag_checked or not self._swapped_in:
+            return
+        self._lag_checked = True
+        callbacks = getattr(run, "callbacks", ())
+        watcher = next((c for c in callbacks if getattr(c, "monitor", None) is not None), None)
+        initial = self.decay**self.updates
+        if watcher is None or self.warmup or self.start_step or initial < 0.5 or self.decay == 1:
+            return
+        reach = round(self.every_n_steps / (1 - self.decay))
+        notice(
+            f"{type(watcher).__name__} sees evaluations of the EMA, whose decay={self.decay:g} "
+            f"reaches back {reach} steps: after {run.global_step}, {initial:.0%} of it are the "
+            "initial weights. To follow training, pass a smaller decay, warmup=True, or "
+            "evaluate_with_average=False"
+        )
 
     def _rule(self, updates: int) -> Rule:
         decay = min(self.decay, (1 + updates) / (10 + updates)) if self.warmup else self.decay

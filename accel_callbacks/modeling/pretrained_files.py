@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 
@@ -24,12 +25,12 @@ def pretrained_files(model: torch.nn.Module) -> dict[str, str]:
         >>> pretrained_files(torch.nn.Linear(1, 1))
         {}
     """
-    config = vars(model).get("config")
+    config: Any = vars(model).get("config")
     if not hasattr(config, "to_json_string") or not hasattr(model, "save_pretrained"):
         return {}
     fields = {**json.loads(config.to_json_string()), "architectures": [class_of(model).__name__]}
     files = {"config.json": json.dumps(fields, indent=2, sort_keys=True)}
-    generation = vars(model).get("generation_config")
+    generation: Any = vars(model).get("generation_config")
     if hasattr(generation, "to_json_string"):
         files["generation_config.json"] = generation.to_json_string()
     return files

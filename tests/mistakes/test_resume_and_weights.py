@@ -14,7 +14,7 @@ import torch
 
 import checkpoint_io
 from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, ResumeError
-from accel_callbacks.callbacks import Checkpoint
+from accel_callbacks.callbacks import EMA, Checkpoint, EarlyStopping
 from accel_callbacks.cli.main import main
 from tests.distributed.conftest import Pool, make_pool
 
@@ -325,3 +325,82 @@ def test_ls_promises_no_more_than_it_has_checked(
     row = capsys.readouterr().out.splitlines()[-1]
     assert row.endswith(" complete")
     assert main(["ckpt", "verify", str(tmp_path)]) == 1
+
+
+# --- what callbacks watch ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping, lambda m, **k: Checkpoint(monitor=m, **k)])
+@pytest.mark.parametrize("name", ["val/accuracy", "val_acc", "f1", "mAP@50", "val/R2", "top5_acc5"])
+def test_a_metric_that_grows_needs_a_mode(callback: Any, name: str) -> None:
+    with pytest.warns(UserWarning, match='smaller it is, as no mode was given: pass mode="max"'):
+        assert callback(name).monitor.mode == "min"
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("callback", [EarlyStopping, lambda m, **k: Checkpoint(monitor=m, **k)])
+def test_a_mode_or_a_metric_that_falls_needs_no_word(callback: Any) -> None:
+    callback("val/accuracy", mode="max")
+    callback("val/accuracy", mode="min")
+    for name in ("val/loss", "1-acc", "acc_loss", "f1_error", "accumulated", "fid_score", "wer"):
+        callback(name)
+
+
+def logs(folder: Path, monitor: str, values: dict[int, dict[str, float]]) -> Checkpoint:
+    saver = Checkpoint(str(folder), monitor=monitor)
+    accel = Accelerator(cpu=True, callbacks=[saver])
+    data = accel.prepare(torch.utils.data.DataLoader(range(2)))
+    with accel.run("r") as run:
+        for epoch in run.epochs(3):
+            for _ in data:
+                pass
+            accel.log(values.get(epoch, {"train/loss": 1.0}))
+    return saver
+
+
+@pytest.mark.parametrize("name", ["val_loss", "other"])
+def test_a_monitored_metric_that_is_never_logged(tmp_path: Path, name: str) -> None:
+    with pytest.warns(UserWarning, match="watches") as caught:
+        saver = logs(tmp_path, name, {epoch: {"val/loss": 1.0} for epoch in range(3)})
+    texts = [str(warning.message) for warning in caught if "watches" in str(warning.message)]
+    assert len(texts) == 1
+    assert texts[0].startswith(f"Checkpoint watches {name!r}, which was not logged")
+    assert ("Did you mean 'val/loss'" in texts[0]) == (name == "val_loss")
+    assert saver.best_path is None
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_metric_of_every_third_epoch_needs_no_word(tmp_path: Path) -> None:
+    assert logs(tmp_path, "val/loss", {2: {"val/loss": 1.0}}).best_path is not None
+    logs(tmp_path, "val/loss", {})  # it resumes the finished run, and logs nothing
+
+
+@pytest.mark.parametrize(
+    ("options", "watched", "told"),
+    [
+        ({"decay": 0.999}, True, True),
+        ({"decay": 0.999}, False, False),
+        ({"decay": 0.5}, True, False),
+        ({"decay": 0.999, "warmup": True}, True, False),
+        ({"decay": 0.999, "evaluate_with_average": False}, True, False),
+    ],
+)
+def test_an_average_that_lags_behind_what_is_watched(
+    capsys: pytest.CaptureFixture[str], options: Any, watched: bool, told: bool
+) -> None:
+    watchers = [EarlyStopping("val/loss", patience=9)] if watched else []
+    accel = Accelerator(cpu=True, callbacks=[EMA(**options), *watchers])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer, data = accel.prepare(
+        model, SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(torch.ones(5, 2))
+    )
+    with accel.run("r") as run:
+        for _ in run.epochs(2):
+            for batch in data:
+                accel.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            with accel.evaluate(model):
+                accel.log({"val/loss": 1.0})
+    text = "EarlyStopping sees evaluations of the EMA, whose decay=0.999 reaches back 1000 steps: "
+    assert capsys.readouterr().err.count(f"{text}after 5, 100% of it") == told
