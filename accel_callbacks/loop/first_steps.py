@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 
 from accel_callbacks import collectives
+from accel_callbacks.loop.added_parameters import AddedParameters
 from accel_callbacks.loop.bare_steps import BareSteps
 from accel_callbacks.loop.clipping import CheckedClipping
 from accel_callbacks.loop.gradient_watch import GradientWatch
@@ -44,6 +45,7 @@ class FirstSteps:
         run_backward: the backward of the strategy, noted as the Accelerator's own while it matters.
         clipping: the strategy, which clips, checked likewise.
         bare_steps: watches optimizers that are not prepared.
+        added_parameters: compares prepared models with what they were.
 
     Example:
         >>> import torch, warnings
@@ -64,6 +66,8 @@ class FirstSteps:
         self.precision = precision
         self.in_backward = False
         self.bare_steps = BareSteps(loop, strategy, precision, self.warn, self._end_checks)
+        self.added_parameters = AddedParameters(loop, strategy, self.warn)
+        loop.check_parameters = self.added_parameters.check
         self._watches: list[OptimizerWatch] = []
         self._calls: list[_Calls] = []
         self._warned: set[str] = set()
@@ -79,7 +83,8 @@ class FirstSteps:
         return watch
 
     def watch_model(self, model: torch.nn.Module) -> None:
-        """Note the calls of a model whose gradients are averaged between ranks."""
+        """Note the parameters of a model, and its calls if its gradients are averaged."""
+        self.added_parameters.note(model)
         known = any(calls.model is model for calls in self._calls)
         if self._watches and not known and self.strategy.averages(model):
             self._calls.append(_Calls(model))
@@ -243,6 +248,8 @@ class OptimizerWatch:
             self._check_backward()
             self._check_averaged()
         self._check_changes(optimizer, closure)
+        if self._left in (1, _STEPS):
+            self._first.added_parameters.check()
         self.gradients.check(known=not (closure or self._plain))
         self._reset()
         self._left -= 1

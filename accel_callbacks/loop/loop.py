@@ -162,6 +162,7 @@ class Loop:
         progress: training loaders that delivered since the last micro-batch began.
         deferred: hooks to be fired by the next call of the script.
         drain_votes: carries out a vote that is under way at the end of a run.
+        check_parameters: checks at each training pass for parameters that models have got since.
         saves: saves of the training state, also in the background.
         stages: the open evaluations, the innermost last.
         used_loaders: the loaders of each phase.
@@ -214,6 +215,7 @@ class Loop:
         self.outer: DataLoaderShard | None = None
         self.own = OwnBatches(optimizers, schedulers)
         self.drain_votes: Callable[[], None] = lambda: None
+        self.check_parameters: Callable[[], None] = lambda: None
         self._cut_short = self._passed = self._ignores_stop = False
         # Of random generators: how to capture it, and what it was where a stop cut an epoch short.
         self.capture_random: Callable[[], Any] | None = None
@@ -596,6 +598,7 @@ load_state() takes the newest valid one.
             self.random_at_stop = None
             self.outer = self.used_loaders.training = loader
             self.own.drop()  # its data comes from this loader
+            self.check_parameters()
             self._warming_up = False
         loader.passes += 1
         return loader.passes

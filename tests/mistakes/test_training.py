@@ -506,6 +506,120 @@ def test_an_evaluation_on_the_training_data_is_silent():
     assert_silent(loop)
 
 
+# --- 5. parameters added after prepare --------------------------------------------------------
+
+
+def grown(accel: Accelerator, grow: Callable[..., None], *, epoch: int = 0) -> None:
+    """Train three epochs of four steps, and let the model grow before one of them."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    model, optimizer, train = accel.prepare(model, sgd(model), DataLoader(torch.ones(16, 1), 2))
+    for number in range(3):
+        if number == epoch:
+            grow(accel, accel.unwrap_model(model), optimizer)
+        for batch in train:
+            accel.backward(model(batch).square().sum() / 8)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+def clear_before(accel: Accelerator, grow: Callable[..., None], *, epoch: int = 0) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    model, optimizer, train = accel.prepare(model, sgd(model), DataLoader(torch.ones(16, 1), 2))
+    for number in range(3):
+        if number == epoch:
+            grow(accel, accel.unwrap_model(model), optimizer)
+        for batch in train:
+            optimizer.zero_grad()
+            accel.backward(model(batch).square().sum() / 8)
+            optimizer.step()
+
+
+def new_layer(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    model.append(torch.nn.Linear(1, 1))
+
+
+class Adapter(torch.nn.Module):
+    """As of peft: what was there is frozen, and the addition is trained."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base, self.scale = base, torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.base(inputs) * self.scale
+
+
+def adapter(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    model[0] = Adapter(model[0].requires_grad_(False))
+
+
+def new_layer_with_group(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    new_layer(accel, model, optimizer)
+    optimizer.add_param_group({"params": list(model[-1].parameters())})
+
+
+def new_layer_with_optimizer(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    """Of the script's own: it steps at each backward."""
+    new_layer(accel, model, optimizer)
+    own = sgd(model[-1])
+
+    def step(parameter: torch.Tensor) -> None:
+        own.step()
+
+    model[-1].bias.register_post_accumulate_grad_hook(step)
+
+
+def frozen_layer(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    model.append(torch.nn.Linear(1, 1).requires_grad_(False))
+
+
+def unfrozen(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(True)
+
+
+def unused_layer(accel: Accelerator, model: Any, optimizer: Any) -> None:
+    model[0].probe = torch.nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize("loop", [grown, clear_before])
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("grow", [new_layer, adapter])
+def test_parameters_added_after_prepare_are_told(loop, grow, epoch):
+    assert_told_once(partial(loop, grow=grow, epoch=epoch), "came after prepare() and is in no")
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(
+    "grow",
+    [new_layer_with_group, new_layer_with_optimizer, frozen_layer, unfrozen, unused_layer],
+)
+def test_additions_that_are_trained_or_not_meant_to_be_are_silent(grow, epoch):
+    assert_silent(partial(clear_before, grow=grow, epoch=epoch))
+    assert_silent(partial(grown, grow=grow, epoch=epoch))
+
+
+def test_a_lazy_layer_is_no_addition():
+    def loop(accel: Accelerator) -> None:
+        model = torch.nn.Sequential(torch.nn.LazyLinear(1), torch.nn.Linear(1, 1))
+        model(X)
+        model, optimizer = accel.prepare(model, sgd(model))
+        accumulated_steps(accel, model, optimizer)
+
+    assert_silent(loop)
+
+
+def grown_on_ranks(accel: Accelerator) -> None:
+    grown(accel, new_layer_with_group)
+
+
+@pytest.mark.distributed
+def test_added_parameters_that_ranks_do_not_average_are_told(pool):
+    (message,), nothing = pool.run(on_rank, "grown_on_ranks", {})
+    assert "the processes do not average its gradients" in message
+    assert nothing == []
+
+
 # --- 6. parameters of an iterator that is used up ---------------------------------------------
 
 
