@@ -60,6 +60,7 @@ class FirstSteps:
         """Return the watch of a new optimizer."""
         watch = OptimizerWatch(self, optimizer)
         self._watches.append(watch)
+        self.loop.unprepared_steps.watch()
         self.run_backward = self._noted_backward
         for model in self.loop.models:
             self.watch_model(model)
@@ -78,6 +79,7 @@ class FirstSteps:
             self._watches.remove(watch)
         if not self._watches:
             self.run_backward = self.strategy.backward
+            self.loop.unprepared_steps.stop()
             for calls in self._calls:
                 calls.handle.remove()
             self._calls.clear()
