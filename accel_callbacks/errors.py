@@ -5,7 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["DistributedOperationException", "LostRankError", "RemoteError", "ResumeError"]
+__all__ = [
+    "NO_MODEL",
+    "DistributedOperationException",
+    "LostRankError",
+    "RemoteError",
+    "ResumeError",
+]
 
 
 class RemoteError(RuntimeError):
@@ -58,6 +64,14 @@ class DistributedOperationException(RuntimeError):
         >>> issubclass(DistributedOperationException, RuntimeError)
         True
     """
+
+
+#: Of a checkpoint of a run that had prepared no model, to be formatted with its path.
+NO_MODEL = (
+    "{} holds no model: the run that saved it had prepared none, and what it trained is lost. "
+    "Pass the model to accel.prepare(), and start afresh: accel.run(resume=False), or another "
+    "folder."
+)
 
 
 class ResumeError(RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from accel_callbacks.checkpoint.project import (
 from accel_callbacks.checkpoint.restore import LoadOptions, find, restore_from, restore_newest
 from accel_callbacks.checkpoint.selection import Only, Rename, Selection
 from accel_callbacks.checkpoint.tensor_file import save_tensors, save_text, writable_folder
+from accel_callbacks.checkpoint.trained_parameters import require_prepared_steps, require_saved
 from accel_callbacks.checkpoint.training_state import ExtraFiles, TrainingState, without_frozen
 from accel_callbacks.distributed.abort import refuse_aborted_group
 from accel_callbacks.distributed.failures import meet, shared_failure
@@ -61,6 +63,7 @@ class Checkpointer:
 
     def __init__(self, training: TrainingState) -> None:
         self.training = training
+        training.loop.require_prepared_steps = partial(require_prepared_steps, training)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -168,6 +171,8 @@ class Checkpointer:
         """Return the state as the hooks leave it, and metadata that identify it."""
         training = self.training
         with shared_failure("save_state"):
+            require_saved(training, "save_state")
+            require_prepared_steps(training)
             shared, local = training.capture()
             extra = ExtraFiles(url) if training.pre_hooks.save_some else None
         with shared_failure("save_state"):

@@ -128,6 +128,9 @@ class Registered:
         """The names of the saved states."""
         return list(self._objects)
 
+    def __contains__(self, one: Any) -> bool:
+        return self._name_of(one) is not None
+
     def add(self, *objects: Any, **named: Any) -> None:
         """Register objects once each; those without a name get the name of their class.
 

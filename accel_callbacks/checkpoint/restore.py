@@ -31,11 +31,12 @@ from accel_callbacks.checkpoint.open import (
 from accel_callbacks.checkpoint.open_window import OpenWindow, read_window, restore_window
 from accel_callbacks.checkpoint.project import number_of
 from accel_callbacks.checkpoint.selection import Selection, all_keys
+from accel_callbacks.checkpoint.trained_parameters import require_saved
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.data.stream import with_local_state
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.rng import devices_of, restore_rng
-from accel_callbacks.errors import ResumeError
+from accel_callbacks.errors import NO_MODEL, ResumeError
 from accel_callbacks.gradients import local_part
 from accel_callbacks.logging import notice
 from accel_callbacks.strategies.optimizer_state import parameter_names
@@ -400,6 +401,8 @@ def make_ready(
     selection, state = options.selection, content.state
     selection.check(all_keys(state))
     part = selection.apply(state)
+    if training.models and _is_empty(state) and not selection.partial:
+        raise ResumeError(NO_MODEL.format(reader.path))
     indices = {kind: chosen_indices(training, part, kind, selection) for kind in _KINDS}
     if not selection.renames:  # the fingerprints have the names of the save
         compare_frozen(training, part, indices["models"], options.strict)
@@ -409,6 +412,8 @@ def make_ready(
     local = rank_part(training, reader.manifest, part, content.local, selection, options.strict)
     check_classes(training, part, indices, options.strict)
     _optimizer_states(training, part, indices["optimizers"])
+    if not selection.partial:
+        require_saved(training, _WHERE, ResumeError)
     if selection.takes("callbacks"):
         dispatch = training.loop.dispatch
         dispatch.claim_keys(state["callbacks"], state.get("callback_options", {}))
@@ -533,6 +538,7 @@ def _restore_place(training: TrainingState, ready: Ready, selection: Selection) 
     if selection.takes("run"):
         run.load_state_dict(state["run"])
         run.resumed_from = ready.report.path
+        run.resumed_without_model = _is_empty(state) and not selection.partial
     for index in ready.indices["loaders"]:
         loader = training.loaders[index]
         loader.load_state_dict(with_local_state(state["loaders"], ready.local, str(index)))
@@ -540,6 +546,11 @@ def _restore_place(training: TrainingState, ready: Ready, selection: Selection) 
             loader.end_pass()
         elif loader.done:
             loader.skip_next_pass()  # the open epoch has read it to the end
+
+
+def _is_empty(state: Mapping[str, Any]) -> bool:
+    """Return whether nothing that is trained was saved; registered objects may be trained."""
+    return not (state["models"] or state["registered"]["objects"])
 
 
 def _same_types(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:

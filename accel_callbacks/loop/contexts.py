@@ -16,6 +16,7 @@ from accel_callbacks.checkpoint.borrowed_weights import BorrowedWeights
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
 from accel_callbacks.checkpoint.open import LoadFailed, together
 from accel_callbacks.checkpoint.restore import LoadOptions
+from accel_callbacks.checkpoint.trained_parameters import require_saved
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.distributed.abort import abort_run, refuse_aborted_group, watch_for_failures
@@ -223,6 +224,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         if before.awaits_training:
             self._run.load_state_dict(before.state_dict())
             self._run.resumed_from = before.resumed_from
+            self._run.resumed_without_model = before.resumed_without_model
             return
         for loader in self._loop.loaders:
             loader.rewind()
@@ -278,6 +280,8 @@ class RunContext(AbstractContextManager[TrainingRun]):
 
     def _restore(self) -> None:
         run = self._run
+        if self._loop.savers:
+            require_saved(self._checkpointer.training, "run")
         if run.resumed_from is not None:
             self._report(run.resumed_from)
         elif self._path is not None:

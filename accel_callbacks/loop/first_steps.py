@@ -77,6 +77,7 @@ class FirstSteps:
         """Return the watch of a new optimizer."""
         watch = OptimizerWatch(self, optimizer)
         self._watches.append(watch)
+        self.loop.unprepared_steps.watch()
         self._begin_checks()
         for model in self.loop.models:
             self.watch_model(model)
@@ -96,6 +97,7 @@ class FirstSteps:
             self._watches.remove(watch)
         if not self._watches:
             self.bare_steps.finish()
+            self.loop.unprepared_steps.stop()
             for calls in self._calls:
                 calls.handle.remove()
             self._calls.clear()

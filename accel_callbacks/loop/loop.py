@@ -28,6 +28,7 @@ from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.gradient_window import GradientWindow
 from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.run import TrainingRun, length_of
+from accel_callbacks.loop.unprepared_steps import UnpreparedSteps
 from accel_callbacks.precision.base import StepFinding
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
@@ -155,6 +156,8 @@ class Loop:
     Attributes:
         outer: the loader of the training pass, None outside of one.
         model: the first prepared model that has an optimizer, as the user built it; hooks get it.
+        unprepared_steps: the optimizers that step without being prepared.
+        require_prepared_steps: raises for them in a run, and warns in another loop.
         own: the batches of a loop that iterates no prepared loader.
         active: loaders being iterated, the innermost last.
         worked: True once the current training batch was trained on.
@@ -213,6 +216,8 @@ class Loop:
         # Steps to be counted, and None where a batch began.
         self._unsettled: deque[tuple[torch.optim.Optimizer, StepFinding] | None] = deque()
         self.outer: DataLoaderShard | None = None
+        self.unprepared_steps = UnpreparedSteps(optimizers)
+        self.require_prepared_steps: Callable[[], None] = lambda: None
         self.own = OwnBatches(optimizers, schedulers)
         self.drain_votes: Callable[[], None] = lambda: None
         self.check_parameters: Callable[[], None] = lambda: None
@@ -432,6 +437,7 @@ load_state() takes the newest valid one.
         # Before the hooks, because a `setup` that logs or saves comes here again.
         self._fit_started, self.stop_consumed = True, False
         self._count_batches()
+        self.unprepared_steps.begin()
         self.fire("setup", "fit")
         if restore is not None:
             restore()
@@ -523,6 +529,8 @@ load_state() takes the newest valid one.
         """Reset, so that another run can start."""
         self._fit_started = self._train_started = self.epochs_counted = False
         self._ended = self.run
+        if not self.optimizers:
+            self.unprepared_steps.stop()
         # The stop of a run that is over must not end a plain loop that follows in the script.
         self._pending_teardowns, self.stop_consumed = None, self.run.should_stop
         self._drop_passes()
@@ -535,6 +543,8 @@ load_state() takes the newest valid one.
         self.used_loaders.clear()
         self.window.normalizer.forget()
         self.window.dirty = self._passed = False
+        self.unprepared_steps.stop()
+        self.unprepared_steps.forget()
 
     def _drop_passes(self) -> None:
         """Close all passes over loaders."""
@@ -561,6 +571,8 @@ load_state() takes the newest valid one.
             self.run.epochs_done = epoch + 1
             if counted:
                 self.run.first_epoch = epoch + 1
+        if self.savers:  # which may wait for counted steps, and save only once the run is over
+            self.require_prepared_steps()
         self.fire("on_train_epoch_end")
 
     def open_plain_epoch(self, epoch: int) -> None:

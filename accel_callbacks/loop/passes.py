@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_callbacks import collectives
 from accel_callbacks.data.loader import DataLoaderShard
+from accel_callbacks.errors import NO_MODEL, ResumeError
 from accel_callbacks.logging import notice
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.loop.resumed_skip import told_of_skips
@@ -61,6 +62,8 @@ class Passes:
         run.epochs_done = run.first_epoch
         self.boundary.vote()
         if run.epochs_done >= total:
+            if run.resumed_without_model:
+                raise ResumeError(NO_MODEL.format(run.resumed_from))
             done = "1 epoch is" if run.epochs_done == 1 else f"{run.epochs_done} epochs are"
             notice(f"nothing left to do: {done} done")
         if run.should_stop or run.epochs_done >= total:

@@ -409,6 +409,7 @@ class TrainingRun(TrainerAttributes):
         self.callback_metrics: dict[str, Any] = {}
         self.metric_origins: dict[str, str] = {}
         self.resumed_from: str | None = None
+        self.resumed_without_model = False  # the checkpoint holds nothing that was trained
         self.first_epoch = 0
         # The step that load_state restored, until another run takes it over.
         self.loaded_step: int | None = None

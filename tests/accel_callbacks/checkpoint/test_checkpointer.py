@@ -324,6 +324,7 @@ def test_tied_and_frozen_parameters_parts_of_models_and_parameters_of_none(tmp_p
         scale = torch.nn.Parameter(torch.rand(()))
         first = torch.optim.Adam([model.one.weight, scale], lr=0.1)
         second = torch.optim.SGD(model.norm.parameters(), lr=0.1, momentum=0.9)
+        accel.register_for_checkpointing(scale=torch.nn.ParameterList([scale]))
         return accel, scale, *accel.prepare(model, first, second)
 
     accel, scale, model, first, second = build()
@@ -331,8 +332,9 @@ def test_tied_and_frozen_parameters_parts_of_models_and_parameters_of_none(tmp_p
     for optimizer in (first, second):
         optimizer.step()
     accel.save_state(tmp_path / "c")
-    fresh, _, other, its_first, its_second = build()
+    fresh, its_scale, other, its_first, its_second = build()
     fresh.load_state(tmp_path / "c")
+    assert same(its_scale, scale)
     assert same(other.state_dict(), model.state_dict())
     assert other.two.weight is other.one.weight
     assert not other.frozen.weight.requires_grad

@@ -1,0 +1,123 @@
+"""The optimizers that step without being prepared, noted in the first steps of a training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+__all__ = ["UnpreparedSteps"]
+
+_STEPS = 3
+
+
+class UnpreparedSteps:
+    """Notes which optimizers step outside of the ``step`` of a prepared one, while it watches.
+
+    Steps within backward are those of optimizers that a user hooks to gradients: they cannot be
+    prepared. An optimizer is kept weakly: one that is made anew for each task, as for the inner
+    loop of meta-learning, has nothing to be saved.
+
+    Args:
+        optimizers: the prepared optimizers, a list that grows.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.loop.unprepared_steps import UnpreparedSteps
+        >>> steps, weight = UnpreparedSteps([]), torch.ones(1, requires_grad=True)
+        >>> steps.watch()
+        >>> optimizer = torch.optim.SGD([weight], 0.1)
+        >>> optimizer.step()
+        >>> steps.stop()
+        >>> steps.unprepared == [optimizer], steps.bypassed
+        (True, [])
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = optimizers
+        self._noted: list[tuple[ref[torch.optim.Optimizer], bool]] = []
+        self._left = 0
+        self._remove: Callable[[], Any] | None = None
+
+    @property
+    def unprepared(self) -> list[torch.optim.Optimizer]:
+        """Those that were not prepared, and are not now."""
+        return [one for one, prepared in self._alive() if not prepared and not self._has(one)]
+
+    @property
+    def bypassed(self) -> list[torch.optim.Optimizer]:
+        """Those inside of a prepared one, which have stepped past it."""
+        return [one for one, prepared in self._alive() if prepared]
+
+    def begin(self) -> None:
+        """Forget what stepped before a run, which may have no prepared optimizer to watch for."""
+        self._noted.clear()
+        if not self._optimizers:
+            self.watch()
+
+    def watch(self) -> None:
+        """Note the next steps of all optimizers of this process."""
+        self._left = _STEPS
+        if self._remove is None:
+            handle = register_optimizer_step_post_hook(_note(ref(self)))
+            self._remove = finalize(self, handle.remove)
+
+    def stop(self) -> None:
+        """Remove the hook from torch's optimizers; what was noted stays."""
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+
+    def forget(self) -> None:
+        """Forget what was noted."""
+        self._noted.clear()
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step, unless it belongs to that of a prepared optimizer."""
+        prepared = self._has(optimizer)
+        outside = not _in_prepared_step() and torch._C._current_graph_task_id() == -1
+        if outside and not any(known is optimizer for known, _ in self._alive()):
+            self._noted.append((ref(optimizer), prepared))
+        # Not removed here: torch is iterating its hooks.
+        if self._left and (outside or not prepared):
+            self._left -= 1
+
+    @property
+    def watching(self) -> bool:
+        """True until enough steps were noted."""
+        return self._left > 0
+
+    def _has(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(prepared.optimizer is optimizer for prepared in self._optimizers)
+
+    def _alive(self) -> list[tuple[torch.optim.Optimizer, bool]]:
+        noted = ((known(), prepared) for known, prepared in self._noted)
+        return [(optimizer, prepared) for optimizer, prepared in noted if optimizer is not None]
+
+
+def _note(steps: ref[UnpreparedSteps]) -> Callable[..., None]:
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # nothing of this belongs into a graph
+            return
+        alive = steps()
+        if alive is not None and alive.watching:
+            alive.note(optimizer)
+
+    return note
+
+
+def _in_prepared_step() -> bool:
+    """Return whether a prepared optimizer is stepping, also one of another Accelerator."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and (
+            frame.f_globals.get("__name__") == "accel_callbacks.optimizer"
+        ):
+            return True
+        frame = frame.f_back
+    return False
