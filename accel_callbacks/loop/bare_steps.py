@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -65,8 +67,11 @@ class BareSteps:
     def renew(self) -> None:
         """Watch from the next backward on, as for the first time."""
         self._left = _STEPS
-        self._own: ref[torch.optim.Optimizer] | None = None  # the first one without a model
+        # Without a prepared model: an optimizer that stepped, and whether a backward reached it.
+        self._own: ref[torch.optim.Optimizer] | None = None
+        self._reached = False
         self._gradients: list[torch.Tensor] = []
+        self._versions: list[tuple[int, int]] = []
 
     def finish(self) -> None:
         """Remove the hook."""
@@ -77,6 +82,10 @@ class BareSteps:
             self._handle = None
         self._on_finish()
 
+    def before_backward(self) -> None:
+        """Note the gradients before ``accel.backward``."""
+        self._versions = _versions(self._alone())
+
     def note_backward(self) -> None:
         """Note that ``accel.backward`` has run."""
         if self._left <= 0:  # not at the step itself, where torch iterates over the hooks
@@ -84,6 +93,7 @@ class BareSteps:
         elif self._handle is None:
             # Weak, because the hook is the process's and must not keep an Accelerator alive.
             self._handle = register_optimizer_step_pre_hook(_check(ref(self)))
+        self._reached = self._versions != _versions(self._alone())
         self._note_gradients()
 
     @contextmanager
@@ -94,16 +104,16 @@ class BareSteps:
         yield
         self._note_gradients()
 
+    def _alone(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer that stepped without a prepared model."""
+        return None if self._own is None else self._own()
+
     def _note_gradients(self) -> None:
-        optimizer = None if self._own is None else self._own()
-        if optimizer is not None:
-            self._gradients = _sample(optimizer)
+        self._gradients = _sample(self._alone())
 
     def _has_kept(self) -> bool:
         """Return whether the gradients are those of the last backward or clipping."""
-        optimizer = None if self._own is None else self._own()
-        now = [] if optimizer is None else _sample(optimizer)
-        before = self._gradients
+        before, now = self._gradients, _sample(self._alone())
         return len(before) == len(now) and all(map(torch.equal, before, now))
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -117,10 +127,16 @@ class BareSteps:
         if not any(known is optimizer for known in inside) and trained & _parameters(inside):
             return
         models = self._loop.models
-        if not models:
-            self._check_apart(optimizer, trained)
-        if not models or trained & {id(p) for model in models for p in model.parameters()}:
+        if models:
+            if trained & {id(p) for model in models for p in model.parameters()}:
+                self._check_window(optimizer)
+        elif not self._reached:
+            # It may have nothing to do with this Accelerator: the next backward tells.
+            self._own = ref(optimizer)
+        elif self._alone() is optimizer:
+            self._check_apart(trained)
             self._check_window(optimizer)
+        self._reached = self._reached and self._alone() is not optimizer
 
     def _check_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of a step between the micro-batches of a window, or with scaled gradients."""
@@ -149,17 +165,11 @@ class BareSteps:
         )
         self._left = 0
 
-    def _check_apart(self, optimizer: torch.optim.Optimizer, trained: Collection[int]) -> None:
+    def _check_apart(self, trained: Collection[int]) -> None:
         """Warn of gradients without a prepared model, which stay on their rank."""
         ranks = self._strategy.data_world
-        if ranks == 1 or not self._loop.window.touched:
-            return
-        if self._own is None:
-            self._own = ref(optimizer)
-        if self._own() is not optimizer or not self._gradients:
-            return
         # A script may average by itself, or wrap the model by itself.
-        if self._has_kept() and not _is_wrapped(trained):
+        if ranks > 1 and self._has_kept() and not _is_wrapped(trained):
             self._warn(
                 "bare model",
                 f"no model is prepared, so that the {ranks} processes do not average their "
@@ -167,17 +177,28 @@ class BareSteps:
                 "accel.prepare(model, optimizer, loader)` before the loop. If each process is to "
                 "train a model of its own, call loss.backward() instead of accel.backward(loss).",
             )
-        self._left = 0
+            self._left = 0
 
 
 def _check(watch: ref[BareSteps]) -> Callable[..., None]:
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = watch()
         # Within backward, each parameter may have an optimizer of its own.
-        if alive is not None and torch._C._current_graph_task_id() == -1:
-            alive.check(optimizer)
+        if alive is None or torch._C._current_graph_task_id() != -1 or _is_prepared_step():
+            return
+        alive.check(optimizer)
 
     return check
+
+
+def _is_prepared_step() -> bool:
+    """Return whether a prepared optimizer steps now, maybe that of another Accelerator."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accel_callbacks.optimizer":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _parameters(optimizers: Collection[torch.optim.Optimizer]) -> set[int]:
@@ -185,10 +206,19 @@ def _parameters(optimizers: Collection[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
 
-def _sample(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _gradients(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    held = (parameter for group in groups for parameter in group["params"])
+    return [parameter.grad for parameter in held if parameter.grad is not None]
+
+
+def _versions(optimizer: torch.optim.Optimizer | None) -> list[tuple[int, int]]:
+    return [(id(gradient), gradient._version) for gradient in _gradients(optimizer)]
+
+
+def _sample(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """Return copies of the first elements of each gradient."""
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    dense = (p.grad for p in held if p.grad is not None and not p.grad.is_sparse)
+    dense = (gradient for gradient in _gradients(optimizer) if not gradient.is_sparse)
     return [local_part(gradient).flatten()[:64].clone() for gradient in dense]
 
 

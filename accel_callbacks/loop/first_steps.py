@@ -118,6 +118,7 @@ class FirstSteps:
     def _noted_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         for watch in self._watches:
             watch.gradients.before_backward()
+        self.bare_steps.before_backward()
         self.in_backward = True
         try:
             self.strategy.backward(loss, **kwargs)

@@ -288,6 +288,18 @@ def test_the_hook_on_all_optimizers_is_removed():
         assert len(_global_optimizer_pre_hooks) == before
 
 
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+def test_an_accelerator_that_is_not_used_any_more_is_silent(mixed_precision):
+    options = {"mixed_precision": mixed_precision, "gradient_accumulation_steps": 2}
+    for prepare in (lambda model: model, Accelerator(cpu=True, **options).prepare):
+        stale = Accelerator(cpu=True, **options)
+        with stale.accumulate():
+            stale.backward(prepare(torch.nn.Linear(1, 1))(X).sum())
+        assert_silent(own_backward)
+        assert_silent(scheduler_prepared, **options)
+        assert stale.window.is_open
+
+
 def averaged_by_hand(accel: Accelerator) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = sgd(model)
@@ -329,7 +341,7 @@ def wrapped_by_hand(accel: Accelerator) -> None:
 def own_backward(accel: Accelerator) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = sgd(model)
-    for _ in range(3):
+    for _ in range(6):
         model(X).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
