@@ -116,9 +116,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for parameter in held if parameter.requires_grad]
 
 
-def _not_saved(
-    training: TrainingState, parameters: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
+def _not_saved(training: TrainingState, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters that are in no other part of a checkpoint either."""
     dispatch = training.loop.dispatch
     if training.pre_hooks.save_some or dispatch.saves_differ_between_ranks:
