@@ -1232,6 +1232,8 @@ class Accelerator(ProcessControl, MediaLogging):
             ValueError: ``safe_serialization=False``, which means pickle; an unknown ``when_busy``;
                 ``save_on_each_node`` of the project on several nodes.
             ResumeError: the last ``load_state`` failed midway.
+            RuntimeError: a prepared optimizer trains what the checkpoint would not hold; or, in a
+                run, an optimizer has stepped that was not prepared.
             RemoteError: a hook or a callback's ``state_dict`` failed on another rank; likewise.
 
         Example:
@@ -1605,7 +1607,9 @@ class Accelerator(ProcessControl, MediaLogging):
 
         Raises:
             ResumeError: the newest checkpoint is of a run with another name or config; or it does
-                not fit what was prepared. Nothing was loaded.
+                not fit what was prepared, or holds no model. Nothing was loaded.
+            RuntimeError: a ``Checkpoint`` callback saves, and would not save all that a prepared
+                optimizer trains: pass the model to :meth:`prepare` too.
             TypeError: ``config`` is none of these.
             SystemExit: at the exit, after a preemption for which a callback has set
                 ``run.exit_code``; everything is closed by then.
