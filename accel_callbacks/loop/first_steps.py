@@ -12,7 +12,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.loop.added_parameters import AddedParameters
 from accel_callbacks.loop.bare_steps import BareSteps
-from accel_callbacks.loop.clipping import CheckedClipping
+from accel_callbacks.loop.clipper import CheckedClipping
 from accel_callbacks.loop.gradient_watch import GradientWatch
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision

@@ -63,15 +63,17 @@ class UnpreparedSteps:
     def watch(self) -> None:
         """Note the next steps of all optimizers of this process."""
         self._left = _STEPS
+        _remove_dead()
         if self._remove is None:
             handle = register_optimizer_step_post_hook(_note(ref(self)))
-            self._remove = finalize(self, handle.remove)
+            self._remove = finalize(self, _remove, handle)
 
     def stop(self) -> None:
         """Remove the hook from torch's optimizers; what was noted stays."""
         if self._remove is not None:
             self._remove()
             self._remove = None
+        _remove_dead()
 
     def forget(self) -> None:
         """Forget what was noted."""
@@ -80,7 +82,9 @@ class UnpreparedSteps:
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step, unless it belongs to that of a prepared optimizer."""
         prepared = self._has(optimizer)
-        outside = not _in_prepared_step() and torch._C._current_graph_task_id() == -1
+        # Also one of another Accelerator.
+        in_prepared_step = _is_called_from("accel_callbacks.optimizer", "step")
+        outside = not in_prepared_step and torch._C._current_graph_task_id() == -1
         if outside and not any(known is optimizer for known, _ in self._alive()):
             self._noted.append((ref(optimizer), prepared))
         # Not removed here: torch is iterating its hooks.
@@ -100,6 +104,21 @@ class UnpreparedSteps:
         return [(optimizer, prepared) for optimizer, prepared in noted if optimizer is not None]
 
 
+_dead: list[Any] = []  # hooks that are to be removed
+
+
+def _remove(handle: Any) -> None:
+    """Remove a hook, later if garbage is collected while torch iterates its hooks."""
+    _dead.append(handle)
+    if not _is_called_from("torch.optim.optimizer", "wrapper"):
+        _remove_dead()
+
+
+def _remove_dead() -> None:
+    while _dead:
+        _dead.pop().remove()
+
+
 def _note(steps: ref[UnpreparedSteps]) -> Callable[..., None]:
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # nothing of this belongs into a graph
@@ -111,13 +130,11 @@ def _note(steps: ref[UnpreparedSteps]) -> Callable[..., None]:
     return note
 
 
-def _in_prepared_step() -> bool:
-    """Return whether a prepared optimizer is stepping, also one of another Accelerator."""
+def _is_called_from(module: str, function: str) -> bool:
+    """Return whether a function is running, of which this is a part."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "step" and (
-            frame.f_globals.get("__name__") == "accel_callbacks.optimizer"
-        ):
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
             return True
         frame = frame.f_back
     return False

@@ -219,7 +219,7 @@ def test_a_multi_step_scheduler_keeps_its_counter_through_a_checkpoint(tmp_path)
     def build():
         accel, model = Accelerator(cpu=True), linear()
         raw = sgd(model)
-        return accel, accel.prepare(raw, MAKERS["SequentialLR"](raw))[1]
+        return accel, accel.prepare(model, raw, MAKERS["SequentialLR"](raw))[2]
 
     accel, scheduler = build()
     before = scheduler._schedulers[1].milestones
@@ -249,7 +249,7 @@ def test_reduce_on_plateau_gets_its_metric_and_keeps_it_through_a_checkpoint(tmp
         accel, model = Accelerator(cpu=True), linear()
         raw = sgd(model)
         plateau = lr_scheduler.ReduceLROnPlateau(raw, patience=1, factor=0.5)
-        return accel, *accel.prepare(raw, plateau)
+        return accel, *accel.prepare(model, raw, plateau)[1:]
 
     accel, optimizer, scheduler = build()
     for metric in (1.0, 1.0):

@@ -41,6 +41,7 @@ with accel.run("fit") as run:
         for batch in loader:
             accel.backward(model(batch).sum())
             optimizer.step()
+            optimizer.zero_grad()
 """
 
 

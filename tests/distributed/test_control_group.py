@@ -23,8 +23,9 @@ from accel_callbacks.distributed.topology import destroy_topology
 
 pytestmark = pytest.mark.distributed
 TIMEOUT = timedelta(seconds=25)
-CALLS = ("all_reduce", "all_gather_into_tensor", "broadcast", "barrier", "all_gather_object",
-         "broadcast_object_list")  # fmt: skip
+# torch 2.13 renamed it.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+CALLS = ("all_reduce", GATHER, "broadcast", "barrier", "all_gather_object", "broadcast_object_list")
 
 
 @contextmanager

@@ -349,7 +349,7 @@ def test_a_mode_or_a_metric_that_falls_needs_no_word(callback: Any) -> None:
 def logs(folder: Path, monitor: str, values: dict[int, dict[str, float]]) -> Checkpoint:
     saver = Checkpoint(str(folder), monitor=monitor)
     accel = Accelerator(cpu=True, callbacks=[saver])
-    data = accel.prepare(torch.utils.data.DataLoader(range(2)))
+    _, data = accel.prepare(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(range(2)))
     with accel.run("r") as run:
         for epoch in run.epochs(3):
             for _ in data:

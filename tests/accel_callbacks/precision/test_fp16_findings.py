@@ -23,6 +23,7 @@ COUNTS = [1, 1, 2, 3, 3, 3, 4]
 def fp16(*callbacks: Callback, fused: bool = True):
     accel = Accelerator(cpu=True, mixed_precision="fp16", callbacks=callbacks)
     weight = torch.nn.Parameter(torch.ones(2))
+    accel.register_for_checkpointing(torch.nn.ParameterList([weight]))
     return accel, weight, accel.prepare(torch.optim.AdamW([weight], lr=0.5, fused=fused))
 
 

@@ -54,6 +54,7 @@ def fp16(*callbacks: Callback, **options):
     """An Accelerator with one weight and its optimizer."""
     accel = Accelerator(cpu=True, mixed_precision="fp16", callbacks=callbacks, **options)
     weight = torch.nn.Parameter(torch.ones(2))
+    accel.register_for_checkpointing(torch.nn.ParameterList([weight]))
     return accel, weight, accel.prepare(torch.optim.SGD([weight], lr=0.5))
 
 
