@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 
 from accel_callbacks import Accelerator, init_empty_weights
@@ -101,6 +102,9 @@ def test_several_adapters_are_where_peft_has_them(tmp_path):
 
 
 def test_an_adapter_that_transformers_added_is_read_by_both(tmp_path):
+    wanted = transformers.integrations.peft.MIN_PEFT_VERSION
+    if Version(peft.__version__) < Version(wanted):  # which may not be released yet
+        pytest.skip(f"this transformers works with peft {wanted} or newer only")
     model = language_model()
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     changed(model)
