@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -15,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_callbacks.gradients import has_gradients, local_part
 from accel_callbacks.loop.loop import Loop
+from accel_callbacks.loop.step_hooks import attach, in_prepared_step
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategies import Strategy
 
@@ -61,7 +60,7 @@ class BareSteps:
         self._precision = precision
         self._warn = warn
         self._on_finish = on_finish
-        self._handle: Any = None
+        self._remove: Callable[[], Any] | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -77,9 +76,9 @@ class BareSteps:
         """Remove the hook."""
         self._left = 0
         self._own, self._gradients = None, []
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
         self._on_finish()
 
     def before_backward(self) -> None:
@@ -90,9 +89,8 @@ class BareSteps:
         """Note that ``accel.backward`` has run."""
         if self._left <= 0:  # not at the step itself, where torch iterates over the hooks
             self.finish()
-        elif self._handle is None:
-            # Weak, because the hook is the process's and must not keep an Accelerator alive.
-            self._handle = register_optimizer_step_pre_hook(_check(ref(self)))
+        elif self._remove is None:
+            self._remove = attach(register_optimizer_step_pre_hook, _check(ref(self)), self)
         self._reached = self._versions != _versions(self._alone())
         self._note_gradients()
 
@@ -184,21 +182,11 @@ def _check(watch: ref[BareSteps]) -> Callable[..., None]:
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = watch()
         # Within backward, each parameter may have an optimizer of its own.
-        if alive is None or torch._C._current_graph_task_id() != -1 or _is_prepared_step():
+        if alive is None or torch._C._current_graph_task_id() != -1 or in_prepared_step():
             return
         alive.check(optimizer)
 
     return check
-
-
-def _is_prepared_step() -> bool:
-    """Return whether a prepared optimizer steps now, maybe that of another Accelerator."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "accel_callbacks.optimizer":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _parameters(optimizers: Collection[torch.optim.Optimizer]) -> set[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from accel_callbacks.loop.step_hooks import attach, in_prepared_step
 
 __all__ = ["UnpreparedSteps"]
 
@@ -63,17 +63,14 @@ class UnpreparedSteps:
     def watch(self) -> None:
         """Note the next steps of all optimizers of this process."""
         self._left = _STEPS
-        _remove_dead()
         if self._remove is None:
-            handle = register_optimizer_step_post_hook(_note(ref(self)))
-            self._remove = finalize(self, _remove, handle)
+            self._remove = attach(register_optimizer_step_post_hook, _note(ref(self)), self)
 
     def stop(self) -> None:
         """Remove the hook from torch's optimizers; what was noted stays."""
         if self._remove is not None:
             self._remove()
             self._remove = None
-        _remove_dead()
 
     def forget(self) -> None:
         """Forget what was noted."""
@@ -82,9 +79,7 @@ class UnpreparedSteps:
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step, unless it belongs to that of a prepared optimizer."""
         prepared = self._has(optimizer)
-        # Also one of another Accelerator.
-        in_prepared_step = _is_called_from("accel_callbacks.optimizer", "step")
-        outside = not in_prepared_step and torch._C._current_graph_task_id() == -1
+        outside = not in_prepared_step() and torch._C._current_graph_task_id() == -1
         if outside and not any(known is optimizer for known, _ in self._alive()):
             self._noted.append((ref(optimizer), prepared))
         # Not removed here: torch is iterating its hooks.
@@ -104,21 +99,6 @@ class UnpreparedSteps:
         return [(optimizer, prepared) for optimizer, prepared in noted if optimizer is not None]
 
 
-_dead: list[Any] = []  # hooks that are to be removed
-
-
-def _remove(handle: Any) -> None:
-    """Remove a hook, later if garbage is collected while torch iterates its hooks."""
-    _dead.append(handle)
-    if not _is_called_from("torch.optim.optimizer", "wrapper"):
-        _remove_dead()
-
-
-def _remove_dead() -> None:
-    while _dead:
-        _dead.pop().remove()
-
-
 def _note(steps: ref[UnpreparedSteps]) -> Callable[..., None]:
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # nothing of this belongs into a graph
@@ -128,13 +108,3 @@ def _note(steps: ref[UnpreparedSteps]) -> Callable[..., None]:
             alive.note(optimizer)
 
     return note
-
-
-def _is_called_from(module: str, function: str) -> bool:
-    """Return whether a function is running, of which this is a part."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False

@@ -395,6 +395,18 @@ def test_no_hook_is_left_on_torchs_optimizers_after_the_first_steps():
     assert not set(hooks) - before
 
 
+def test_an_accelerator_that_is_gone_leaves_no_hook_on_torchs_optimizers():
+    hooks = optimizers._global_optimizer_pre_hooks
+    before = set(hooks)
+    accel, model = Accelerator(cpu=True), Net()
+    model, optimizer = accel.prepare(model, sgd(model))
+    accel.backward(model(torch.ones(2, 2)).sum())
+    assert len(set(hooks) - before) == 1
+    del accel, model, optimizer
+    gc.collect()
+    assert not set(hooks) - before
+
+
 # --- two processes ----------------------------------------------------------------------------
 
 SHORT = {"timeout": timedelta(seconds=30)}
