@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_callbacks import collectives
@@ -70,7 +71,7 @@ def _broadcast(buffers: Sequence[torch.Tensor]) -> None:
     if collectives.rank() == 0:
         return
     # An earlier forward may have saved them for a backward that is still to come, as DDP has it.
-    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-        for buffer, received in zip(buffers, flat.split(list(map(len, sent))), strict=True):
+    with _unsafe_preserve_version_counter(tuple(buffers)):
+        for buffer, received in zip(buffers, torch.split(flat, list(map(len, sent))), strict=True):
             # A copy, because a buffer may begin at a byte that is no multiple of its size.
             buffer.copy_(received.clone().view(buffer.dtype).view(buffer.shape))

@@ -188,8 +188,10 @@ class UnitAgreement:
 
     def _wait(self, key: str, event: _Event) -> Any:
         """Return the value of a key that another rank sets."""
-        # Less than the collectives of the others, which would end without knowing why.
-        deadline = time.monotonic() + 0.9 * collectives.group_timeout().total_seconds()
+        # Where this rank has changed, less than the collectives of the others, which would end
+        # without knowing why; else more, as they may know why they do not come.
+        share = 0.9 if (self._phase, self._last) in self._next else 1.5
+        deadline = time.monotonic() + share * collectives.group_timeout().total_seconds()
         pause, longest = _POLLING
         where = self._describe(event)
         try:
@@ -209,18 +211,19 @@ class UnitAgreement:
             raise
 
     def _left_alone(self, event: _Event) -> RuntimeError:
-        rank, known = collectives.rank(), self._next.get((self._phase, self._last), _END)
-        if event[0] == "gradients" and known[:2] == event[:2]:
+        rank, known = collectives.rank(), self._next.get((self._phase, self._last))
+        if known is None:
+            what = ", and not all ranks did"
+        elif event[0] == "gradients" and known[:2] == event[:2]:
             name, has_one = self._difference(event, known)
             now, before = ("a gradient", "none") if has_one else ("no gradient", "one")
             return RuntimeError(
                 f"{name!r} has {now} on rank {rank}, where it had {before} before, and it is not "
                 f"so on all ranks{_SAME_PARAMETERS}"
             )
-        return RuntimeError(
-            f"rank {rank} came to {self._describe(event)}, where {self._describe(known)} came "
-            f"before, and not all ranks did{_SAME_UNITS}"
-        )
+        else:
+            what = f", where {self._describe(known)} came before, and not all ranks did"
+        return RuntimeError(f"rank {rank} came to {self._describe(event)}{what}{_SAME_UNITS}")
 
     def _conflict(self, sides: list[tuple[int, _Event]]) -> RuntimeError:
         (rank, event), (other, other_event) = sorted(sides)
