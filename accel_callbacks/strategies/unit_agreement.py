@@ -34,9 +34,10 @@ _SAME_PARAMETERS = (
 )
 _SAME_UNITS = (
     ": FSDP gathers and reduces a unit on all ranks at once, and would mix different ones. Call "
-    "the same modules in the same order on all ranks, and use their outputs in the loss; or keep "
-    "these modules whole with FullyShardedDataParallelPlugin(ignored_modules=[...]), of which a "
-    "missing gradient counts as zero."
+    "the same modules in the same order on all ranks, not inside of `if accel.is_main_process:`, "
+    "and use their outputs in the loss; or keep these modules whole with "
+    "FullyShardedDataParallelPlugin(ignored_modules=[...]), of which a missing gradient counts as "
+    "zero."
 )
 
 
@@ -188,27 +189,28 @@ class UnitAgreement:
 
     def _wait(self, key: str, event: _Event) -> Any:
         """Return the value of a key that another rank sets."""
-        # Where this rank has changed, less than the collectives of the others, which would end
-        # without knowing why; else more, as they may know why they do not come.
-        share = 0.9 if (self._phase, self._last) in self._next else 1.5
-        deadline = time.monotonic() + share * collectives.group_timeout().total_seconds()
+        # One rank alone in a forward fails as in the gather that would follow. In backward it knows
+        # more than the others, whose collectives must not time out first.
+        in_forward = event[0] == "forward"
+        timeout = collectives.group_timeout().total_seconds()
+        deadline = time.monotonic() + (1.0 if in_forward else 0.9) * timeout
         pause, longest = _POLLING
         where = self._describe(event)
-        try:
-            while True:
-                value = collectives.store().read([key])[0]
-                if value is not None:
-                    return json.loads(value)
-                remote_failure.raise_in(where)
-                if time.monotonic() > deadline:
-                    raise self._left_alone(event)
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
-        except Exception as problem:
-            cause = abort_run(problem, where)
-            if cause is not problem:
-                raise cause from problem
-            raise
+        while True:
+            value = collectives.store().read([key])[0]
+            if value is not None:
+                return json.loads(value)
+            remote_failure.raise_in(where)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, longest)
+        problem = self._left_alone(event)
+        if in_forward:
+            raise RuntimeError(f"Timed out in the process group: {problem}")
+        cause = abort_run(problem, where)
+        raise cause from (None if cause is problem else problem)
 
     def _left_alone(self, event: _Event) -> RuntimeError:
         rank, known = collectives.rank(), self._next.get((self._phase, self._last))
@@ -247,10 +249,11 @@ class UnitAgreement:
         raise AssertionError("equal gradients")
 
     def _describe(self, event: _Event) -> str:
-        kind, unit, _ = event
+        kind, unit, count = event
         if kind == "end":
             return "the end of backward"
-        return f"the {kind} of {self._units[unit].name!r}"
+        without = " without gradients" if kind == "forward" and count % 2 == 0 else ""
+        return f"the {kind} of {self._units[unit].name!r}{without}"
 
 
 class _Reduced:
