@@ -60,6 +60,7 @@ from accel_callbacks.strategies.tensor_parallel import (
     share_cut,
     share_whole,
 )
+from accel_callbacks.strategies.unit_agreement import UnitAgreement
 from accel_callbacks.strategies.units import find_units, ignored_parameters
 from accel_callbacks.warning import warn
 
@@ -118,6 +119,7 @@ class FSDP(Sharding):
         self._may_hold = False  # gradients where the optimizer does not see them
         common = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
         self._buffers = SharedBuffers(self._is_cut_now) if common.broadcast_buffers else None
+        self._units = UnitAgreement(fills=common.find_unused_parameters)
         for note in self.options.notes() if topology.rank == 0 else ():
             warn(note)
 
@@ -238,6 +240,7 @@ class FSDP(Sharding):
             self._plain[model] = True
             self._lingering[model] = [ref(one) for one in model.modules() if _is_sharded(one)]
         self._groups[model] = list(map(ref, parameter_groups(model)))
+        self._units.watch(model)
         self._watch_inputs(model)
         if self._buffers is not None and any(True for _ in model.buffers()):
             self._buffers.watch(model)
@@ -365,6 +368,7 @@ class FSDP(Sharding):
             for group in groups:
                 _admit_unfrozen(group())
         super().backward(loss, **kwargs)
+        self._units.finish_backward()
         for model, whole in self._whole.items():
             trained = [parameter for parameter in whole if parameter.requires_grad]
             if trained and all(group.reduce_grads for group in parameter_groups(model)):

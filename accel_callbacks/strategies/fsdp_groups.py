@@ -17,6 +17,7 @@ __all__ = [
     "drop_held",
     "gather_through",
     "has_held",
+    "has_whole_gradient",
     "is_idle",
     "parameter_groups",
     "reduce_held",
@@ -105,10 +106,17 @@ def _holds(group: Any) -> bool:
 
 
 def _holds_unsharded(group: Any) -> bool:
-    return any(
-        one.unsharded_accumulated_grad is not None or _unsharded_gradient(one) is not None
-        for one in group.fsdp_params
-    )
+    return any(map(has_whole_gradient, group.fsdp_params))
+
+
+def has_whole_gradient(parameter: Any) -> bool:
+    """Return whether a rank has a gradient that is not reduced yet.
+
+    Args:
+        parameter: one of the ``fsdp_params`` of a group.
+    """
+    held = parameter.unsharded_accumulated_grad
+    return held is not None or _unsharded_gradient(parameter) is not None
 
 
 def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:

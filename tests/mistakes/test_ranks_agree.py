@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from accel_callbacks import (
     Accelerator,
@@ -17,6 +19,8 @@ from accel_callbacks import (
     TorchDynamoPlugin,
 )
 from tests.distributed.conftest import Pool, make_pool
+from tests.support.rounding import assert_reordered
+from tests.support.sharded import whole
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -33,11 +37,24 @@ def pool_of_4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     yield from make_pool(4, tmp_path_factory.mktemp("pool"))
 
 
-def accelerator(layout: str, handler: dict[str, Any] | None = None, **options: Any) -> Accelerator:
+@pytest.fixture
+def fresh_pool(tmp_path: Path) -> Iterator[Pool]:
+    """Two processes, whose group a test breaks on one of them."""
+    fresh = Pool(2, tmp_path)
+    yield fresh
+    fresh.kill()
+
+
+def accelerator(
+    layout: str,
+    handler: dict[str, Any] | None = None,
+    plugin: dict[str, Any] | None = None,
+    **options: Any,
+) -> Accelerator:
     if layout == "hsdp":
         options["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     if layout != "ddp":
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(**(plugin or {}))
     handlers = [DistributedDataParallelKwargs(**handler)] if handler else []
     timeout = timedelta(seconds=20)
     return Accelerator(cpu=True, timeout=timeout, kwargs_handlers=handlers, **options)
@@ -180,3 +197,194 @@ def parts_of_a_table(layout: str) -> list[float]:
 def test_ranks_that_share_sequences_keep_their_parts_of_a_buffer(pool, layout):
     first, second = pool.run(parts_of_a_table, layout)
     assert sorted(first + second) == list(range(16))
+
+
+# --- parameters that are used on some ranks -------------------------------------------------------
+
+
+class Heads(torch.nn.Module):
+    """A model of which a batch uses the heads that it names; `spare` is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(5, 6)
+        self.a = torch.nn.Linear(6, 6)
+        self.b = torch.nn.Linear(6, 6)
+        self.spare = torch.nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor, heads: str) -> torch.Tensor:
+        hidden = self.body(inputs).tanh()
+        return sum(getattr(self, head)(hidden) for head in heads)
+
+
+UNUSED = {"find_unused_parameters": True}
+
+
+def trained_heads(layout: str, used: list[list[str]], handler: Any = None, window: int = 1) -> Any:
+    """Train with the heads that each rank uses in each step; return weights and who has states."""
+    accel = accelerator(layout, handler, gradient_accumulation_steps=window)
+    model: Any = Heads()
+    # Weight decay moves a weight whose gradient is zero, and not one that has none.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    model, optimizer = accel.prepare(model, optimizer)
+    for number, heads in enumerate(used):
+        with accel.accumulate(model):
+            own = heads[accel.process_index % len(heads)]
+            accel.backward(model(batch_of(accel, number), own).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    inner = accel.unwrap_model(model)
+    return {name: whole(weight).tolist() for name, weight in inner.named_parameters()}
+
+
+STEPS = [["a", "b"], ["ab", "b"], ["a", "a"], ["b", "a"], ["ab", "ab"], ["b", "b"]]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_shards_average_absent_gradients_as_zeros_as_ddp_does(pool, window):
+    first, second = pool.run(trained_heads, "fsdp", STEPS, UNUSED, window)
+    expected = pool.run(trained_heads, "ddp", STEPS, UNUSED, window)[0]
+    assert first == second
+    assert_reordered(first, expected)
+    assert first["spare.bias"] == Heads().spare.bias.tolist()  # that no rank has used
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_replicas_of_shards_average_absent_gradients_as_ddp_does(pool_of_4, window):
+    results = pool_of_4.run(trained_heads, "hsdp", STEPS, UNUSED, window)
+    assert_reordered(results[3], pool_of_4.run(trained_heads, "ddp", STEPS, UNUSED, window)[0])
+
+
+@pytest.mark.parametrize(
+    ("steps", "name", "has", "lacks"),
+    [
+        ([["a", "b"]], "a.weight", 0, 1),
+        ([["ab", "a"]], "b.weight", 0, 1),
+        ([["a", "a"], ["b", "ab"]], "a.weight", 1, 0),
+    ],
+)
+def test_ranks_that_use_other_parameters_are_told_which(pool, steps, name, has, lacks):
+    for kind, text in pool.outcomes(trained_heads, "fsdp", steps):
+        assert kind == "RuntimeError"
+        assert f"{name!r} has a gradient on rank {has} and none on rank {lacks}" in text
+        assert "find_unused_parameters=True" in text
+
+
+def test_one_rank_that_changes_what_it_uses_says_so_before_the_timeout(fresh_pool):
+    steps = [["a"], ["a"], ["a", "ab"]]
+    (one, text), (other, cause) = fresh_pool.outcomes(trained_heads, "fsdp", steps)
+    assert (one, other) == ("RemoteError", "RuntimeError")
+    told = "'b.weight' has a gradient on rank 1, where it had none before"
+    assert told in text
+    assert told in cause
+
+
+def test_ranks_that_use_the_same_parameters_may_change_them(pool):
+    alike = [["a"], ["b"], ["a"], ["ab"], ["ab"]]
+    first, second = pool.run(trained_heads, "fsdp", alike)
+    assert first == second
+    assert_reordered(first, pool.run(trained_heads, "ddp", alike, UNUSED)[0])
+
+
+class Experts(torch.nn.Module):
+    """A model whose blocks, which FSDP gathers one by one, are called as they are named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(5, 6)
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, inputs: torch.Tensor, called: str, used: str = "") -> torch.Tensor:
+        hidden = self.first(inputs)
+        outputs = {name: self.experts[int(name)](hidden) for name in called}
+        return hidden + sum(outputs[name] for name in used or called)
+
+
+def trained_experts(layout: str, steps: list[list[Any]], plugin: Any = None) -> Any:
+    """Train with the experts that each rank calls and uses in each step."""
+    accel = accelerator(layout, UNUSED if layout == "ddp" else None, plugin)
+    model: Any = Experts()
+    model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, experts in enumerate(steps):
+        called = experts[accel.process_index % len(experts)]
+        accel.backward(model(batch_of(accel, number), *called).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    inner = accel.unwrap_model(model)
+    return {name: whole(weight).tolist() for name, weight in inner.named_parameters()}
+
+
+ROUTED = [[["0"], ["1"]], [["2"], ["02"]], [["012"]]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "texts"),
+    [
+        (ROUTED, ["rank 0 came to the forward of 'experts.0', and rank 1 ", "'experts.1'"]),
+        ([[["01"], ["0"]]], ["rank 0 came to the forward of 'experts.1', and rank 1 "]),
+        ([[["01", "0"], ["01", "1"]]], ["the backward of 'experts.0'", "of 'experts.1'"]),
+        ([[["01", "01"], ["01", "1"]]], ["the backward of 'experts.0'"]),
+    ],
+)
+def test_ranks_that_call_other_units_are_told_which(pool, steps, texts):
+    for kind, text in pool.outcomes(trained_experts, "fsdp", steps):
+        assert kind == "RuntimeError"
+        assert all(part in text for part in texts)
+        assert "ignored_modules" in text
+
+
+def test_experts_that_are_kept_whole_are_averaged_as_ddp_does(pool):
+    results = pool.run(trained_experts, "fsdp", ROUTED, {"ignored_modules": "experts"})
+    assert_reordered(results[1], pool.run(trained_experts, "ddp", ROUTED)[0])
+
+
+def test_ranks_may_skip_the_same_units(pool):
+    steps = [[["0"]], [["12"]], [["012"]], [["1"]]]
+    results = pool.run(trained_experts, "fsdp", steps)
+    assert_reordered(results[1], pool.run(trained_experts, "ddp", steps)[0])
+
+
+class Loops(torch.nn.Module):
+    """A model that computes its block twice, and again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 6)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in (*self.blocks, self.blocks[1]):
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return hidden
+
+
+def rounds_of(loop: str) -> list[int]:
+    """Count how often ranks have compared what they do, after each pass of a loop."""
+    accel = accelerator("fsdp")
+    model, critic = accel.prepare(Loops(), torch.nn.Linear(6, 1))
+    rounds = []
+    for number in range(4):
+        inputs = batch_of(accel, number)
+        if loop == "GAN":
+            accel.backward(critic(model(inputs).detach()).mean())
+            critic.requires_grad_(False)
+        accel.backward(critic(model(inputs)).mean())
+        critic.requires_grad_(True)
+        if loop == "rollout":
+            with torch.no_grad():
+                model(model(inputs)[:, :5])
+        rounds.append(accel.strategy._units._rounds)
+    return rounds
+
+
+@pytest.mark.parametrize("loop", ["plain", "GAN", "rollout"])
+def test_a_loop_that_repeats_itself_compares_nothing_from_its_third_pass_on(pool, loop):
+    first, second = pool.run(rounds_of, loop)
+    assert first == second
+    assert first[0] > 0
+    assert first[1] == first[3]
