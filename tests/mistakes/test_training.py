@@ -282,10 +282,10 @@ def test_nothing_prepared_is_right_on_one_process():
 
 def test_the_hook_on_all_optimizers_is_removed():
     for loop in (nothing_prepared, scheduler_prepared, returned_optimizer_not_used):
-        before = len(_global_optimizer_pre_hooks)
+        before = set(_global_optimizer_pre_hooks)  # those of other tests may go at any time
         accel = Accelerator(cpu=True, gradient_accumulation_steps=4)
         messages(loop, accel)
-        assert len(_global_optimizer_pre_hooks) == before
+        assert not set(_global_optimizer_pre_hooks) - before
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
