@@ -142,8 +142,8 @@ class UnitAgreement:
         reduced = list(self._reduced.values())
         self._reduced.clear()
         device = reduced[0].group.device
-        flags = [flag for one in reduced for flag in one.used]
-        used = torch.tensor(flags, dtype=torch.int32, device="cpu")
+        own = [flag for one in reduced for flag in one.used]
+        used = torch.tensor(own, dtype=torch.int32, device="cpu")
         absent = not used.all()
         used = used.to(device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=collectives.group_for(used))
