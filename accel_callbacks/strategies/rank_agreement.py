@@ -38,13 +38,17 @@ class RankAgreement:
     if it is the same. Else it tells the others, and waits until they tell the same. So the first
     step costs some messages in the store, and a loop that repeats itself none afterwards.
 
+    Args:
+        ranks: those that agree, others of which then fail with them; all if None.
+
     Example:
         >>> from accel_callbacks.strategies.rank_agreement import RankAgreement
         >>> RankAgreement().follow(("forward", 0))  # on one rank
     """
 
-    def __init__(self) -> None:
-        self._keys = f"units{next(_count)}"
+    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+        self._ranks = ranks
+        self._keys = f"units{next(_count)}" + ("" if ranks is None else f"/{ranks[0]}")
         self._rounds = 0
         self._last = self._phase = END
         # What followed on each event when the ranks last compared; the same on all of them. By what
@@ -67,7 +71,7 @@ class RankAgreement:
         """Come to an event, and wait for the other ranks if another one followed the last time."""
         place = self._phase, self._last
         if self._next.get(place) != event:
-            if collectives.has_peers():
+            if collectives.has_peers() and (self._ranks is None or len(self._ranks) > 1):
                 self._agree(event)
             self._next[place] = event
         if event == END:
@@ -82,7 +86,8 @@ class RankAgreement:
         """
         keys = f"{self._keys}/{self._rounds}"
         self._rounds += 1
-        rank, world = collectives.rank(), collectives.world_size()
+        rank = collectives.rank()
+        count = collectives.world_size() if self._ranks is None else len(self._ranks)
         mine = json.dumps([rank, event, [self._phase, self._last]])
 
         def arrive(store: Any) -> Any:
@@ -94,7 +99,7 @@ class RankAgreement:
                 return first[0], tuple(first[1])
             if first[2] != json.loads(mine)[2]:
                 store.add(f"{keys}/apart", 1)
-            if store.add(f"{keys}/count", 1) == world:
+            if store.add(f"{keys}/count", 1) == count:
                 store.set(f"{keys}/go", json.dumps(store.add(f"{keys}/apart", 0)))
                 if self._rounds > 1:  # which all ranks have left
                     for name in ("came", "first", "apart", "count", "go"):
@@ -103,12 +108,18 @@ class RankAgreement:
 
         other = collectives.store().call(arrive)
         if other is not None:
-            raise self._conflict(sorted([(rank, event), other]))
+            raise self._apart((rank, event), other)
         outcome = self._wait(f"{keys}/go", event)
         if isinstance(outcome, list):
-            raise self._conflict(sorted([(rank, event), (outcome[0], tuple(outcome[1]))]))
+            raise self._apart((rank, event), (outcome[0], tuple(outcome[1])))
         if outcome:  # ranks came from different events, as after an error, and know different ones
             self._next.clear()
+
+    def _apart(self, *sides: tuple[int, Event]) -> BaseException:
+        """Return the error to raise about two ranks that came to different events."""
+        problem = self._conflict(sorted(sides))
+        # All ranks raise it at once, but those that do not take part: they wait for these.
+        return problem if self._ranks is None else abort_run(problem, self._describe(sides[0][1]))
 
     def _wait(self, key: str, event: Event) -> Any:
         """Return the value of a key that another rank sets."""

@@ -39,6 +39,7 @@ class UnitAgreement(RankAgreement):
 
     Args:
         fills: a gradient that is missing in a unit counts as zero; else it must be missing on all.
+        group: of the ranks that share the units; all of them if None.
 
     Example:
         >>> from accel_callbacks.strategies.unit_agreement import UnitAgreement
@@ -47,8 +48,9 @@ class UnitAgreement(RankAgreement):
         >>> agreement.finish_backward()
     """
 
-    def __init__(self, *, fills: bool) -> None:
-        super().__init__()
+    def __init__(self, *, fills: bool, group: Any = None) -> None:
+        super().__init__(None if group is None else dist.get_process_group_ranks(group))
+        self._group = group
         self._fills = fills
         self._units: list[_Unit] = []
         self._reduced: dict[Any, _Reduced] = {}  # by group, since zeros were last taken back
@@ -114,7 +116,7 @@ class UnitAgreement(RankAgreement):
         used = torch.tensor(own, dtype=torch.int32, device="cpu")
         absent = not used.all()
         used = used.to(device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=collectives.group_for(used))
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group or collectives.group_for(used))
         if absent:  # others need not wait for what they know
             flags = iter(used.tolist())
             for one in reduced:
