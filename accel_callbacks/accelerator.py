@@ -306,6 +306,7 @@ class Accelerator(ProcessControl, MediaLogging):
             strict=strict_trackers,
             config=tracker_config,
             window=self.window,
+            local_metrics=self.loop.local_metrics,
         )
         self.training_state = TrainingState(
             self.strategy,
@@ -1718,6 +1719,8 @@ class Accelerator(ProcessControl, MediaLogging):
         stop_heartbeat()  # before the barrier, after which rank 0 and its store may be gone
         if error is None:
             self.wait_for_everyone()
+            if self.loop.local_metrics is not None:
+                self.loop.local_metrics.compare()
         destroy_topology()
         if error is None:
             run._leave()

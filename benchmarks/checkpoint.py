@@ -217,8 +217,9 @@ def part_save(root: str, rounds: int, size: float) -> None:
 
 def part_load(root: str, rounds: int, size: float) -> None:
     folders: dict[str, str] = {}
-    for saver in dict.fromkeys(LOADERS[name][0] for name in NAMES["load"]):
-        folder = f"{root}/{len(folders)}"
+    savers = dict.fromkeys(LOADERS[name][0] for name in NAMES["load"])
+    for number, saver in enumerate(savers):
+        folder = f"{root}/{number}"
         os.makedirs(folder)
         if ask("save", saver, folder, size) is not None:
             folders[saver] = folder

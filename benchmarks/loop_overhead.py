@@ -17,8 +17,8 @@ other work on the machine disturbs less.
 What is added is the median of the differences within a round, and is printed with the quartiles of
 these. Where half of the rounds spread over more than a quarter of it, or two ways to look at the
 same rounds disagree by that much, there is no verdict. Then, and always, there are the counts: the
-opcodes and the Python calls of a steady step (the median of 40) inside of accel_callbacks, for this
-checkout and for the other one, which no load disturbs. They are of the Python that runs them.
+opcodes and the Python calls of a steady step (the median of 40) inside of our packages, for this
+checkout and for the other one, which no load disturbs (see ``counts.py``).
 ``--counts`` prints them alone, in seconds.
 """
 
@@ -36,30 +36,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from counts import STEADY, WARM_UP, OpcodeCounter, counting_callbacks, loop, packages, parts
 
 Contender = Callable[[], None]
 STEPS = 400
-COUNTED = 40  # steps
 WIDE = 0.25  # of what is added: rounds that differ by more than this decide nothing
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def parts(steps: int = STEPS) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, object]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    loader = DataLoader(TensorDataset(torch.randn(steps * 8, 32)), batch_size=8)
-    return model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 10_000)
-
-
 def plain() -> Contender:
-    model, optimizer, loader, scheduler = parts()
+    model, optimizer, loader, scheduler = parts(STEPS)
 
     def run() -> None:
         for (batch,) in loader:
@@ -72,51 +60,29 @@ def plain() -> Contender:
     return run
 
 
-def accumulating(accelerator, steps: int = STEPS) -> Contender:
-    """The loop of Accelerate's quick tour, which is ours too."""
-    model, optimizer, loader, scheduler = accelerator.prepare(*parts(steps))
-
-    def run() -> None:
-        for (batch,) in loader:
-            with accelerator.accumulate(model):
-                loss = model(batch).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-
-    return run
-
-
 def ours(steps: int = STEPS) -> Contender:
     from accel_callbacks import Accelerator
 
-    return accumulating(Accelerator(cpu=True), steps)
+    return loop(Accelerator(cpu=True), steps)
 
 
 def ours_with_callbacks(steps: int = STEPS) -> Contender:
-    from accel_callbacks import Accelerator, Callback
+    from accel_callbacks import Accelerator
 
-    class Counter(Callback):
-        count = 0
-
-        def on_train_batch_end(self, run, model, outputs, batch, batch_idx):
-            self.count += 1
-
-    return accumulating(Accelerator(cpu=True, callbacks=[Counter() for _ in range(1)]), steps)
+    return loop(Accelerator(cpu=True, callbacks=counting_callbacks(1)), steps)
 
 
 def accelerate() -> Contender:
     from accelerate import Accelerator
 
-    return accumulating(Accelerator(cpu=True))
+    return loop(Accelerator(cpu=True), STEPS)
 
 
 def fabric() -> Contender:
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
-    model, optimizer, loader, scheduler = parts()
+    model, optimizer, loader, scheduler = parts(STEPS)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)
 
@@ -147,59 +113,9 @@ def timed(run: Contender, clock: Callable[[], float] = time.perf_counter) -> flo
     return (clock() - started) / STEPS * 1e6
 
 
-class StepCounts:
-    """The opcodes and Python calls of each step of a pass, inside of a folder.
-
-    A call is a frame that is entered, or a generator that is resumed. A step is from one forward to
-    the next.
-    """
-
-    FORWARD = nn.Sequential.forward.__code__
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = f"{folder}{os.sep}"
-        self.opcodes = self.calls = 0
-        self.marks: list[tuple[int, int]] = []
-
-    def of(self, run: Contender) -> list[tuple[int, int]]:
-        """Return both for each step of a run but the last."""
-        before = sys.gettrace()
-        self.marks.clear()
-        gc.collect()
-        gc.disable()  # finalizers would be counted wherever they happen to run
-        sys.settrace(self._enter)
-        try:
-            run()
-        finally:
-            sys.settrace(before)
-            gc.enable()
-        pairs = zip(self.marks, self.marks[1:], strict=False)
-        return [(end[0] - start[0], end[1] - start[1]) for start, end in pairs]
-
-    def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code is self.FORWARD:
-            self.marks.append((self.opcodes, self.calls))
-        if not frame.f_code.co_filename.startswith(self.folder):
-            return None
-        self.calls += 1
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._inside
-
-    def _inside(self, frame: FrameType, event: str, arg: object) -> Any:
-        self.opcodes += event == "opcode"
-        return self._inside
-
-
 def counted(make: Callable[[int], Contender]) -> tuple[int, int, float]:
     """Opcodes and Python calls of a steady step, and the mean opcodes of 40 steps."""
-    import accel_callbacks
-
-    run = make(COUNTED + 20)
-    run()
-    steps = StepCounts(Path(accel_callbacks.__file__).parent).of(run)[10 : 10 + COUNTED]
-    opcodes, calls = zip(*steps, strict=True)
-    # A few opcodes depend on the clock, such as those that note the slowest call of a hook.
-    return statistics.median_low(opcodes), statistics.median_low(calls), statistics.mean(opcodes)
+    return OpcodeCounter(*packages()).steady(make(STEADY + 2 * WARM_UP))
 
 
 class Checkout:
@@ -315,7 +231,7 @@ def compare(times: Mapping[str, Sequence[float]], checkouts: Iterable[str]) -> N
 def print_counts(checkouts: Mapping[str, Checkout]) -> None:
     """Print the counts of a steady step, of both checkouts if there are two."""
     for make in (ours, ours_with_callbacks):
-        print(f"{make.__name__}, of a steady step inside of accel_callbacks:")
+        print(f"{make.__name__}, of a steady step inside of our packages:")
         if not checkouts:
             print(f"    {told(counted(make))}")
         for words, one in zip(("this checkout", "the other one"), checkouts.values(), strict=False):
@@ -324,9 +240,7 @@ def print_counts(checkouts: Mapping[str, Checkout]) -> None:
 
 def told(counts: tuple[int, int, float]) -> str:
     opcodes, calls, mean = counts
-    return (
-        f"{opcodes:6} opcodes {calls:5} Python calls   mean of {COUNTED} steps {mean:.1f} opcodes"
-    )
+    return f"{opcodes:6} opcodes {calls:5} Python calls   mean of {STEADY} steps {mean:.1f} opcodes"
 
 
 def print_times(checkouts: Mapping[str, Checkout], rounds: int) -> None:

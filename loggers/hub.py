@@ -135,9 +135,18 @@ class TrackerHub:
         if not self._writers:
             return
         reply = Reply()
-        for writer in self._writers:
-            writer.begin(reply)
-        self._pump.begin()
+        try:
+            self._pump.begin()
+        except RuntimeError as error:  # the hub's own thread passes all rows on
+            for writer in self._writers:
+                writer.turn_off(error)
+        else:
+            for writer in self._writers:
+                writer.begin(reply)
+        self._report_threads()
+        if all(writer.finished for writer in self._writers):
+            self._raise_kept()
+            return
         limit = self.config.start_timeout_s
         ready = wait_for_replies(reply, len(self._writers), time.monotonic() + limit)
         for writer in self._writers:
@@ -474,6 +483,18 @@ class TrackerHub:
             first = self._errors[0]
             self._errors.clear()
             raise first
+
+    def _report_threads(self) -> None:
+        """Warn once about the trackers for which no thread could be started."""
+        off = [writer for writer in self._writers if writer.finished]
+        if off:
+            off[0].guard.warn(
+                "no thread can start (%s), so these trackers are off for this run: %s. Training "
+                "continues. Raise the limit of processes (`ulimit -u`, or that of the container), "
+                "or start fewer loader workers.",
+                off[0].guard.last_error,
+                ", ".join(writer.name for writer in off),
+            )
 
     def _accepts(self, method: str) -> bool:
         """Return whether values are accepted; raise before `start`, warn after `finish`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import sys
@@ -151,6 +152,7 @@ class Writer:
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._over = self._dirty = False
+        self._flushed = 0  # rows that the tracker had at its last complete flush
         self._flush_after = 0.0
         # Not delivered, overflowed, left at the end: each is counted by one thread.
         self._lost, self._overflowed, self._left = Losses(), Losses(), Losses()
@@ -176,13 +178,27 @@ class Writer:
     # --- called by other threads ----------------------------------------------------------------
 
     def begin(self, reply: Reply) -> None:
-        """Start the thread, and the tracker on it."""
-        self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
+        """Start the thread, and the tracker on it; without a thread the tracker is off."""
+        thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.turn_off(error)
+        else:
+            self._thread = thread
         self._submit(reply, self._start)
-        self._thread.start()
+
+    def turn_off(self, error: BaseException) -> None:
+        """Count everything as lost from now on, because there is no thread."""
+        self.guard.turn_off(error)
+        self.finished = self._over = True
 
     def put(self, items: list[Row | Media]) -> None:
         """Queue rows and media; called by one thread only."""
+        if self._thread is None:
+            for item in items:
+                self._left.count(item)
+            return
         for item in items:
             if isinstance(item, Row):
                 self._queue.append(item)
@@ -293,6 +309,9 @@ class Writer:
         )
 
     def _submit(self, reply: Reply, act: Callable[[], Any]) -> None:
+        if self._thread is None:
+            reply.put((self.name, None))
+            return
         self._queue.append(lambda: reply.put((self.name, act())))
         self._tokens.put(None)
 
@@ -381,6 +400,8 @@ class Writer:
         result = self.guard.call_open("flush")
         failed = isinstance(result, BaseException)
         self._dirty = failed or self.guard.tracker.unflushed
+        if not self._dirty:
+            self._flushed = self._delivery.rows
         if failed:
             pause = _FLUSH_BACK_OFF[min(self.guard.streak("flush"), len(_FLUSH_BACK_OFF)) - 1]
             self._flush_after = time.monotonic() + pause
@@ -403,6 +424,9 @@ class Writer:
             self._update_state()
             self.guard.open = False
             result = self.guard.call("finish", status)
+            if isinstance(result, BaseException) and _is_full_disk(result):
+                self._lost.rows += self._delivery.rows - self._flushed
+                self._delivery.rows = self._flushed
         self.finished = True
         return result
 
@@ -472,6 +496,8 @@ class Delivery:
                 self.rows += 1
                 return True
             if self._guard.disabled or self.abandoned or attempt == _TRIES - 1:
+                break
+            if _is_full_disk(error):  # as much as may wait does, so later rows wait in vain
                 break
             self._pause(_BACK_OFF[min(self._guard.streak("log"), len(_BACK_OFF)) - 1])
         return False
@@ -562,6 +588,13 @@ class Guard:
         usable = self.open and not self.disabled
         return self.call(method, *args, **kwargs) if usable else None
 
+    def turn_off(self, error: BaseException) -> None:
+        """Never call the tracker, whose thread could not be started."""
+        self.broken = self.disabled = True
+        self.failures += 1
+        self.last_error = f"start: {type(error).__name__}: {error}"
+        self._on_error(error)
+
     def log_row(self, values: Mapping[str, Any], step: int, at: float, extra: Any) -> Any:
         """Call ``log`` with the keywords that this tracker takes."""
         kwargs = dict(extra or {})
@@ -633,12 +666,16 @@ class Guard:
         self._streaks[method] = self._streaks.get(method, 0) + 1
         if self.failures == 1:
             self._warn_first(method, error)
-        if self._streaks[method] >= self._max_failures:
+        if self._streaks[method] >= self._max_failures and not _is_full_disk(error):
             self._disable(method, error)
         self._on_error(error)
 
     def _warn_first(self, method: str, error: BaseException) -> None:
-        outcome = {"start": "it is off for this run", "log": "the row is retried"}
+        outcome = {
+            "start": "it is off for this run",
+            "log": "the row is retried",
+            "flush": "it is tried again",
+        }
         self.warn(
             "tracker %r failed in %s: %s: %s. Training continues; %s. "
             "Later failures are only counted (see report()); strict=True raises them.",
@@ -668,6 +705,11 @@ class Guard:
             method,
             error,
         )
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """Return whether there is no room on a disk, which may change while the run goes on."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _keywords(tracker: Tracker, method: str) -> tuple[frozenset[str], bool]:

@@ -4,6 +4,7 @@ All functions also work on one process, where at most the container is a new one
 """
 
 from accel_callbacks.collectives.debug import begin as begin
+from accel_callbacks.collectives.group import adopt_store as adopt_store
 from accel_callbacks.collectives.group import control_group as control_group
 from accel_callbacks.collectives.group import current_turn as current_turn
 from accel_callbacks.collectives.group import expect_group as expect_group

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accel_callbacks.collectives.store import BoundedStore
 
 __all__ = [
+    "adopt_store",
     "control_group",
     "current_turn",
     "exchange",
@@ -102,6 +103,11 @@ def store() -> BoundedStore:
         held = BoundedStore(dist.distributed_c10d.PrefixStore(place, default))
         _stores[dist.group.WORLD] = held
     return held
+
+
+def adopt_store(held: BoundedStore) -> None:
+    """Set the store of the default group: the one over which its ranks have joined."""
+    _stores[dist.group.WORLD] = held
 
 
 def explains_with(explain: Callable[[BaseException, str], BaseException]) -> None:

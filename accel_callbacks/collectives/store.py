@@ -50,9 +50,7 @@ class BoundedStore:
         self.is_gone = False
         self._overdue: Future[Any] | None = None
         # A connection of its own: a call of torch's that blocks holds the lock of the other one.
-        thread = threading.Thread(
-            target=_serve, args=(_own_client(store), self._requests), name="accel-store"
-        )
+        thread = threading.Thread(target=_serve, args=(store, self._requests), name="accel-store")
         thread.daemon = True
         thread.start()
         self.close = weakref.finalize(self, _end, self._requests, thread)
@@ -130,6 +128,7 @@ def _own_client(store: dist.distributed_c10d.Store) -> Any:
 
 def _serve(store: Any, requests: queue.SimpleQueue[Any]) -> None:
     """Run operations one after the other."""
+    store = _own_client(store)  # here, as to connect waits for the host without a limit too
     while (request := requests.get()) is not None:
         operation, result = request
         try:

@@ -45,8 +45,8 @@ __all__ = [
     "explain_in_place",
     "group_is_aborted",
     "has_device_backend",
+    "leave_aborted_group",
     "refuse_aborted_group",
-    "rejoin_group",
     "wait_for_exempt_groups",
     "watch_for_failures",
 ]
@@ -455,25 +455,22 @@ def _follow(report: dict[str, Any]) -> None:
     abort_group()
 
 
-def rejoin_group(backend: str, timeout: timedelta | None) -> None:
-    """Destroy the aborted group and join a new one, together with all ranks.
+def leave_aborted_group(timeout: timedelta | None) -> dist.distributed_c10d.Store:
+    """Destroy the aborted group, together with all ranks; return the store of a new one.
 
     Args:
-        backend: of the new group.
-        timeout: of the new group, and how long to wait for the other ranks; torch's default if
-            None.
+        timeout: how long to wait for the other ranks; torch's default if None.
 
     Raises:
         RuntimeError: a process has ended instead, or does not join in time.
     """
-    here, world = rank(), world_size()
     # Before the destruction: the ranks are counted in the store of the old group.
     new_store = _wait_for_all(timeout or dist.distributed_c10d.default_pg_timeout)
     stop_heartbeat()
     wait_for_exempt_groups()
     gc.collect()  # DDP's reducers must go before the group that they belong to
     dist.destroy_process_group()
-    dist.init_process_group(backend, store=new_store, rank=here, world_size=world, timeout=timeout)
+    return new_store
 
 
 def _wait_for_all(timeout: timedelta) -> dist.distributed_c10d.Store:

@@ -42,6 +42,7 @@ __all__ = [
     "current_heartbeat",
     "is_disconnect",
     "start_heartbeat",
+    "start_join_heartbeat",
     "stop_heartbeat",
 ]
 
@@ -165,8 +166,23 @@ class Heartbeat:
         self._at_exit = multiprocessing.util.Finalize(self, self.stop, exitpriority=100)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, after a first heartbeat: a rank that hangs from now on is missed."""
+        with suppress(dist.DistError):  # the watch judges a store that does not answer
+            self._store.call(self._beat)
         self._thread.start()
+
+    def follow_group(self) -> None:
+        """Watch the default group, which the ranks have joined meanwhile."""
+        global _current
+        self._timeout = _group_timeout()
+        _current = self, ref(dist.group.WORLD)
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have never noted a heartbeat; none if the store does not answer."""
+        with suppress(dist.DistError):
+            beats = self._store.read([f"{_BEAT}/{rank}" for rank in range(self._world)])
+            return [rank for rank, beat in enumerate(beats) if beat is None]
+        return []
 
     def stop(self) -> None:
         """Note that this rank leaves the group, and stop the thread; once only."""
@@ -418,8 +434,9 @@ class Heartbeat:
                 self._rounds.wait(min(left, 0.05))
 
 
-# The heartbeat of the default group, and that group. Global, as the default group is.
-_current: tuple[Heartbeat, ReferenceType[Any]] | None = None
+# The heartbeat of the default group, and that group, None while the ranks join it. Global, as the
+# default group is.
+_current: tuple[Heartbeat, ReferenceType[Any] | None] | None = None
 
 
 def current_heartbeat() -> Heartbeat | None:
@@ -430,14 +447,15 @@ def current_heartbeat() -> Heartbeat | None:
         >>> current_heartbeat() is None
         True
     """
-    if _current is None or not dist.is_initialized() or _current[1]() is not dist.group.WORLD:
+    if _current is None or _current[1] is None or not dist.is_initialized():
         return None
-    return _current[0]
+    return _current[0] if _current[1]() is dist.group.WORLD else None
 
 
 def _outlives_group(watch: Heartbeat) -> bool:
     """Return whether the script has destroyed the group that a heartbeat is of."""
-    return _current is not None and _current[0] is watch and current_heartbeat() is None
+    known = _current is not None and _current[0] is watch and _current[1] is not None
+    return known and current_heartbeat() is None
 
 
 def start_heartbeat(abort: Callable[[], None], serves_store: bool) -> None:
@@ -461,6 +479,24 @@ def start_heartbeat(abort: Callable[[], None], serves_store: bool) -> None:
     )
     _current = watch, ref(dist.group.WORLD)
     watch.start()
+
+
+def start_join_heartbeat(
+    store: BoundedStore,
+    rank: int,
+    world: int,
+    *,
+    timeout: float,
+    abort: Callable[[], None],
+    serves_store: bool,
+) -> Heartbeat:
+    """Start the heartbeat of ranks that join a group; it follows the group once it is there."""
+    global _current
+    stop_heartbeat()
+    watch = Heartbeat(store, rank, world, timeout=timeout, abort=abort, serves_store=serves_store)
+    _current = watch, None
+    watch.start()
+    return watch
 
 
 def stop_heartbeat() -> None:

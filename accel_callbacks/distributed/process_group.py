@@ -8,26 +8,42 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.collectives import BoundedStore
+from accel_callbacks.distributed.abort import abort_all_groups
+from accel_callbacks.distributed.heartbeat import Heartbeat, start_join_heartbeat, stop_heartbeat
 from accel_callbacks.distributed.tcp_store import TCPStore, serve_store, uses_libuv
-from accel_callbacks.errors import nearest
+from accel_callbacks.errors import LostRankError, nearest
 
-__all__ = ["GroupOptions", "agree_on_attempt", "backend_for", "join_group", "store_outlives"]
+__all__ = [
+    "GroupOptions",
+    "agree_on_attempt",
+    "backend_for",
+    "connect",
+    "join_group",
+    "store_outlives",
+]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.2  # seconds between polls of the store
 _UP = "accel_callbacks/up"  # key that rank 0 sets in the store that it serves
 _CONNECTING = ("gloo", "unable to find interface", "unable to find address")  # in gloo's errors
 _SCHEMES = ("env", "tcp", "file")
+_JOIN = "joining the process group"
+_LONGER = 1.25  # times the timeout, by which torch's own calls end if the store answers
+T = TypeVar("T")
 # Stores by rendezvous address, and the number of groups made over each. Global, because the
 # default group is global to the process too.
 _stores: dict[tuple[str, ...], tuple[dist.distributed_c10d.Store, int]] = {}
@@ -110,21 +126,107 @@ def join_group(
     importlib.import_module("torch.distributed.nn.functional")
     timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
     with _imported_meanwhile("checkpoint_io"):
-        store = _store_of_next_group(url, rank, world, timeout, env)
-        store.set_timeout(timeout)
-        try:
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=world,
-                timeout=options.timeout,
-            )
-        except RuntimeError as error:
-            if not any(sign in str(error).lower() for sign in _CONNECTING):
-                raise
-            raise RuntimeError(_interface_advice(str(error), env)) from error
+        store = _rendezvous(url, rank, world, timeout, env)
+        connect(backend, store, rank, world, options.timeout, env)
     return backend
+
+
+def _rendezvous(
+    url: str, rank: int, world: int, timeout: timedelta, env: Mapping[str, str]
+) -> dist.distributed_c10d.Store:
+    """Return a store whose keys only the ranks of the next group share, within the timeout."""
+    try:
+        store = _bounded(
+            lambda: _store_of_next_group(url, rank, world, timeout, env), timeout * _LONGER
+        )
+    except (TimeoutError, dist.DistError) as error:
+        if isinstance(error, dist.DistError) and "time" not in str(error):
+            raise
+        place = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}" if url.startswith("env://") else url
+        who = "the launcher" if store_outlives(url, env) else "rank 0"
+        raise RuntimeError(
+            f"{who}, which serves the rendezvous store at {place}, has not answered within "
+            f"{timeout}: see its own output for an error or a hang, or give it longer with "
+            "Accelerator(timeout=...)."
+        ) from error
+    store.set_timeout(timeout)
+    return store
+
+
+def connect(
+    backend: str,
+    store: dist.distributed_c10d.Store,
+    rank: int,
+    world: int,
+    timeout: timedelta | None,
+    env: Mapping[str, str],
+) -> None:
+    """Make the default group of the ranks that share a store, which watch each other meanwhile.
+
+    Raises:
+        LostRankError: a rank has died, or hangs.
+        RuntimeError: a rank has not come within the timeout, or cannot be reached.
+    """
+    limit = timeout or dist.distributed_c10d.default_pg_timeout
+    own = BoundedStore(dist.distributed_c10d.PrefixStore("accel_callbacks", store))
+    watch = start_join_heartbeat(
+        own,
+        rank,
+        world,
+        timeout=limit.total_seconds(),
+        abort=abort_all_groups,
+        serves_store=not store_outlives("env://", env),
+    )
+    try:
+        _bounded(
+            lambda: dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=timeout
+            ),
+            limit * _LONGER,
+            watch,
+        )
+    except BaseException as error:
+        failed = isinstance(error, (RuntimeError, TimeoutError))
+        lost = watch.find_lost(error) if failed else None
+        absent = watch.absent() if failed and lost is None else []
+        stop_heartbeat()
+        if lost is not None:
+            raise LostRankError(str(lost), rank=lost.rank, where=_JOIN) from error
+        if absent:
+            raise RuntimeError(
+                f"ranks {absent} of {world} did not come within {limit}: see their own output for "
+                "an error or a hang, or give them longer with Accelerator(timeout=...)."
+            ) from error
+        if not any(sign in str(error).lower() for sign in _CONNECTING):
+            raise
+        raise RuntimeError(_interface_advice(str(error), env)) from error
+    collectives.adopt_store(own)
+    watch.follow_group()
+
+
+def _bounded(operation: Callable[[], T], limit: timedelta, watch: Heartbeat | None = None) -> T:
+    """Return the result of a call that may wait for another rank without a limit of its own.
+
+    torch's client of a store waits for ever for a host that is stopped, so it waits on a thread.
+
+    Raises:
+        TimeoutError: it has not returned within the limit, or the watch has lost a rank.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(operation())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="accel-join", daemon=True).start()
+    deadline = time.monotonic() + limit.total_seconds()
+    while not wait([result], _LONGEST_PAUSE).done:
+        lost = watch is not None and watch.lost is not None
+        if lost or time.monotonic() > deadline:
+            raise TimeoutError(f"{_JOIN} has not ended within {limit}: see the output of all ranks")
+    return result.result()
 
 
 def _interface_advice(text: str, env: Mapping[str, str]) -> str:
@@ -234,14 +336,15 @@ def _store_of_rank_0(
     group at the same address. A rank that has connected to it loses the connection and tries again.
     """
     if rank == 0:
-        server = _serve(url, env)
-        own: dist.distributed_c10d.Store = next(rendezvous(url, rank, world))[0]
-        del server  # torch's store shares it
+        # torch's own handler would wait here for all ranks to connect, and not say which do not.
+        own: dist.distributed_c10d.Store | None = _serve(url, env)
+        if own is None:
+            own = next(rendezvous(url, rank, world, timeout=timeout))[0]
         own.set(_UP, "")
         return own
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        store: dist.distributed_c10d.Store = next(rendezvous(url, rank, world))[0]
+        store: dist.distributed_c10d.Store = next(rendezvous(url, rank, world, timeout=timeout))[0]
         try:
             store.wait([_UP], timeout)
             return store
@@ -252,10 +355,7 @@ def _store_of_rank_0(
 
 
 def _serve(url: str, env: Mapping[str, str]) -> TCPStore | None:
-    """Serve the store of a rendezvous at its address, unless it is a file or the launcher's.
-
-    torch's store is then a second one of this process for the same port, and uses this server.
-    """
+    """Serve the store of a rendezvous at its address, unless it is a file or the launcher's."""
     if url.startswith("file://") or store_outlives(url, env):
         return None
     if url.startswith("tcp://"):

@@ -24,7 +24,7 @@ from accel_callbacks.distributed.abort import (
     explain,
     group_is_aborted,
     has_device_backend,
-    rejoin_group,
+    leave_aborted_group,
     wait_for_exempt_groups,
 )
 from accel_callbacks.distributed.daemon_threads import (
@@ -35,6 +35,7 @@ from accel_callbacks.distributed.heartbeat import start_heartbeat, stop_heartbea
 from accel_callbacks.distributed.process_group import (
     GroupOptions,
     backend_for,
+    connect,
     join_group,
     store_outlives,
 )
@@ -195,10 +196,10 @@ def resolve_topology(
         # need the store later, so it is called here to keep the numbers equal on all ranks.
         collectives.store()
         collectives.expect_group(_current.world_size)
-        if collectives.join_control_group():
-            _leave_group_at_exit()
         collectives.explains_with(explain)
         start_heartbeat(abort_all_groups, not store_outlives("env://", os.environ))
+        if collectives.join_control_group():
+            _leave_group_at_exit()
     register_daemon_thread()
     group = _default_group()
     _group = None if group is None else ref(group)
@@ -318,7 +319,9 @@ def _rejoin(asked: GroupOptions) -> None:
         )
     before = _joined_with or GroupOptions()
     _joined_with = replace(before, timeout=asked.timeout or before.timeout)
-    rejoin_group(_current.backend, _joined_with.timeout)
+    rank, world = _current.rank, _current.world_size
+    store = leave_aborted_group(_joined_with.timeout)
+    connect(_current.backend, store, rank, world, _joined_with.timeout, os.environ)
 
 
 def is_initialized() -> bool:

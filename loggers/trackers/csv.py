@@ -94,7 +94,7 @@ class CSVTracker(ContinuingTracker):
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Add a row; it reaches the file at the next flush."""
-        self._opened()
+        self._opened().make_room()
         if len(self._rows) >= _FULL:  # before adding, because a call that fails is retried
             self.flush()
         new = self._unrecorded(scalars, step, _cell)
@@ -104,7 +104,7 @@ class CSVTracker(ContinuingTracker):
 
     def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
         """Add rows; they reach the file at the next flush."""
-        self._opened()
+        self._opened().make_room()
         if len(self._rows) >= _FULL:
             self.flush()
         for scalars, step, time in rows:

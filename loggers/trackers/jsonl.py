@@ -24,7 +24,6 @@ __all__ = ["JSONLTracker", "read_jsonl"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _METRICS = b'{"type":"metrics",'
-_FULL = 65536  # buffered bytes that `log` writes; a hub flushes about twice a second anyway
 _MAX_SHAPES = 256
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
@@ -113,15 +112,13 @@ class JSONLTracker(ContinuingTracker):
 
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Add a ``metrics`` record; it reaches the file at the next flush."""
-        if self._opened().pending >= _FULL:  # before adding, because a call that fails is retried
-            self.flush()
+        self._opened().make_room()  # before adding, because a call that fails is retried
         self._log(scalars, step, time)
 
     def log_rows(self, rows: Sequence[tuple[Mapping[str, Scalar], int, float]]) -> None:
         """Add a ``metrics`` record for each row; they reach the file at the next flush."""
         file = self._opened()
-        if file.pending >= _FULL:
-            self.flush()
+        file.make_room()
         if self._held is not None or any(self._recorded.has(step) for _, step, _ in rows):
             for row in rows:  # the first ones after a resume
                 self._log(*row)

@@ -22,14 +22,23 @@ __all__ = [
 ]
 
 UPLOAD_EVERY_S = 30.0
+_FULL = 65536  # pending bytes that are written without a flush; a hub flushes twice a second anyway
+_MOST_HELD = 1 << 24  # pending bytes that wait while a disk is full
 _UPLOAD_SHARE = 10  # slow uploads are made less often: they take at most a tenth of the time
 
 
-def open_lines(logging_dir: str, filename: str) -> LineFile:
-    """Open ``filename`` in a folder that is a path or an fsspec URL; create both if needed."""
+def open_lines(logging_dir: str, filename: str, every_s: float | None = None) -> LineFile:
+    """Open ``filename`` in a folder that is a path or an fsspec URL; create both if needed.
+
+    Args:
+        logging_dir: the folder.
+        filename: name of the file.
+        every_s: seconds between uploads to a store; ``UPLOAD_EVERY_S`` if None.
+    """
     folder = local_path(logging_dir)
     if folder is None:
-        return RemoteLines(f"{logging_dir.rstrip('/')}/{filename}")
+        url = f"{logging_dir.rstrip('/')}/{filename}"
+        return RemoteLines(url, UPLOAD_EVERY_S if every_s is None else every_s)
     return LocalLines(os.path.join(folder, filename))
 
 
@@ -70,6 +79,20 @@ class LineFile(ABC):
     def add(self, lines: bytes) -> None:
         """Queue complete lines."""
         self._pending += lines
+
+    def make_room(self) -> None:
+        """Write what is pending if it is much; after an error it waits in memory.
+
+        Raises:
+            OSError: the write failed, and as much is pending as may wait.
+        """
+        if self.pending < _FULL:
+            return
+        try:
+            self.flush()
+        except OSError:
+            if self.pending > _MOST_HELD:
+                raise
 
     @abstractmethod
     def lines(self) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from loggers.base import RunInfo, Scalar, Status
 from loggers.local_files import local_path
 from loggers.multimedia.encode import figure_png, gif, markdown, png, size_of_png, wav
+from loggers.trackers.event_file import open_summary_writer
 from loggers.trackers.tool import ContinuingTracker, as_float, opened
 from loggers.values import flat_config, plain_config
 
@@ -28,7 +29,7 @@ class TensorBoardTracker(ContinuingTracker):
     A resume continues in the same folder and hides the steps that are logged again; on a local disk
     it repeats neither the config nor values that are logged again at the resumed step. Strings are
     written as text, the config as text and as hyperparameters. TensorBoard stores scalars in single
-    precision.
+    precision. While a disk is full or a store is away, events wait in memory.
 
     Images, videos (GIF, with Pillow), audio, histograms, texts, tables (as text), figures and
     graphs are shown in their tabs. Several images of one name are shown as ``name/0``, ``name/1``,
@@ -37,9 +38,9 @@ class TensorBoardTracker(ContinuingTracker):
     Args:
         subdir: folder below ``logging_dir``, default "tensorboard". Ranks above 0 add ``rank<r>``.
         all_ranks: log on every rank, not only on the main one.
-        flush_secs: seconds between the writer's own flushes, default 10. In a store each one
-            rewrites the file, so that a killed process loses what came after the last one or after
-            the last checkpoint; on a local disk a hub flushes each second.
+        flush_secs: seconds between the uploads to a store, default 10. Each one rewrites the file,
+            so that a killed process loses what came after the last one or after the last
+            checkpoint; on a local disk each event is written at once.
         **writer_kwargs: extra arguments of ``SummaryWriter``.
 
     Raises:
@@ -65,29 +66,26 @@ class TensorBoardTracker(ContinuingTracker):
         self._subdir = subdir
         self._writer_kwargs = {"flush_secs": flush_secs, **writer_kwargs}
         self._writer: Any = None
-        self._remote = False
 
     def start(self, run: RunInfo) -> None:
         """Open the ``SummaryWriter``."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                f"the tensorboard tracker needs torch and tensorboard ({error}): "
-                "pip install tensorboard"
-            ) from error
         keep = self._begin(run)
-        root = local_path(run.logging_dir)
-        self._remote = root is None
-        root = (root or run.logging_dir).rstrip("/")
+        local = local_path(run.logging_dir)
+        root = (local or run.logging_dir).rstrip("/")
         parts = [root, self._subdir, f"rank{run.rank}" if run.rank else ""]
         kwargs = dict(self._writer_kwargs)
         if keep is not None:
             kwargs.setdefault("purge_step", keep + 1)
         folder = "/".join(part for part in parts if part)
-        if keep is not None and not self._remote:
+        try:
+            self._writer = open_summary_writer(folder, **kwargs)
+        except ImportError as error:
+            raise ImportError(
+                f"the tensorboard tracker needs torch and tensorboard ({error}): "
+                "pip install tensorboard"
+            ) from error
+        if keep is not None and local:
             self._read_recorded(folder, {keep, run.resumed_step, 0})
-        self._writer = SummaryWriter(folder, **kwargs)
 
     def _read_recorded(self, folder: str, steps: Collection[int | None]) -> None:
         """Read the values at some steps, which may be logged again."""
@@ -122,6 +120,7 @@ class TensorBoardTracker(ContinuingTracker):
     def log(self, scalars: Mapping[str, Scalar], step: int, *, time: float | None = None) -> None:
         """Write one event per value: a scalar, or text for a str."""
         writer = self._opened()
+        writer.events.make_room()  # before adding, because a row that fails is tried again
         for tag, value in self._unrecorded(scalars, step, _text).items():
             add = writer.add_text if isinstance(value, str) else writer.add_scalar
             add(tag, value, step, walltime=time)
@@ -206,9 +205,13 @@ class TensorBoardTracker(ContinuingTracker):
             self._opened().add_graph(model, inputs)
 
     def flush(self) -> None:
-        """Flush pending events to a local disk; a store receives them every ``flush_secs``."""
-        if not self._remote:
-            self._opened().flush()
+        """Write pending events; a store receives them every ``flush_secs``."""
+        self._opened().events.upload()
+
+    @property
+    def unflushed(self) -> bool:
+        """Whether events wait for an upload to a store."""
+        return self._writer is not None and self._writer.events.is_dirty
 
     def state_dict(self) -> dict[str, Any]:
         """Write what is pending, also to a store, and return the run id and the last step."""
@@ -220,8 +223,13 @@ class TensorBoardTracker(ContinuingTracker):
         """Write what is pending and close the writer."""
         self._end(status)
         writer, self._writer = self._writer, None
-        if writer is not None:
+        if writer is None:
+            return
+        events = writer.events
+        try:
             writer.close()
+        finally:
+            events.close()
 
     @property
     def raw(self) -> Any:
@@ -251,7 +259,9 @@ class TensorBoardTracker(ContinuingTracker):
         """Write a value that ``SummaryWriter`` has no method for."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._opened().file_writer.add_summary(Summary(value=[value]), step)
+        writer = self._opened()
+        writer.events.make_room()
+        writer.file_writer.add_summary(Summary(value=[value]), step)
 
 
 def _events(path: str) -> Iterator[bytes]:

@@ -26,6 +26,8 @@ TO_STRIKE = 120.0  # seconds, of which a busy machine needs many
 FORGIVEN = 60.0  # seconds more than promised, on a machine that may be busy
 
 PLACES = [
+    "join",
+    "joined",
     "forward",
     "backward",
     "step",
@@ -49,6 +51,11 @@ SENTENCES = {
     "block": r"rank {rank} has been in one call of a save for \d+ s \(its storage hangs\?\)",
     "raise": r"rank {rank}( failed in .*| has ended with |: )ValueError: struck",
 }
+#: Of a rank that is struck before its first heartbeat.
+NOT_THERE = [
+    r"rank 0, which serves the rendezvous store at 127.0.0.1:\d+, has not answered within 0:00:06",
+    r"ranks \[1\] of 2 did not come within 0:00:06: see their own output",
+]
 
 
 @dataclass(frozen=True)
@@ -173,11 +180,18 @@ def check(struck: Struck) -> None:
         told = f"{case}: rank {rank}\n{text}"
         assert struck.processes[rank].returncode not in (None, 0), told
         sentence = SENTENCES[case.fault].format(rank=case.rank)
+        if case.place == "start":
+            sentence = NOT_THERE[case.rank]
         assert re.search(sentence, text, re.DOTALL), told
 
 
 # Some cases of the next test; delays and blocks are tried here alone.
 SHORT = [
+    Case("start", "stop", rank=0),
+    Case("start", "stop", rank=1),
+    Case("join", "stop", rank=0),
+    Case("joined", "stop", rank=0),
+    Case("joined", "stop", rank=1),
     Case("backward", "stop"),
     Case("save, after the write", "stop", rank=0),
     Case("save, in the write", "kill"),

@@ -5,6 +5,8 @@ import math
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import wave
 from collections.abc import Callable
@@ -180,35 +182,46 @@ def test_a_resume_keeps_steps_of_another_unit(
     assert [step for step, _ in rows] == [32, 64, 96, 128, 160]
 
 
+def _steps_in_store(protocol: str, folder: str, **options: Any) -> list[int]:
+    """Read the steps of all events that a store has."""
+    import fsspec
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    from loggers.trackers.tensorboard import _events
+
+    steps = []
+    fs = fsspec.filesystem(protocol, **options)
+    for key in fs.find(folder):
+        with tempfile.NamedTemporaryFile() as local:
+            local.write(fs.cat_file(key))
+            local.flush()
+            events = [Event.FromString(event) for event in _events(local.name)]
+        steps += [event.step for event in events if event.summary.value]
+    return steps
+
+
 KILLED = """
 import sys, time
-from loggers import RunInfo, TensorBoardTracker
+from loggers import RunInfo, TensorBoardTracker, TrackerHub
 
 tracker = TensorBoardTracker(flush_secs=1)
-tracker.start(RunInfo("digits", "s3://bucket/tracker", "a1"))
-tracker.log({"loss": 1.0}, 1)
-tracker.state_dict()
+hub = TrackerHub([tracker], run=RunInfo("digits", "s3://bucket/tracker", "a1"))
+hub.start()
+hub.log({"loss": 1.0}, 1)
+hub.state_dict()
 print("saved", flush=True)
-tracker.log({"loss": 2.0}, 2)
+hub.log({"loss": 2.0}, 2)
 time.sleep(60)
 """
 
 
 @pytest.mark.s3
-def test_a_kill_loses_seconds_in_a_store(s3_environment: dict[str, Any], tmp_path: Path) -> None:
+def test_a_kill_loses_seconds_in_a_store(s3_environment: dict[str, Any]) -> None:
     """A checkpoint is there at once, the rest after flush_secs, with nothing that comes after."""
-    import fsspec
-
-    fs = fsspec.filesystem("s3", **s3_environment, use_listings_cache=False)
 
     def steps() -> list[int]:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        found = []
-        for number, key in enumerate(fs.find("bucket/tracker/tensorboard")):
-            (local := tmp_path / f"{number}").write_bytes(fs.cat_file(key))
-            found += [e.step for e in EventFileLoader(str(local)).Load() if e.summary.value]
-        return found
+        options = {**s3_environment, "use_listings_cache": False}
+        return _steps_in_store("s3", "bucket/tracker/tensorboard", **options)
 
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -221,21 +234,38 @@ def test_a_kill_loses_seconds_in_a_store(s3_environment: dict[str, Any], tmp_pat
     assert steps() == [1, 2]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_writer_thread_that_dies_does_not_stop_the_run(
-    run_info: Callable[..., RunInfo], caplog: pytest.LogCaptureFixture
+def test_files_start_no_thread_and_a_closed_writer_opens_another(
+    run_info: Callable[..., RunInfo], read_tensorboard: Callable[[str], Any]
 ) -> None:
-    hub = TrackerHub(["tensorboard", "jsonl"], run=run_info(), flush_every_s=0.0)
+    run, tracker = run_info(), TensorBoardTracker()
+    before = threading.active_count()
+    tracker.start(run)
+    tracker.log({"loss": 1.0}, 1)
+    assert threading.active_count() == before
+    assert read_tensorboard(run.logging_dir) == [(1, {"loss": 1.0})]
+    tracker.raw.close()
+    tracker.log({"loss": 2.0}, 2)
+    tracker.finish()
+    assert [step for step, _ in read_tensorboard(run.logging_dir)] == [1, 2]
+
+
+def test_a_store_that_is_away_for_a_while(
+    run_info: Callable[..., RunInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_info(logging_dir="memory://store-away")
+    hub = TrackerHub([TensorBoardTracker(flush_secs=0)], run=run)
     hub.start()
-    recorder = hub.get("tensorboard").raw.file_writer.event_writer._async_writer._writer
+    with monkeypatch.context() as patch:
 
-    def fail(*args: Any) -> None:
-        raise OSError("no space left")
+        def refuse(*args: Any) -> None:
+            raise ConnectionError("the store is away")
 
-    recorder.write = fail
-    for step in range(30):
-        hub.log({"a": step}, step)
+        patch.setattr("loggers.trackers.line_file.write_object", refuse)
+        hub.log({"loss": 1.0}, 1)
+        hub.state_dict()  # uploads even if that is not due
+    hub.log({"loss": 2.0}, 2)
     hub.finish()
-    assert hub.report()["tensorboard"].disabled
-    assert hub.report()["jsonl"].rows == 30
-    assert "no space left" in caplog.text
+    report = hub.report()["tensorboard"]
+    assert report.failures > 0
+    assert (report.rows, report.lost_rows) == (2, 0)
+    assert _steps_in_store("memory", "/store-away/tensorboard") == [1, 2]

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_callbacks import (
-    Accelerator,
-    FullyShardedDataParallelPlugin,
-)
+from accel_callbacks import Accelerator, FullyShardedDataParallelPlugin, set_seed
 from accel_callbacks.callbacks import Checkpoint, GradientNorm
 from tests.distributed.conftest import Pool, make_pool
 from tests.mistakes.loops import LOOPS, WINDOWED
@@ -97,7 +94,7 @@ def trained(name: str, sharded: bool) -> tuple[list[str], int]:
     options: dict[str, Any] = {}
     if sharded:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
-    torch.manual_seed(0)
+    set_seed(0, device_specific=True)  # some draw their data
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), **options)

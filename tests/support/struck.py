@@ -19,6 +19,7 @@ from typing import Any
 
 import fsspec
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_callbacks import Accelerator, main_process_first
@@ -38,7 +39,7 @@ class Strike:
         self._seen = min(float(timeout) / 10, 1.0) * 2.5  # seconds in which a heartbeat shows where
         self._strikes = os.environ["RANK"] == victim
         # At once in some places: loader workers are forked when the loop begins.
-        self.armed = place in ("tracker start", "loader worker")
+        self.armed = place in ("start", "join", "joined", "tracker start", "loader worker")
 
     def reach(self, here: str) -> None:
         if here != self._place or not self._strikes or not self.armed:
@@ -126,6 +127,18 @@ class Rows(Dataset):
         return torch.ones(4) * index
 
 
+def strike_in_join(reach: Reach) -> None:
+    """Strikes before the ranks connect, and after this one has."""
+    join = dist.init_process_group
+
+    def struck(*args: Any, **options: Any) -> None:
+        reach("join")
+        join(*args, **options)
+        reach("joined")
+
+    dist.init_process_group = struck
+
+
 class Counted:
     """Strikes in a load."""
 
@@ -146,6 +159,8 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
         heartbeat._LONGEST_CALL = 0.0
     StrikingFiles.reach = Model.reach = staticmethod(reach)
     fsspec.register_implementation("striking", StrikingFiles)
+    strike_in_join(reach)
+    reach("start")
     accel = Accelerator(
         cpu=True,
         timeout=timedelta(seconds=float(timeout)),

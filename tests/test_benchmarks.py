@@ -1,0 +1,127 @@
+"""The counts of benchmarks/counts.py do not grow unnoticed, and each benchmark runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support import warm
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+# A small form of each script. What measures the start of fresh interpreters takes long.
+SMALL = {
+    "checkpoint_s3.py": "--mib 8 --rounds 1 --servers sink",
+    "checkpoint_scale.py": "--ranks 4 --layers 2 --rounds 1",
+    "hooks.py": "--rounds 1 --calls 2",
+    "log_overhead.py": "--rounds 1 --calls 10 --rows 10",
+    "loop_overhead.py": "--rounds 2",
+    "plan.py": "--units 100 --layers 10 --rounds 1",
+}
+SLOW = {
+    "checkpoint.py": "--gigabytes 0.01 --rounds 2 --only save,background,view --contenders ours",
+    "cli.py": "--rounds 1",
+    "import_time.py": "--rounds 1",
+    "load_model.py": "--gigabytes 0.01 --rounds 1",
+    "offload.py": "--width 64 --depth 2 --words 100 --rounds 1",
+}
+# In test_scaling_benchmark.py, in test_gpu_benchmark.py, and below.
+ELSEWHERE = {"ddp_overhead.py", "scaling.py", "sharding.py", "gpu.py", "counts.py"}
+
+
+def run(script: str, words: str, folder: Path, *, warm_children: bool = True) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+    done = warm.run(
+        [sys.executable, str(FOLDER / script), *words.split()],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        warm_children=warm_children,
+    )
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def test_no_count_has_grown(tmp_path: Path) -> None:
+    # Its children are fresh, because it counts what they import.
+    printed = run("counts.py", "--check", tmp_path, warm_children=False)
+    assert printed.startswith("Python 3.")
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("counts_benchmark", FOLDER / "counts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(
+    counts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recorded: int, now: int
+) -> None:
+    """Run the script where one count was recorded, and is something else now."""
+    record = tmp_path / "counts.json"
+    record.write_text(json.dumps({counts.VERSIONS: {"opcodes of a step": recorded}}))
+    monkeypatch.setattr(counts, "RECORD", record)
+    monkeypatch.setattr(counts, "measure", lambda: {"opcodes of a step": now})
+    monkeypatch.setattr(sys, "argv", ["counts.py", "--check"])
+    counts.main()
+
+
+def test_a_count_that_has_grown_fails_with_the_command_that_records_it(
+    counts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=r"opcodes of a step: 601, recorded 600\n.*--write"):
+        check(counts, monkeypatch, tmp_path, recorded=600, now=601)
+
+
+@pytest.mark.parametrize("versions", ["these", "others"])
+def test_a_smaller_count_and_other_versions_pass(
+    counts: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    versions: str,
+) -> None:
+    if versions == "these":
+        check(counts, monkeypatch, tmp_path, recorded=600, now=599)
+        assert "(recorded: 600)" in capsys.readouterr().out
+    else:
+        monkeypatch.setattr(counts, "recorded", lambda: None)
+        check(counts, monkeypatch, tmp_path, recorded=600, now=601)
+        assert "no counts" in capsys.readouterr().out
+
+
+def test_each_script_has_a_small_form() -> None:
+    scripts = {
+        path.name
+        for path in FOLDER.glob("*.py")
+        if any(
+            isinstance(node, ast.Compare) and ast.unparse(node) == "__name__ == '__main__'"
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    # It serves checkpoint.py, and starts no measurement by itself.
+    assert scripts - {"checkpoint_small.py"} == {*SMALL, *SLOW, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_a_benchmark_runs(script: str, tmp_path: Path) -> None:
+    assert run(script, SMALL[script], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SLOW)
+def test_a_long_benchmark_runs(script: str, tmp_path: Path) -> None:
+    assert run(script, SLOW[script], tmp_path)
