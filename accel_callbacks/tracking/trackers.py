@@ -208,6 +208,8 @@ class Tracking:
             raise
         self._hub = hub
         atexit.register(_close_at_exit, weakref.ref(self))
+        self._collected = weakref.finalize(self, _finish_apart, hub)
+        self._collected.atexit = False
         if hub.trackers:
             self._sigterm = EndOnSigterm().__enter__()
 
@@ -311,6 +313,7 @@ class Tracking:
         hub, self._hub, self._awaited = self._hub, None, None
         if hub is None:
             return
+        self._collected.detach()
         self._closed_run, self._handed_out = hub.run.run_id, False
         try:
             hub.finish(status)
@@ -447,6 +450,12 @@ def _loggers() -> ModuleType:
     import loggers
 
     return loggers
+
+
+def _finish_apart(hub: TrackerHub) -> None:
+    """Finish the trackers of an Accelerator that was collected: its last rows are not written."""
+    # In a thread that the interpreter waits for: the collector may run in a thread of the hub.
+    threading.Thread(target=hub.finish, name="trackers' end").start()
 
 
 def _close_at_exit(tracking: weakref.ref[Tracking]) -> None:
