@@ -125,6 +125,13 @@ class XLA(Strategy):
         super().check(model)
         refuse_spread(model)
         refuse_distributed(model)
+        for module in model.modules():
+            if type(module).__module__.startswith("torch_xla.distributed.fsdp"):
+                raise ValueError(
+                    f"{type(module).__name__} cuts parameters over processes, and one process has "
+                    "all devices here: pass the model without it, and let "
+                    "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) cut them."
+                )
 
     def move(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move parameters and buffers, which stay the objects that they are.

@@ -128,6 +128,15 @@ def test_batches_may_use_different_parameters(engine: str) -> None:
     assert found == {name: pytest.approx(value, abs=2e-5) for name, value in expected.items()}
 
 
+def test_a_model_that_is_cut_over_processes_is_refused() -> None:
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    accel = Accelerator()
+    model = XlaFullyShardedDataParallel(torch.nn.Linear(4, 4).to(accel.device))
+    with pytest.raises(ValueError, match="pass the model without it"):
+        accel.prepare(torch.nn.Sequential(model))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_is_that_of_torch(engine: str) -> None:
     found, expected = train(precision="bf16", **options(engine)), plain(precision="bf16")
