@@ -28,6 +28,11 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in homes:
+            from accel_callbacks.foreign_names import IMPORTS
+
+            if name in IMPORTS:
+                # No AttributeError: `from package import name` would replace its text.
+                raise ImportError(f"{name} {IMPORTS[name]}", name=package)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{homes[name]}", package), name)
         setattr(sys.modules[package], name, value)

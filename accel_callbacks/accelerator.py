@@ -63,6 +63,7 @@ from accel_callbacks.distributed.topology import (
 )
 from accel_callbacks.distributed.votes import Trigger
 from accel_callbacks.errors import unknown_option
+from accel_callbacks.foreign_names import ATTRIBUTES, OPTIONS
 from accel_callbacks.integrations.adapt import adapt
 from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.contexts import Evaluate, RunContext, join_uneven_inputs
@@ -306,6 +307,7 @@ class Accelerator(ProcessControl, MediaLogging):
             strict=strict_trackers,
             config=tracker_config,
             window=self.window,
+            local_metrics=self.loop.local_metrics,
         )
         self.training_state = TrainingState(
             self.strategy,
@@ -354,6 +356,12 @@ class Accelerator(ProcessControl, MediaLogging):
             events=self.passes,
             prepared=self.loaders,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ATTRIBUTES:
+            return object.__getattribute__(self, name)  # raises, also what a property raised
+        owner = type(self).__name__
+        raise AttributeError(f"{owner!r} object has no attribute {name!r}. {ATTRIBUTES[name]}")
 
     # --- what it is made of -------------------------------------------------------------------
 
@@ -1718,6 +1726,8 @@ class Accelerator(ProcessControl, MediaLogging):
         if error is None:
             collectives.begin("end_training", self.debug)
             leave("end_training")
+            if self.loop.local_metrics is not None:
+                self.loop.local_metrics.compare()
         destroy_topology()
         if error is None:
             run._leave()
@@ -2120,7 +2130,7 @@ def _instead(name: str) -> str:
     for argument, part in _parts():
         if name in (field.name for field in fields(part)):
             return f"Give {argument.format(f'{part.__name__}({name}=...)')}."
-    return ""
+    return OPTIONS.get(name, "")
 
 
 def _parts() -> list[tuple[str, type[Any]]]:

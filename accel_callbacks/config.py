@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from accel_callbacks import foreign_names
 from accel_callbacks.errors import nearest
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.compile import TorchDynamoPlugin, choose_plugin
@@ -321,7 +322,10 @@ def _check(config: AcceleratorConfig) -> None:
         raise ValueError(
             f"mixed_precision={config.mixed_precision!r} "
             f"({origins.get('mixed_precision', 'default')}) is unknown; use one of {PRECISIONS}."
-            + nearest(str(config.mixed_precision), PRECISIONS)
+            + nearest(
+                foreign_names.PRECISIONS.get(config.mixed_precision, str(config.mixed_precision)),
+                PRECISIONS,
+            )
         )
     if config.gradient_accumulation_steps < 1:
         raise ValueError(

@@ -17,6 +17,7 @@ from checkpoint_io.errors import (
     CheckpointNotFoundError,
     CheckpointWarning,
     CorruptCheckpointError,
+    LeaseError,
     ManifestVersionError,
     StateMismatchError,
     TornLoadError,
@@ -32,6 +33,7 @@ from checkpoint_io.loader.load import Checkpoint, load, read_manifest
 from checkpoint_io.loader.verify import verify
 from checkpoint_io.progress import TransferProgress
 from checkpoint_io.saver.save import SaveJob, prepare_save, save
+from checkpoint_io.storage.lease import Lease, LeaseHolder
 from checkpoint_io.weights.load import LoadReport, load_model, load_model_state
 from checkpoint_io.weights.save import save_model
 
@@ -50,6 +52,9 @@ __all__ = [
     "FileEntry",
     "FolderEntry",
     "KeepPolicy",
+    "Lease",
+    "LeaseError",
+    "LeaseHolder",
     "LoadReport",
     "Manifest",
     "ManifestVersionError",

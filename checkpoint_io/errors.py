@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointWarning",
     "CorruptCheckpointError",
+    "LeaseError",
     "ManifestVersionError",
     "StateMismatchError",
     "TornLoadError",
@@ -111,6 +112,18 @@ class CheckpointConflictError(CheckpointError):
     Example:
         >>> from checkpoint_io import CheckpointConflictError, CheckpointError
         >>> issubclass(CheckpointConflictError, CheckpointError)
+        True
+    """
+
+
+class LeaseError(CheckpointConflictError):
+    """Another process holds the lease of a folder; the message names it.
+
+    Give each run a folder of its own, or wait for the end of the other one.
+
+    Example:
+        >>> from checkpoint_io import CheckpointConflictError, LeaseError
+        >>> issubclass(LeaseError, CheckpointConflictError)
         True
     """
 

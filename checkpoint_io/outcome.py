@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from checkpoint_io.errors import (
     CheckpointConflictError,
     CheckpointError,
+    LeaseError,
     ManifestVersionError,
     UnsupportedStateError,
 )
@@ -19,7 +20,12 @@ T = TypeVar("T")
 # An error travels as text. Types that callers catch separately are rebuilt on the other ranks.
 _KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind
-    for kind in (CheckpointConflictError, ManifestVersionError, UnsupportedStateError)
+    for kind in (
+        LeaseError,  # before the kind that it is of
+        CheckpointConflictError,
+        ManifestVersionError,
+        UnsupportedStateError,
+    )
 }
 
 

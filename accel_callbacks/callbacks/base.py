@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_callbacks.errors import unknown_option
+from accel_callbacks.foreign_names import CALLBACK_OPTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +55,6 @@ HOOKS = (
     "teardown",
 )
 EXIT_HOOKS = ("on_train_end", "on_fit_end", "teardown")
-# Names of Lightning's options, whose meaning is under another name here.
-_OPTIONS_OF_LIGHTNING = {
-    "save_top_k": "keep_best",
-    "save_last": "keep_last",
-    "every_n_train_steps": "every_n_steps",
-    "train_time_interval": "every_seconds",
-    "refresh_rate": "refresh_every",
-}
 _NO_FILENAME = (
     "Checkpoints are named step-<global step>, so that a resume finds the newest: leave it out. "
     "dirpath names their folder, monitor puts a metric into them (accel ckpt ls shows it), and "
@@ -293,5 +286,5 @@ def _instead(name: str, known: Sequence[str]) -> str:
     """Return what to pass in place of an option of Lightning; empty if that is unknown."""
     if name == "filename" and "dirpath" in known:
         return _NO_FILENAME
-    ours = _OPTIONS_OF_LIGHTNING.get(name)
+    ours = CALLBACK_OPTIONS.get(name)
     return f"Did you mean {ours!r}?" if ours in known else ""

@@ -113,6 +113,9 @@ class TrainingState:
         """Return what all ranks share and what belongs to this rank, as trees of plain values."""
         loop, strategy = self.loop, self.strategy
         names = parameter_names(self.bare_models)
+        # First: a stream that is asked for its position may draw its next samples.
+        random = loop.random_at_stop if loop.run.epoch_open else None
+        rng, own = random or self._random_state()
         shared: dict[str, Any] = {
             "models": _numbered([strategy.local_state_dict(model) for model in self.models]),
             "optimizers": _numbered(
@@ -126,8 +129,6 @@ class TrainingState:
             "trackers": self.tracking.state_dict(),
             "registered": self.registered.state_dict(),
         }
-        random = self.loop.random_at_stop if self.loop.run.epoch_open else None
-        rng, own = random or self._random_state()
         for state, generators in zip(shared["loaders"].values(), own, strict=False):
             state["order"]["generators"] = generators
         if strategy.copies > 1:

@@ -535,7 +535,8 @@ class DispatchSource(StatefulSource):
                 raise self._problem
             for item, delivery in self._inner.deliver(items):
                 pieces = self._pieces(item)
-                last = -1 if delivery.last is None else int(delivery.last)
+                ended = delivery.is_last()
+                last = -1 if ended is None else int(ended)
                 kept = [0] * self._world if delivery.kept is None else list(delivery.kept)
                 numbers = [delivery.real, delivery.padded, last, delivery.kept is not None]
                 sender.batch(pieces, [int(number) for number in numbers], kept)

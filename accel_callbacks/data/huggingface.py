@@ -244,7 +244,7 @@ class AgreedSource(StatefulSource):
         while more:
             entry, failure = _next_or_error(mine)
             real = 0 if entry is None else entry[1].real
-            goes_on = entry is not None and not entry[1].last
+            goes_on = entry is not None and not entry[1].is_last()
             table = _exchange(real, real or size, goes_on, failure is not None)
             # The flag comes with the counts, so that a good step costs no extra collective.
             if any(row[3] for row in table):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -166,7 +167,10 @@ class IterableShards(IterableDataset["Piece | None"]):
                     f"{type(self.dataset).__name__} does not take its saved state ({problem!r}): "
                     f"its first {mark['read']} samples are read and dropped instead.",
                 )
-        return islice(iter(self.dataset), mark["read"], None)
+        stream = iter(self.dataset)
+        if mark["read"]:
+            _drop(stream, mark["read"])
+        return stream
 
     def _batches(
         self, stream: Iterator[Any], read: int
@@ -340,6 +344,19 @@ class IterableDatasetShard(IterableDataset[Any]):
                 if self.even_batches:
                     batch += islice(cycle(list(opening)), self._size - len(batch))
             yield from split_evenly(batch, self.process_index, self.num_processes)
+
+
+def _drop(stream: Iterator[Any], count: int) -> None:
+    """Read samples and drop them, with the generators of this process as they were."""
+    from accel_callbacks.distributed.rng import capture_rng, restore_rng
+
+    # The draws for these samples are in the restored state already. A worker's generators start
+    # from their seed, and have to draw them again.
+    cpu = torch.device("cpu")
+    drawn = capture_rng(cpu) if get_worker_info() is None else None
+    deque(islice(stream, count), maxlen=0)
+    if drawn is not None:
+        restore_rng(drawn, cpu)
 
 
 def set_dataset_epoch(dataset: Any, epoch: int, seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -154,7 +154,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.real = self.padded = 0
         self.kept: Sequence[int] | None = None
         self.left: int | None = None
-        self.on_last = False
+        self._last: bool | Callable[[], bool] = False
         self.batch_index = 0
         self.trained = False  # the last pass was a training pass
         self.done = False
@@ -206,6 +206,13 @@ class DataLoaderShard(DataLoader[Any]):
     def resumes(self) -> bool:
         """True if the next pass goes on within an epoch, where no view of the user's begins."""
         return self._continue and self.position > 0 and self._start is None
+
+    @property
+    def on_last(self) -> bool:
+        """True while the last batch of a pass is the current one; a stream reads on to know it."""
+        if callable(self._last):
+            vars(self)["_last"] = self._last()
+        return bool(self._last)
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -265,7 +272,7 @@ class DataLoaderShard(DataLoader[Any]):
                     here["real"], here["padded"], here["kept"] = real, padded, kept
                     here["_stream_before"], here["_stream"] = self._stream, state
                 here["position"] = self.position + real
-                here["on_last"] = left == 1 if last is None else last
+                here["_last"] = left == 1 if last is None else last
                 yield item
                 if opened != self._opened:
                     raise RuntimeError(_TAKEN_OVER)
@@ -281,7 +288,7 @@ class DataLoaderShard(DataLoader[Any]):
             raise
         finally:
             if opened == self._opened:  # no newer pass has replaced this one
-                self.on_last = False
+                self._last = False
             # Not left to the collector, which may come late where an error keeps the frames, and
             # then waits 5 s for each worker: see keep_workers.
             if self.num_workers and not self.persistent_workers:

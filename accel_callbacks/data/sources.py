@@ -44,7 +44,8 @@ class Delivery(NamedTuple):
     Args:
         real: its samples over all ranks, each counted once.
         padded: its samples as read by all ranks, repetitions included.
-        last: True if it is the last of its epoch; ``None`` if the loader counts its batches.
+        last: True if it is the last of its epoch; ``None`` if the loader counts its batches. Of a
+            stream a function, which reads the next batch to find out, and completes ``state``.
         kept: for each rank, the number of samples at the start of its piece that are no
             repetitions; ``None`` if the repetitions are the last ``padded - real`` samples in rank
             order.
@@ -53,9 +54,13 @@ class Delivery(NamedTuple):
 
     real: int
     padded: int
-    last: bool | None = None
+    last: bool | Callable[[], bool] | None = None
     kept: Sequence[int] | None = None
     state: Mapping[str, Any] | None = None
+
+    def is_last(self) -> bool | None:
+        """Return whether it is the last, reading on if need be; None if the loader counts."""
+        return self.last() if callable(self.last) else self.last
 
 
 class Source(Protocol):

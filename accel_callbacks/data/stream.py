@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class StatefulSource(ABC):
 
 
 class StreamSource(StatefulSource):
-    """The batches of an iterable dataset; one is read ahead, to know which is the last.
+    """The batches of an iterable dataset; the next is read ahead where someone asks for the last.
 
     Args:
         loader: the user's.
@@ -297,14 +298,13 @@ class StreamSource(StatefulSource):
     # --- a pass ---------------------------------------------------------------------------------
 
     def deliver(self, items: Iterator[Piece | None]) -> Iterator[tuple[Any, Delivery]]:
-        """Yield each batch after the position with its counts, one batch behind the reader."""
+        """Yield each batch after the position with its counts."""
         assert self._begun is not None
         epoch, position = self._begun
         resumed = self._shards.resume
         count = max(self._workers, 1)
         marks = [_mark(0) for _ in range(count)] if resumed is None else list(resumed["workers"])
         skip, dropped = self._skip, 0
-        ahead: tuple[Any, Delivery] | None = None
         if resumed is None and not self._checked:
             self._checked = True
             name = type(self._shards.dataset).__name__
@@ -312,37 +312,83 @@ class StreamSource(StatefulSource):
                 items = told_of_copies(items, count, name)
             if self._shards.may_divide and collectives.has_peers():
                 items = told_of_division(items, name)
-        for piece in items:
-            if piece is None:
-                continue
+        pieces = _Pieces(items)
+        for piece in pieces:
             marks[piece.worker] = piece.mark
             if dropped + piece.real <= skip:
                 dropped += piece.real
                 continue
-            if ahead is not None:
-                yield ahead
             position += piece.real
             place = {"epoch": epoch, "position": position, "turn": (piece.worker + 1) % count}
             state = {**place, "workers": list(marks)}
-            ahead = piece.batch, self._delivery(piece, state)
-        if ahead is not None:
-            batch, delivery = ahead
-            yield batch, delivery._replace(last=True, state=self._ended(delivery.state))
+            delivery = self._delivery(piece, state, partial(pieces.end_with, pieces.count))
+            yield piece.batch, delivery
+            delivery.is_last()  # completes the state that a save at the end of the pass has
 
-    def _delivery(self, piece: Piece, state: State) -> Delivery:
+    def _delivery(self, piece: Piece, state: dict[str, Any], ends: Callable[[], bool]) -> Delivery:
         kept = None
         if self._shards.batch_size is None and piece.real < piece.padded:
             # Ready batches are repeated as a whole, and their samples are not counted.
             kept = ready_kept(piece.real, piece.padded)
-        return Delivery(piece.real, piece.padded, last=False, kept=kept, state=state)
 
-    def _ended(self, state: State | None) -> State:
-        """Return the state after the last batch: the next pass continues from the dataset's own."""
-        assert state is not None
+        def last() -> bool:
+            if ends():
+                self._end(state)
+                return True
+            return False
+
+        return Delivery(piece.real, piece.padded, last=last, kept=kept, state=state)
+
+    def _end(self, state: dict[str, Any]) -> None:
+        """Complete the state of the last batch: the next pass continues from the dataset's own."""
         rest = self._at_rest()
         after = None if rest is None else rest["workers"][0]["state"]
-        ended = [{**mark, "ended": True, "state": after} for mark in state["workers"]]
-        return {**state, "workers": ended}
+        state["workers"] = [{**mark, "ended": True, "state": after} for mark in state["workers"]]
+
+
+class _Pieces:
+    """The pieces of a pass, of which the next is read early where someone asks for the end.
+
+    Not always: a dataset that draws from a global generator would draw before the step of the batch
+    in hand, and the numbers of dropout would be others than in a plain loop.
+
+    Attributes:
+        count: pieces yielded so far.
+    """
+
+    def __init__(self, items: Iterator[Piece | None]) -> None:
+        self._items = (piece for piece in items if piece is not None)
+        self._next: Piece | None = None
+        self._problem: Exception | None = None
+        self._ended = False
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        self._read()
+        if self._problem is not None:
+            raise self._problem
+        if self._next is None:
+            raise StopIteration
+        piece, self._next = self._next, None
+        self.count += 1
+        return piece
+
+    def _read(self) -> None:
+        if self._next is None and not self._ended:
+            try:
+                self._next = next(self._items, None)
+            except Exception as problem:  # belongs to the next batch, not to who asks for the end
+                self._problem = problem
+            self._ended = self._next is None
+
+    def end_with(self, count: int) -> bool:
+        """Return whether there are no more pieces than this many, and no error after them."""
+        if count == self.count:
+            self._read()
+        return count == self.count and self._ended and self._problem is None
 
 
 def _mark(read: int) -> dict[str, Any]:

@@ -46,8 +46,7 @@ class Accumulate(AbstractContextManager["Accumulate"]):
         window = loop.window
         if window.dirty:
             loop.drop_gradients()
-        remaining, last = loop.progress.remaining(innermost)
-        window.enter(remaining, last)
+        window.enter(*loop.progress.remaining(innermost))
         # The strategy may leave gradients on the rank until the last backward of a window, which
         # averages the sums.
         each = window.plugin.sync_each_batch and not self._strategy.owns_step

@@ -14,6 +14,7 @@ from accel_callbacks.loop.added_parameters import AddedParameters
 from accel_callbacks.loop.bare_steps import BareSteps
 from accel_callbacks.loop.clipper import CheckedClipping
 from accel_callbacks.loop.gradient_watch import GradientWatch
+from accel_callbacks.loop.input_checksums import InputChecksums
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.precision import Precision
 from accel_callbacks.strategies import Strategy
@@ -28,6 +29,11 @@ _WEIGHTS = (
     "something changed them on some processes after prepare(), such as load_state_dict() under "
     "`if accel.is_main_process`. Do it on all processes, or before prepare(), which gives all "
     "processes the weights of the main one."
+)
+_INPUTS = (
+    "all {} processes call {} with the same inputs, and compute the same: prepare the DataLoader "
+    "(`loader = accel.prepare(loader)`), so that each process reads its own share; inputs that are "
+    "drawn, such as noise, differ after set_seed(seed, device_specific=True)."
 )
 
 
@@ -88,7 +94,8 @@ class FirstSteps:
         self.added_parameters.note(model)
         known = any(calls.model is model for calls in self._calls)
         if self._watches and not known and self.strategy.averages(model):
-            self._calls.append(_Calls(model))
+            name = type(self.strategy.unwrap(model)).__name__
+            self._calls.append(_Calls(model, InputChecksums(name, self.strategy.data_rank)))
 
     def finish(self, watch: OptimizerWatch) -> None:
         """Remove a watch, and with the last one all that it needed."""
@@ -166,6 +173,13 @@ class FirstSteps:
                 if differing:
                     self.warn("weights", _WEIGHTS.format(name, differing[0]))
 
+    def compare_inputs(self) -> None:
+        """Warn of an averaged model that all ranks call with the same inputs."""
+        for calls in self._calls:
+            if calls.inputs.end_step():
+                name = type(self.strategy.unwrap(calls.model)).__name__
+                self.warn("inputs", _INPUTS.format(self.strategy.data_world, name))
+
     def averaged(self) -> Iterator[torch.nn.Module]:
         """Yield the watched models."""
         return (calls.model for calls in self._calls)
@@ -174,15 +188,19 @@ class FirstSteps:
 class _Calls:
     """A forward hook that notes that the model was called as ``prepare`` returned it."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, inputs: InputChecksums) -> None:
         self.model = model
+        self.inputs = inputs
         self.called = False
         self.weights: collectives.Posted | None = None
-        self.handle = model.register_forward_pre_hook(self)
+        self.handle = model.register_forward_pre_hook(self, with_kwargs=True)
 
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if torch.is_grad_enabled():
             self.called = True
+            self.inputs.note((args, kwargs))
 
 
 class OptimizerWatch:
@@ -243,6 +261,7 @@ class OptimizerWatch:
         """
         self._first.share_calls()
         self._first.compare_weights()
+        self._first.compare_inputs()
         if not closure:
             self._first.strategy.check_step(optimizer)
         if self._passes:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_callbacks import collectives
 from accel_callbacks.gradients import multiply_gradients
 from accel_callbacks.plugins.gradient_accumulation import GradientAccumulationPlugin
+
+if TYPE_CHECKING:
+    from accel_callbacks.data.loader import DataLoaderShard
 
 __all__ = ["GradientWindow", "Normalizer"]
 
@@ -174,7 +177,7 @@ class GradientWindow:
         >>> from accel_callbacks.loop.gradient_window import GradientWindow
         >>> window = GradientWindow(4)
         >>> for left in (6, 5, 4, 3, 2, 1):
-        ...     window.enter(left, last=left == 1)
+        ...     window.enter(left)
         ...     print(window.divisor, window.sync, end="; ")
         ...     window.leave()
         4 False; 4 False; 4 False; 4 True; 2 False; 2 True;
@@ -224,22 +227,24 @@ class GradientWindow:
         if self.position == 0:
             self.divisor = num_steps
 
-    def enter(self, remaining: int | None, last: bool) -> None:
+    def enter(self, remaining: int | None, unsized: Sequence[DataLoaderShard] = ()) -> None:
         """Start a micro-batch.
 
         Args:
             remaining: micro-batches left in the epoch, this one included; ``None`` if unknown.
-            last: this is the last one of the epoch.
+            unsized: loaders that do not know how many are left. They are asked whether this is the
+                last only within a window, for a stream reads ahead to answer.
         """
         if not self.plugin.sync_with_dataloader:
-            remaining, last = None, False
+            remaining, unsized = None, ()
         # The length is fixed at the first micro-batch, because its loss is divided already.
         if self.position == 0:
             known = remaining is not None and remaining < self.num_steps
             self.divisor = remaining if known and remaining else self.num_steps
         self.position += 1
         self.touched = self.stepped = False
-        self.sync = last or self.position >= self.divisor
+        full = self.position >= self.divisor or remaining == 1
+        self.sync = full or any(loader.on_last for loader in unsized)
 
     def leave(self) -> None:
         """End the micro-batch, and the window with it if it was the last."""

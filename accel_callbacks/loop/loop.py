@@ -26,6 +26,7 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.daemon_threads import register_daemon_thread
 from accel_callbacks.errors import ResumeError
 from accel_callbacks.loop.gradient_window import GradientWindow
+from accel_callbacks.loop.local_metrics import LocalMetrics
 from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.run import TrainingRun, length_of
 from accel_callbacks.loop.unprepared_steps import UnpreparedSteps
@@ -45,7 +46,7 @@ class LoaderProgress:
     Example:
         >>> from accel_callbacks.loop.loop import LoaderProgress
         >>> LoaderProgress().remaining(None)
-        (None, False)
+        (None, ())
     """
 
     __slots__ = ("_before", "fresh")
@@ -60,8 +61,10 @@ class LoaderProgress:
         if loader not in self.fresh:
             self.fresh.append(loader)
 
-    def remaining(self, innermost: DataLoaderShard | None) -> tuple[int | None, bool]:
-        """Return the number of micro-batches left, this one included, and whether it is the last.
+    def remaining(
+        self, innermost: DataLoaderShard | None
+    ) -> tuple[int | None, Sequence[DataLoaderShard]]:
+        """Return the number of micro-batches left, this one included, and who does not know it.
 
         Loaders iterated together, as by ``zip``, end with the shortest one. An outer loader that
         delivers only now and then does not count. The number is None where it is not known.
@@ -72,13 +75,15 @@ class LoaderProgress:
         now, self.fresh = self.fresh, []
         before, self._before = self._before, now
         if len(now) <= 1:
-            return (None, False) if innermost is None else (innermost.left, innermost.on_last)
+            if innermost is None:
+                return None, ()
+            return (None, (innermost,)) if innermost.left is None else (innermost.left, ())
         # Loaders that delivered in this and in the last micro-batch are iterated in lockstep.
         chosen = {one for one in now if one in before}
         if innermost is not None:
             chosen.add(innermost)
         known = [one.left for one in chosen if one.left is not None]
-        return min(known, default=None), any(one.on_last for one in chosen)
+        return min(known, default=None), [loader for loader in chosen if loader.left is None]
 
     def clear(self) -> None:
         """Forget all loaders."""
@@ -202,6 +207,7 @@ class Loop:
         self.active: list[DataLoaderShard] = []
         self.progress = LoaderProgress()
         self.deferred: list[Callable[[], object]] = []
+        self.local_metrics = LocalMetrics() if collectives.has_peers() else None
         self.saves = BackgroundSaves(self.fire)
         self.stages: list[str] = []
         self.used_loaders = UsedLoaders()

@@ -257,6 +257,8 @@ class Passes:
         hooks = loop.dispatch.hooks
         start, end = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
         try:
+            if loop.local_metrics is not None:
+                loop.local_metrics.compare()  # of the evaluation before
             for batch in loader.batches():
                 index = loader.batch_index
                 for hook in hooks[start]:
@@ -267,6 +269,8 @@ class Passes:
                 if was_trained and loop.run._global_step != steps:
                     was_trained = False
                     self._warn_of_eval_mode()
+            if loop.local_metrics is not None:
+                loop.local_metrics.end_evaluation()
         finally:
             loop.leave(loader, token)
             if alone and loop.stages:

@@ -42,11 +42,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Args:
         dim: the dimension of inputs that torch scatters over devices.
-        broadcast_buffers: broadcast the buffers of rank 0 at each forward; under FSDP too.
+        broadcast_buffers: broadcast the buffers of rank 0 at each forward; under FSDP and
+            DeepSpeed too.
         bucket_cap_mb: MiB of gradients that are sent together.
         find_unused_parameters: search for parameters that a forward did not use; needed if there
             are any, and slower. Parameters that are frozen between steps count as unused. Under
-            FSDP needed if ranks use different ones of a unit in one step.
+            FSDP and ZeRO needed if ranks use different ones in one step.
         check_reduction: torch only warns that it is deprecated.
         gradient_as_bucket_view: keep gradients in the memory that is sent, which saves a copy.
         static_graph: let torch rely on the same parameters being used in each step.

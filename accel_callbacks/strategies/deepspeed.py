@@ -19,6 +19,7 @@ from accel_callbacks.gradients import clip_norm, has_gradients
 from accel_callbacks.logging import notice
 from accel_callbacks.modeling.compile import original
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_callbacks.plugins.deepspeed_config import FilledConfig, Known
 from accel_callbacks.plugins.deepspeed_dummies import DummyOptim, DummyScheduler
@@ -27,11 +28,14 @@ from accel_callbacks.strategies.base import SetUp, Strategy
 from accel_callbacks.strategies.checks import is_plain
 from accel_callbacks.strategies.deepspeed_build import building
 from accel_callbacks.strategies.optimizer_state import named_optimizer_state
+from accel_callbacks.strategies.shared_buffers import SharedBuffers
+from accel_callbacks.strategies.zero_agreement import ZeroAgreement
 from accel_callbacks.strategies.zero_state import (
     RowMesh,
     gathered_parameter,
     gradient_parts,
     is_zero,
+    kept_by_step,
     load_optimizer_state,
     load_parameters,
     optimizer_state,
@@ -56,6 +60,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         engine: DeepSpeed's, around the model.
         groups: the groups of the user's optimizer, before DeepSpeed had it.
         defaults: the defaults of the user's optimizer.
+        agreement: knows which parameters no rank has used.
 
     Attributes:
         stepped: False if the engine skipped the last step.
@@ -63,7 +68,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         closed: the last of them was the last one of a window.
     """
 
-    def __init__(self, engine: Any, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        agreement: ZeroAgreement,
+    ) -> None:
         # Without Optimizer.__init__, because the state is the engine's.
         self.engine = engine
         self.param_groups = groups
@@ -72,6 +83,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.micro_batches = 0
         self.closed = False
         self.clipping = float(engine.gradient_clipping() or 0.0)
+        self._agreement = agreement
         self._opt_called = False  # torch's schedulers ask
 
     @property
@@ -101,7 +113,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise ValueError("DeepSpeed takes no closure: call backward() and then step().")
         self._opt_called = True
         _carry(self.param_groups, self.inner.param_groups)
-        self.engine.step()
+        with kept_by_step(self.engine, self._agreement.take_unused(self.engine)):
+            self.engine.step()
         _carry(self.inner.param_groups, self.param_groups)
         self.stepped = bool(self.engine.was_step_applied())
         self.set_clipping(self.clipping)
@@ -123,6 +136,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.micro_batches, self.closed = 0, False
         if not is_zero(self.engine):
             return
+        self._agreement.take_unused(self.engine)
         outer = self.engine.optimizer
         outer.zero_grad()
         for held in (outer.averaged_gradients, getattr(outer, "all_grad_tensors", {})):
@@ -239,6 +253,9 @@ class DeepSpeed(Strategy):
         self._called: list[Any] = []  # engines since the last backward
         self._boundary = True
         self._rows = RowMesh(topology.world_size)
+        common = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
+        self._buffers = SharedBuffers(lambda buffer: False) if common.broadcast_buffers else None
+        self._agreement = ZeroAgreement(fills=common.find_unused_parameters)
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -361,11 +378,14 @@ class DeepSpeed(Strategy):
                 model=model, config=filled.config, dist_init_required=False, **given
             )
         engine.lr_scheduler = None  # the prepared scheduler steps where the loop says so
-        own = EngineOptimizer(engine, groups, dict(optimizer.defaults))
+        self._agreement.watch(engine)
+        own = EngineOptimizer(engine, groups, dict(optimizer.defaults), self._agreement)
         _carry(own.inner.param_groups, own.param_groups)
         self.filled[model] = filled
         self._optimizers[model] = own
         engine.register_forward_pre_hook(self._note_call)
+        if self._buffers is not None and any(True for _ in model.buffers()):
+            self._buffers.watch(engine)
         low = _LOW.get(self.precision)
         if low is not None:
             _cast_around(model, low)
@@ -529,7 +549,9 @@ class DeepSpeed(Strategy):
         called[0].set_gradient_accumulation_boundary(self._boundary)
         own.micro_batches += 1
         own.closed = self._boundary
+        self._agreement.start_backward(called[0])
         called[0].backward(loss, **kwargs)
+        self._agreement.finish_backward(called[0], self._boundary)
 
     def averages(self, model: torch.nn.Module) -> bool:
         """Return False: the engine averages gradients wherever they come from."""

@@ -17,14 +17,22 @@ from accel_callbacks.distributed.failures import meet
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.gradients import combined_norm, local_part, scale_gradients, total_norm
 from accel_callbacks.modeling.initial_weights import whole_parameters_freed
+from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.plugins.base import Handlers
+from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.checks import is_plain, refuse_distributed, refuse_empty
 from accel_callbacks.strategies.checks import refuse_spread as _refuse_spread
-from accel_callbacks.strategies.pipeline_runner import PipelineOptions, PipelineRunner
+from accel_callbacks.strategies.pipeline_runner import (
+    PipelineOptions,
+    PipelineRunner,
+    StageReplicas,
+)
 from accel_callbacks.strategies.pipeline_stages import StagePlan, skeleton_of
 from accel_callbacks.strategies.sharding import Sharding
+from accel_callbacks.strategies.shared_buffers import SharedBuffers
+from accel_callbacks.strategies.unit_agreement import UnitAgreement
 from accel_callbacks.strategies.units import find_units
 
 __all__ = ["PipelineParallel", "PipelinedModel"]
@@ -53,7 +61,8 @@ class PipelinedModel(torch.nn.Module):
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Return the loss, or under ``no_grad`` without a target the outputs, on all ranks."""
-        return self._runner(args, kwargs, target)
+        with collectives.explained(f"the forward of {class_of(self.module).__name__}"):
+            return self._runner(args, kwargs, target)
 
 
 class PipelineParallel(Sharding):
@@ -164,16 +173,26 @@ class PipelineParallel(Sharding):
         before = dict(model.named_parameters(remove_duplicate=False))
         self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
         self._drop_others(model)
+        replicas = None
         if self._fsdp is not None:
+            replicas = self._stage_replicas()
             for stage in stages.values():
                 _shard(stage, self._fsdp, self.device_mesh["dp_shard"], model)
+                replicas.units.watch(stage)
         self._replace(before, model)
         for optimizer in self._optimizers:
             self._bind(optimizer)
         runner = PipelineRunner(
-            plan, stages, shapes, options, model, self._group, self.topology.device
+            plan, stages, shapes, options, model, self._group, self.topology.device, replicas
         )
         return PipelinedModel(model, runner)
+
+    def _stage_replicas(self) -> StageReplicas:
+        options = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
+        group = self.device_mesh["dp_shard"].get_group()
+        units = UnitAgreement(fills=options.find_unused_parameters, group=group)
+        shared = options.broadcast_buffers
+        return StageReplicas(units, SharedBuffers(lambda _: False, group) if shared else None)
 
     @torch.no_grad()
     def _send_weights(self, model: torch.nn.Module) -> None:

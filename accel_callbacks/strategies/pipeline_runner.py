@@ -16,8 +16,10 @@ from accel_callbacks import collectives
 from accel_callbacks.gradients import local_part
 from accel_callbacks.strategies.cut_dropout import draws_random_numbers
 from accel_callbacks.strategies.pipeline_stages import StagePlan
+from accel_callbacks.strategies.shared_buffers import SharedBuffers
+from accel_callbacks.strategies.unit_agreement import UnitAgreement
 
-__all__ = ["SCHEDULES", "PipelineOptions", "PipelineRunner"]
+__all__ = ["SCHEDULES", "PipelineOptions", "PipelineRunner", "StageReplicas"]
 
 #: The schedules of torch that are tested here; True if a rank has several stages.
 SCHEDULES: Mapping[str, bool] = {
@@ -82,6 +84,25 @@ class PipelineOptions:
         )
 
 
+@dataclass(frozen=True)
+class StageReplicas:
+    """What ranks with the same stages agree on, as they read different data.
+
+    Attributes:
+        units: the units that they gather, and the gradients that they reduce.
+        buffers: those of the first of them, None if each has its own.
+
+    Example:
+        >>> from accel_callbacks.strategies.pipeline_runner import StageReplicas
+        >>> from accel_callbacks.strategies.unit_agreement import UnitAgreement
+        >>> StageReplicas(UnitAgreement(fills=False)).buffers is None
+        True
+    """
+
+    units: UnitAgreement
+    buffers: SharedBuffers | None = None
+
+
 class PipelineRunner:
     """Runs batches through the stages of this rank, by a schedule of torch."""
 
@@ -94,8 +115,10 @@ class PipelineRunner:
         model: torch.nn.Module,
         group: Any,
         device: torch.device,
+        replicas: StageReplicas | None = None,
     ) -> None:
         self._plan = plan
+        self._replicas = replicas
         self._stages = stages
         self._shapes = shapes
         self._options = options
@@ -160,6 +183,7 @@ class PipelineRunner:
         schedule, count, _ = self._schedule(inputs, training=True)
         self._targets = _pieces(target, count, inputs[0].shape[0])
         losses: list[torch.Tensor] = []
+        self._share_buffers()
         try:
             with self._own_random(), _apart(self._stages.values()) as pairs:
                 schedule.step(
@@ -167,6 +191,8 @@ class PipelineRunner:
                     **({"target": torch.arange(count, device="cpu")} if self._has_last else {}),
                     losses=losses,
                 )
+                if self._replicas is not None:
+                    self._replicas.units.finish_backward()
                 held = [(own, one.grad) for own, one in pairs if one.grad is not None]
         finally:
             self._targets = ()
@@ -180,6 +206,11 @@ class PipelineRunner:
             total, [one for _, one in held], anchor, *(own for own, _ in held)
         )
         return loss_of_batch
+
+    def _share_buffers(self) -> None:
+        if self._replicas is not None and self._replicas.buffers is not None:
+            for stage in self._stages.values():
+                self._replicas.buffers.share(stage)
 
     @property
     def _has_last(self) -> bool:
@@ -200,6 +231,7 @@ class PipelineRunner:
             more = -rows % self._group.size()
             inputs = tuple(torch.cat([one, one[:1].expand(more, *one.shape[1:])]) for one in inputs)
         schedule, count, results = self._schedule(inputs, training=False)
+        self._share_buffers()
         with self._own_random():
             merged = schedule.step(*(inputs if 0 in self._stages else ()))
         _free_gathered(self._stages.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -20,6 +21,7 @@ class SharedBuffers:
 
     Args:
         skips: returns whether a buffer has another value on each rank for now.
+        group: of the ranks that share a model, whose first one counts; all of them if None.
 
     Example:
         >>> import torch
@@ -27,8 +29,9 @@ class SharedBuffers:
         >>> SharedBuffers(lambda buffer: False).share(torch.nn.BatchNorm1d(2))  # on one rank
     """
 
-    def __init__(self, skips: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, skips: Callable[[torch.Tensor], bool], group: Any = None) -> None:
         self._skips = skips
+        self._group = group
         self._trained: WeakSet[torch.nn.Module] = WeakSet()  # since their last broadcast
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -59,16 +62,17 @@ class SharedBuffers:
                 by_device.setdefault(buffer.device, []).append(buffer)
         if collectives.has_peers():
             for buffers in by_device.values():
-                _broadcast(buffers)
+                _broadcast(buffers, self._group)
 
 
 @torch.no_grad()
-def _broadcast(buffers: Sequence[torch.Tensor]) -> None:
-    """Collective: overwrite buffers by those of rank 0, all in one message of bytes."""
+def _broadcast(buffers: Sequence[torch.Tensor], group: Any) -> None:
+    """Collective: overwrite buffers by those of the first rank, all in one message of bytes."""
     sent = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
     flat = torch.cat(sent)
-    dist.broadcast(flat, 0, group=collectives.group_for(flat))
-    if collectives.rank() == 0:
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast(flat, first, group=group or collectives.group_for(flat))
+    if collectives.rank() == first:
         return
     # An earlier forward may have saved them for a backward that is still to come, as DDP has it.
     with _unsafe_preserve_version_counter(tuple(buffers)):

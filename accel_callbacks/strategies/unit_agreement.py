@@ -6,9 +6,6 @@ or has gradients of other parameters in one, would add up tensors that have noth
 
 from __future__ import annotations
 
-import itertools
-import json
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,22 +13,13 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import abort_run
-from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.strategies.fsdp_groups import has_whole_gradient, parameter_groups
+from accel_callbacks.strategies.rank_agreement import END, Event, RankAgreement, unused_advice
 
 __all__ = ["UnitAgreement"]
 
-_POLLING = 0.001, 0.05  # seconds between two looks at the store: at first, and at most
-_count = itertools.count()
-_Event = tuple[str, int, int]  # what happens, to which unit, and how
-_END: _Event = ("end", 0, 0)
-_SAME_PARAMETERS = (
-    ": FSDP would add up gradients of different parameters. If ranks use different ones, pass "
-    "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)], with which a "
-    "missing gradient counts as zero; else let the loss of each rank depend on the same ones."
-)
+_SAME_PARAMETERS = unused_advice("FSDP")
 _SAME_UNITS = (
     ": FSDP gathers and reduces a unit on all ranks at once, and would mix different ones. Call "
     "the same modules in the same order on all ranks, not inside of `if accel.is_main_process:`, "
@@ -46,15 +34,12 @@ class _Unit(NamedTuple):
     parameters: list[str]
 
 
-class UnitAgreement:
-    """Compares what ranks gather and reduce, wherever it is not what followed the last time.
-
-    Each rank compares what it is about to do with what all did last time at this place, and goes on
-    if it is the same. Else it tells the others, and waits until they tell the same. So the first
-    step costs some messages in the store, and a loop that repeats itself none afterwards.
+class UnitAgreement(RankAgreement):
+    """Compares the units that ranks gather, and the gradients that they reduce.
 
     Args:
         fills: a gradient that is missing in a unit counts as zero; else it must be missing on all.
+        group: of the ranks that share the units; all of them if None.
 
     Example:
         >>> from accel_callbacks.strategies.unit_agreement import UnitAgreement
@@ -63,15 +48,11 @@ class UnitAgreement:
         >>> agreement.finish_backward()
     """
 
-    def __init__(self, *, fills: bool) -> None:
+    def __init__(self, *, fills: bool, group: Any = None) -> None:
+        super().__init__(None if group is None else dist.get_process_group_ranks(group))
+        self._group = group
         self._fills = fills
         self._units: list[_Unit] = []
-        self._keys = f"units{next(_count)}"
-        self._rounds = 0
-        self._last = self._phase = _END
-        # What followed on each event when the ranks last compared; the same on all of them. By what
-        # the backward before it ended with too, as losses may take turns.
-        self._next: dict[tuple[_Event, _Event], _Event] = {}
         self._reduced: dict[Any, _Reduced] = {}  # by group, since zeros were last taken back
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -109,17 +90,6 @@ class UnitAgreement:
         group.pre_forward, group.pre_backward = pre_forward, pre_backward
         group.post_backward = post_backward
 
-    def follow(self, event: _Event) -> None:
-        """Come to an event, and wait for the other ranks if another one followed the last time."""
-        place = self._phase, self._last
-        if self._next.get(place) != event:
-            if collectives.has_peers():
-                self._agree(event)
-            self._next[place] = event
-        if event == _END:
-            self._phase = self._last
-        self._last = event
-
     def _compare_gradients(self, group: Any, unit: int, is_root: bool) -> None:
         present = list(map(has_whole_gradient, group.fsdp_params))
         if not self._fills:
@@ -134,9 +104,9 @@ class UnitAgreement:
 
     def finish_backward(self) -> None:
         """Collective: take back the zeros of parameters that no rank has used in a backward."""
-        kind, _, count = self._last
-        if kind in ("backward", "gradients") or (kind == "forward" and count % 2):
-            self.follow(_END)
+        kind = self._last[0]
+        if kind in ("backward", "gradients") or (kind == "forward" and self._last[2] % 2):
+            self.follow(END)
         if not self._reduced or not all(group.all_reduce_grads for group in self._reduced):
             return
         reduced = list(self._reduced.values())
@@ -146,74 +116,13 @@ class UnitAgreement:
         used = torch.tensor(own, dtype=torch.int32, device="cpu")
         absent = not used.all()
         used = used.to(device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=collectives.group_for(used))
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group or collectives.group_for(used))
         if absent:  # others need not wait for what they know
             flags = iter(used.tolist())
             for one in reduced:
                 one.take_back([next(flags) for _ in one.used])
 
-    def _agree(self, event: _Event) -> None:
-        """Collective: wait until all ranks come to an event.
-
-        Raises:
-            RuntimeError: a rank comes to another event, or to none within the timeout.
-        """
-        keys = f"{self._keys}/{self._rounds}"
-        self._rounds += 1
-        rank, world = collectives.rank(), collectives.world_size()
-        mine = json.dumps([rank, event, [self._phase, self._last]])
-
-        def arrive(store: Any) -> Any:
-            if store.add(f"{keys}/came", 1) == 1:  # a file has no compare_set
-                store.set(f"{keys}/first", mine)
-            first = json.loads(store.get(f"{keys}/first"))
-            if tuple(first[1]) != event:
-                store.set(f"{keys}/go", json.dumps([rank, event]))
-                return first[0], tuple(first[1])
-            if first[2] != json.loads(mine)[2]:
-                store.add(f"{keys}/apart", 1)
-            if store.add(f"{keys}/count", 1) == world:
-                store.set(f"{keys}/go", json.dumps(store.add(f"{keys}/apart", 0)))
-                if self._rounds > 1:  # which all ranks have left
-                    for name in ("came", "first", "apart", "count", "go"):
-                        store.delete_key(f"{self._keys}/{self._rounds - 2}/{name}")
-            return None
-
-        other = collectives.store().call(arrive)
-        if other is not None:
-            raise self._conflict([(rank, event), other])
-        outcome = self._wait(f"{keys}/go", event)
-        if isinstance(outcome, list):
-            raise self._conflict([(rank, event), (outcome[0], tuple(outcome[1]))])
-        if outcome:  # ranks came from different events, as after an error, and know different ones
-            self._next.clear()
-
-    def _wait(self, key: str, event: _Event) -> Any:
-        """Return the value of a key that another rank sets."""
-        # One rank alone in a forward fails as in the gather that would follow. In backward it knows
-        # more than the others, whose collectives must not time out first.
-        in_forward = event[0] == "forward"
-        timeout = collectives.group_timeout().total_seconds()
-        deadline = time.monotonic() + (1.0 if in_forward else 0.9) * timeout
-        pause, longest = _POLLING
-        where = self._describe(event)
-        while True:
-            value = collectives.store().read([key])[0]
-            if value is not None:
-                return json.loads(value)
-            remote_failure.raise_in(where)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, longest)
-        problem = self._left_alone(event)
-        if in_forward:
-            raise RuntimeError(f"Timed out in the process group: {problem}")
-        cause = abort_run(problem, where)
-        raise cause from (None if cause is problem else problem)
-
-    def _left_alone(self, event: _Event) -> RuntimeError:
+    def _left_alone(self, event: Event) -> RuntimeError:
         rank, known = collectives.rank(), self._next.get((self._phase, self._last))
         if known is None:
             what = ", and not all ranks did"
@@ -228,8 +137,8 @@ class UnitAgreement:
             what = f", where {self._describe(known)} came before, and not all ranks did"
         return RuntimeError(f"rank {rank} came to {self._describe(event)}{what}{_SAME_UNITS}")
 
-    def _conflict(self, sides: list[tuple[int, _Event]]) -> RuntimeError:
-        (rank, event), (other, other_event) = sorted(sides)
+    def _conflict(self, sides: Sequence[tuple[int, Event]]) -> RuntimeError:
+        (rank, event), (other, other_event) = sides
         if event[0] == "gradients" and other_event[:2] == event[:2]:
             name, has_one = self._difference(event, other_event)
             has, lacks = (rank, other) if has_one else (other, rank)
@@ -241,7 +150,7 @@ class UnitAgreement:
             f"{self._describe(other_event)}{_SAME_UNITS}"
         )
 
-    def _difference(self, event: _Event, other: _Event) -> tuple[str, bool]:
+    def _difference(self, event: Event, other: Event) -> tuple[str, bool]:
         """Return the first parameter that differs in the gradients of a unit, and if it has one."""
         _, unit, mask = event
         for place, name in enumerate(self._units[unit].parameters):
@@ -249,10 +158,10 @@ class UnitAgreement:
                 return name, bool(mask >> place & 1)
         raise AssertionError("equal gradients")
 
-    def _describe(self, event: _Event) -> str:
-        kind, unit, count = event
-        if kind == "end":
+    def _describe(self, event: Event) -> str:
+        if event == END:
             return "the end of backward"
+        kind, unit, count = event
         without = " without gradients" if kind == "forward" and count % 2 == 0 else ""
         return f"the {kind} of {self._units[unit].name!r}{without}"
 

@@ -7,6 +7,7 @@ each is gathered, one at a time, and a rank keeps its rows of it in host memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "gathered_parameter",
     "gradient_parts",
     "is_zero",
+    "kept_by_step",
     "load_optimizer_state",
     "load_parameters",
     "optimizer_state",
@@ -256,6 +258,57 @@ def _link(optimizer: Any, flat: torch.Tensor, parameters: Iterable[Any]) -> None
             mapping.set_optim_state_fragment(flat, state)
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         optimizer._hp_optimizer_states_linked = True
+
+
+@contextmanager
+def kept_by_step(engine: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Context manager: a step leaves parameters and their states as they are.
+
+    The optimizer steps with all of a flat vector, where a missing gradient is zero, which weight
+    decay and momentum turn into a step.
+    """
+    if not parameters:
+        yield
+        return
+    optimizer = engine.optimizer
+    wanted = set(map(id, parameters))
+    kept = []
+    for flat, group in _flat_groups(optimizer):
+        for parameter in group:
+            place = _place(optimizer, parameter) if id(parameter) in wanted else None
+            if place is not None and sum(place) <= flat.numel():  # else it is on NVMe
+                pieces = _pieces(optimizer, flat, *place)
+                kept.append((flat, place, {key: one.clone() for key, one in pieces.items()}))
+
+    @torch.no_grad()
+    def restore(*_: Any) -> None:
+        for flat, place, before in kept:
+            for key, piece in _pieces(optimizer, flat, *place).items():
+                piece.copy_(before[key]) if key in before else piece.zero_()
+
+    handle = optimizer.optimizer.register_step_post_hook(restore)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _place(optimizer: Any, parameter: Any) -> tuple[int, int] | None:
+    """Return where a parameter's elements begin in this rank's flat vector, and how many."""
+    if hasattr(parameter, "ds_id"):
+        _, first, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        return int(first), int(count)
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:  # on other ranks
+        return None
+    return mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+
+
+def _pieces(optimizer: Any, flat: torch.Tensor, first: int, count: int) -> dict[str, torch.Tensor]:
+    """Return the elements of a place in the weights, and in each state that has them."""
+    state = optimizer.optimizer.state.get(flat, {})
+    vectors = {"": flat, **{key: one for key, one in state.items() if _is_elementwise(one, flat)}}
+    return {key: vector.detach().narrow(0, first, count) for key, vector in vectors.items()}
 
 
 def gradient_parts(engine: Any) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.gradient_window import GradientWindow
+    from accel_callbacks.loop.local_metrics import LocalMetrics
     from accel_callbacks.loop.run import TrainingRun
     from loggers import TrackerConfig, TrackerHub
 
@@ -110,6 +111,7 @@ class Tracking:
         strict: let a tracker's error end the run.
         config: further options of the hub; the defaults if None.
         window: the gradient window, whose micro-batches log one row together.
+        local_metrics: told of names that are logged for the first time.
 
     Attributes:
         row: what the micro-batches of the open window have logged.
@@ -129,7 +131,9 @@ class Tracking:
         strict: bool = False,
         config: TrackerConfig | None = None,
         window: GradientWindow | None = None,
+        local_metrics: LocalMetrics | None = None,
     ) -> None:
+        self.local_metrics = local_metrics
         self.log_with = list(log_with)
         for one in self.log_with:
             if isinstance(one, str) and one != "all":
@@ -204,6 +208,8 @@ class Tracking:
             raise
         self._hub = hub
         atexit.register(_close_at_exit, weakref.ref(self))
+        self._collected = weakref.finalize(self, _finish_apart, hub)
+        self._collected.atexit = False
         if hub.trackers:
             self._sigterm = EndOnSigterm().__enter__()
 
@@ -239,6 +245,8 @@ class Tracking:
         flat = self.flat(values)
         if not flat.keys() <= run.metric_origins.keys():
             self._note_origin(run, flat)
+            if self.local_metrics is not None:
+                self.local_metrics.note(flat)
         if self._hub is None:
             self.open(run)
         if step is None:
@@ -305,6 +313,7 @@ class Tracking:
         hub, self._hub, self._awaited = self._hub, None, None
         if hub is None:
             return
+        self._collected.detach()
         self._closed_run, self._handed_out = hub.run.run_id, False
         try:
             hub.finish(status)
@@ -441,6 +450,12 @@ def _loggers() -> ModuleType:
     import loggers
 
     return loggers
+
+
+def _finish_apart(hub: TrackerHub) -> None:
+    """Finish the trackers of an Accelerator that was collected: its last rows are not written."""
+    # In a thread that the interpreter waits for: the collector may run in a thread of the hub.
+    threading.Thread(target=hub.finish, name="trackers' end").start()
 
 
 def _close_at_exit(tracking: weakref.ref[Tracking]) -> None:

@@ -34,7 +34,7 @@ class WindowRow:
         >>> from accel_callbacks.loop.gradient_window import GradientWindow
         >>> run, window = Accelerator(cpu=True).current_run, GradientWindow(2)
         >>> row = WindowRow(window)
-        >>> window.enter(None, last=False)
+        >>> window.enter(None)
         >>> row.is_collecting
         True
         >>> row.add({"loss": 3.0, "epoch": 1}, run)

@@ -46,9 +46,13 @@ class Store(Protocol):
     """A folder that holds one checkpoint, or the folder of such folders."""
 
     url: str
+    span_bytes: int  # how much to request at a time
     can_rename: bool
     can_remove: bool
-    span_bytes: int  # how much to request at a time
+
+    @property
+    def compares(self) -> bool:
+        """Whether `replace` compares and writes in one step, or (locally) `lock` makes it one."""
 
     def create(self, name: str, size: int | None = None) -> AbstractContextManager[Write]:
         """Write a new file, durable when the block ends; a block that raises publishes nothing.

@@ -49,6 +49,7 @@ class FsspecStore:
         self._path = path.rstrip("/")
         self.url = url
         self.can_remove = driver.removes
+        self.compares = driver.is_private  # what one process alone sees needs no condition
 
     def _at(self, name: str) -> str:
         """Return the full path of a file in this folder."""
@@ -368,6 +369,7 @@ class Driver:
     Attributes:
         threads: number of concurrent requests.
         keeps_objects: whether files appear only when complete, and folders are mere prefixes.
+        is_private: whether only this process sees the files.
         renames: whether renames are atomic.
         copies: whether the store copies files itself, in one step.
         removes: whether files can be deleted, which http, for one, has no way to.
@@ -384,6 +386,7 @@ class Driver:
         protocols = {own} if isinstance(own, str) else set(own)
         self.threads = 8 if getattr(filesystem, "async_impl", False) else 1
         self.keeps_objects = bool(protocols & OBJECT_STORES)
+        self.is_private = "memory" in protocols
         self.renames = bool(protocols & _TRUE_RENAME)
         self.copies = bool(protocols & _TRUE_COPY)
         self.removes = _removes(filesystem)

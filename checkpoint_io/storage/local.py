@@ -53,6 +53,7 @@ class LocalStore:
 
     can_rename = True
     can_remove = True
+    compares = True
     span_bytes = 2 * 2**20  # small enough to stay in the CPU cache between reading and hashing
 
     def __init__(self, path: str, *, buffers: BufferPool | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -63,6 +64,16 @@ def open_store(
         if "accel-callbacks[" in str(error):
             raise
         raise ImportError(driver_advice(text)) from error
+    except ValueError:
+        from fsspec.registry import available_protocols
+
+        if protocol in (known := available_protocols()):
+            raise
+        close = difflib.get_close_matches(protocol, known, n=1, cutoff=0.5)
+        hint = f" Did you mean {close[0]}://?" if close else ""
+        raise ValueError(
+            f"{text}: no filesystem of fsspec has the protocol {protocol}://.{hint}"
+        ) from None
     # fsspec decides, not the text of the URL: any protocol may be registered for local files
     if isinstance(filesystem, LocalFileSystem):
         return LocalStore(path)

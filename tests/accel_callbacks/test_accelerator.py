@@ -169,7 +169,11 @@ def test_a_sweep_of_ten_runs_in_one_process_leaves_nothing(way, tmp_path):
         alive += [ref() for ref in refs if ref() is not None]
     assert alive == []
     assert workers() == 0
-    assert threading.active_count() == threads
+    while threading.active_count() > threads and time.monotonic() < end:
+        time.sleep(0.01)  # trackers of an Accelerator that was collected end in a thread
+    assert threading.active_count() <= threads
+    for trial in range(10) if way != "free_memory" else ():
+        assert (tmp_path / str(trial) / "metrics.jsonl").read_text().count("loss") == 1
     assert {k: v for k, v in os.environ.items() if k not in environment} == {}
 
 

@@ -14,6 +14,9 @@ import torch
 from accel_callbacks import (
     Accelerator,
     FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchTensorParallelConfig,
+    set_seed,
 )
 from accel_callbacks.callbacks import Checkpoint, GradientNorm
 from tests.distributed.conftest import Pool, make_pool
@@ -79,6 +82,27 @@ NOT_SHARDED = {
     "deep_q_learning",
     "weights_only_saved_at_the_end",
 }
+# Under tensor parallelism, each for another way to step, to read data, to evaluate or to save.
+CUT = {
+    "plain",
+    "accumulated",
+    "clipped_and_scheduled",
+    "validated_by_hand",
+    "zero_grad_first",
+    "a_frozen_backbone",
+    "groups_of_parameters",
+    "its_own_autocast",
+    "a_gan",
+    "one_optimizer_for_two_models",
+    "sharpness_aware",
+    "policy_gradients",
+    "a_stream",
+    "two_loaders_zipped",
+    "a_break_in_each_epoch",
+    "saved_and_loaded_in_between",
+    "a_step_left_out_for_a_bad_loss",
+    "only_inference",
+}
 # What torch says of its own, of models that are right.
 OF_TORCH = (
     "Grad strides do not match bucket view strides",
@@ -92,12 +116,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     yield from make_pool(2, tmp_path_factory.mktemp("pool"))
 
 
-def trained(name: str, sharded: bool) -> tuple[list[str], int]:
+def trained(name: str, layout: str) -> tuple[list[str], int]:
     """Run a loop on this rank; return its warnings and its number of optimizer steps."""
     options: dict[str, Any] = {}
-    if sharded:
+    if layout == "fsdp":
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
-    torch.manual_seed(0)
+    elif layout == "tp":
+        handler = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+        options["parallelism_config"] = ParallelismConfig(tp_size=2, tp_handler=handler)
+    set_seed(0, device_specific=True)  # some draw their data
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         accel = Accelerator(cpu=True, timeout=timedelta(seconds=60), **options)
@@ -109,11 +136,18 @@ def trained(name: str, sharded: bool) -> tuple[list[str], int]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("name", [name for name in LOOPS if name not in ALONE])
-def test_nor_is_it_on_two_ranks(pool, name, sharded):
-    if sharded and name in NOT_SHARDED:
-        pytest.skip("torch does not shard it")
-    (first, steps), (second, others) = pool.run(trained, name, sharded)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (name, layout)
+        for name in LOOPS
+        for layout in ["ddp", "fsdp", "tp"]
+        if name not in ALONE
+        and (layout != "fsdp" or name not in NOT_SHARDED)
+        and (layout != "tp" or name in CUT)
+    ],
+)
+def test_nor_is_it_on_two_ranks(pool, name, layout):
+    (first, steps), (second, others) = pool.run(trained, name, layout)
     assert first == second == []
     assert steps == others > 0 or name == "only_inference"

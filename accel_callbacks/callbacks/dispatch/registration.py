@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from accel_callbacks import foreign_names
 from accel_callbacks.callbacks.base import HOOKS, Callback
 from accel_callbacks.errors import nearest
 
@@ -63,7 +65,27 @@ def _check_hooks(callback: Any) -> None:
                 f"{owner}.{name} would never be called: only the Trainer of Lightning fires it. "
                 "Take the method out, or give it another name."
             )
-        raise TypeError(f"{owner}.{name} is no hook.{nearest(name, HOOKS)}")
+        hint = foreign_names.advice(foreign_names.HOOKS, name) or nearest(name, HOOKS)
+        raise TypeError(f"{owner}.{name} is no hook.{hint}")
+    for name in HOOKS:
+        if overrides(callback, name):
+            _check_arguments(owner, name, getattr(callback, name))
+
+
+def _check_arguments(owner: str, name: str, hook: Callable[..., Any]) -> None:
+    """Raise TypeError for a hook that does not take the arguments that it is called with."""
+    arguments = list(inspect.signature(getattr(Callback, name)).parameters.values())[1:]
+    required = [argument.name for argument in arguments if argument.default is argument.empty]
+    try:
+        signature = inspect.signature(hook)
+        signature.bind(*required)
+    except ValueError:  # of a callable that does not tell
+        return
+    except TypeError:
+        raise TypeError(
+            f"{owner}.{name}{signature} is called with ({', '.join(required)}): give it these "
+            "arguments, under names of your own, and a default to any other."
+        ) from None
 
 
 def overrides(callback: Any, hook: str) -> bool:

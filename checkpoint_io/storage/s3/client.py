@@ -7,6 +7,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from aiohttp.payload import Payload
 
@@ -37,6 +38,16 @@ _WRONG_REGION = frozenset(
         "301", "307",
     }
 )  # fmt: skip
+_FIELDS = {  # that each answer has
+    "create_multipart_upload": "UploadId",
+    "get_object": "ETag",
+    "head_object": "ETag",
+    "upload_part": "ETag",
+}
+_NO_STORE = (
+    "what answers there is not the store, but perhaps a proxy, a sign-in page or another port: "
+    "give the endpoint_url of the store itself"
+)
 _NO_CREDENTIALS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
 )
@@ -95,7 +106,9 @@ class S3Client:
         """Return the botocore client for the bucket."""
         filesystem = self.filesystem
         await filesystem.set_session()
-        return await filesystem.get_s3(self.bucket)
+        client = await filesystem.get_s3(self.bucket)
+        refuse_redirects(client)
+        return client
 
     def body(self, data: bytes | bytearray) -> Any:
         """Return a request body; large ones are sent in slices, if the client uses aiohttp."""
@@ -111,7 +124,14 @@ class S3Client:
             method, filesystem.req_kw, Bucket=self.bucket, **arguments
         )
         bound = self.policy.connect_timeout + step * self.policy.read_timeout
-        return await asyncio.wait_for(method(**known), bound)
+        try:
+            answer = await asyncio.wait_for(method(**known), bound)
+        except Exception as error:  # that of the wire, around ours
+            if isinstance(error.__context__, WrongAnswer):
+                raise error.__context__ from None
+            raise
+        check_answer(operation, answer)
+        return answer
 
     async def repeat(
         self,
@@ -168,6 +188,56 @@ class S3Client:
             return bytes(data), str(answer.get("ETag", ""))
 
         return await self.repeat("reading", key, get)
+
+
+def refuse_redirects(client: Any) -> None:
+    """Let redirects of a botocore client be errors; aiohttp would follow them to any host."""
+    session: Any = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    get = getattr(session, "_get_session", None)  # only the session on aiohttp has one
+    if get is not None and not isinstance(get, _DirectSessions):
+        session._get_session = _DirectSessions(get)
+
+
+class _DirectSessions:
+    """The function that returns the session of aiohttp, for requests that are not sent on."""
+
+    def __init__(self, get: Callable[[Any], Awaitable[Any]]) -> None:
+        self._get = get
+
+    async def __call__(self, proxy: Any) -> _DirectSession:
+        return _DirectSession(await self._get(proxy))
+
+
+class _DirectSession:
+    """A session of aiohttp that follows no redirect."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, method: str, **options: Any) -> Any:
+        """Send a request; raise WrongAnswer if it is redirected."""
+        answer = await self._session.request(method, allow_redirects=False, **options)
+        target = answer.headers.get("location")
+        # botocore itself goes to the region that an answer names, on the hosts of the endpoint
+        if target and answer.status // 100 == 3 and "x-amz-bucket-region" not in answer.headers:
+            answer.release()
+            raise WrongAnswer(
+                f"the answer is a redirect to {shown_url(target)}, which is not followed"
+            )
+        return answer
+
+
+def check_answer(operation: str, answer: Mapping[str, Any]) -> None:
+    """Raise WrongAnswer if an answer cannot be that of a store, though its status is 200."""
+    metadata = answer.get("ResponseMetadata", {})
+    headers = metadata.get("HTTPHeaders", {})
+    is_page = str(headers.get("content-type", "")).lower().startswith("text/html")
+    # a page that somebody keeps in a bucket has a tag, and some stores call all they say a page
+    if is_page and not headers.get("etag") and not metadata.get("RequestId"):
+        raise WrongAnswer("the answer is a web page (text/html)")
+    field = _FIELDS.get(operation)
+    if field is not None and not answer.get(field):
+        raise WrongAnswer(f"the answer has no {field}")
 
 
 def _outlive_executors(loop: asyncio.AbstractEventLoop) -> None:
@@ -236,6 +306,14 @@ class StoreAccessError(CheckpointError, PermissionError):
     """The store denies access, and will do so again."""
 
 
+class WrongServerError(CheckpointError, OSError):
+    """What answered is not the store."""
+
+
+class WrongAnswer(Exception):
+    """An answer that no store gives; `explain` turns it into a WrongServerError."""
+
+
 class StoreUnavailableError(CheckpointError, OSError):
     """The store did not answer correctly within the bounds of the retries."""
 
@@ -247,9 +325,19 @@ class Place:
     bucket: str
     endpoint: str
 
+    def __post_init__(self) -> None:
+        """Remove user and password from the endpoint."""
+        object.__setattr__(self, "endpoint", shown_url(self.endpoint))
+
     def of(self, key: str | None) -> str:
         """Return the URL of an object, or of the bucket."""
         return f"s3://{self.bucket}/{key}" if key else f"s3://{self.bucket}"
+
+
+def shown_url(url: str) -> str:
+    """Return a URL without what may be secret: user, password, query and fragment."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def code_of(error: BaseException) -> str:
@@ -304,10 +392,12 @@ def _wire_errors() -> tuple[type[BaseException], ...]:
 
 def explain(error: Exception, doing: str, place: Place, key: str | None, tried: str) -> Exception:
     """Return the error to raise in place of the client's: the cause, and what to check."""
+    where = f"{doing} {place.of(key)} at {place.endpoint} failed"
+    if isinstance(error, WrongAnswer):
+        return WrongServerError(f"{where}: {error}; {_NO_STORE}")
     if isinstance(error, (CheckpointError, MemoryError, ValueError)):
         return error
     code = code_of(error)
-    where = f"{doing} {place.of(key)} at {place.endpoint} failed"
     text = f"{code}: {_message(error)}" if code else f"{type(error).__name__}: {error}"
     if code == "NoSuchBucket":
         return CheckpointNotFoundError(

@@ -234,5 +234,17 @@ async def head(client: S3Client, key: str) -> tuple[int, str]:
     except Exception as error:
         if is_absent(error) or code_of(error) == "NoSuchBucket":
             raise FileNotFoundError(f"{client.place.of(key)} is missing") from error
-        raise client.explain(error, "looking at", key) from error
+        raise client.explain(await _cause(client, key, error), "looking at", key) from None
     return int(answer["ContentLength"]), str(answer.get("ETag", ""))
+
+
+async def _cause(client: S3Client, key: str, error: Exception) -> Exception:
+    """Return the error with the store's reason: the answer to a HEAD has a status alone."""
+    if status_of(error) not in (400, 403):
+        return error
+    try:
+        answer = await client.once("get_object", Key=key, Range="bytes=0-0")
+    except Exception as reason:
+        return reason if status_of(reason) == status_of(error) else error
+    async with answer["Body"]:
+        return error

@@ -17,7 +17,13 @@ import numpy as np
 from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
 from checkpoint_io.storage.base import Deliver, Span, Write, missing_error, truncated_error
 from checkpoint_io.storage.retry import RetryPolicy
-from checkpoint_io.storage.s3.client import STEP, S3Client, StoreAccessError, StoreUnavailableError
+from checkpoint_io.storage.s3.client import (
+    STEP,
+    S3Client,
+    StoreAccessError,
+    StoreUnavailableError,
+    WrongAnswer,
+)
 from checkpoint_io.storage.s3.download import Versions, head
 from checkpoint_io.storage.s3.listing import abort_uploads_of
 from checkpoint_io.storage.s3.parts import PartBudget, PartBuffer, part_size, process_budget
@@ -194,6 +200,8 @@ class ObstoreTransfer:
             return StoreAccessError(f"{where}: {text}; check the credentials and their permissions")
         if name == "InvalidPathError":
             return ValueError(f'{where}: {text}; use transfer="fsspec" for such a path')
+        if "InvalidMultipartResponse" in text:
+            return self._client.explain(WrongAnswer(text), doing, key)
         return StoreUnavailableError(f"{where}: {name}: {text}")
 
 

@@ -48,6 +48,13 @@ class S3Store:
         self._checksum = checksum
         self.url = url
 
+    @property
+    def compares(self) -> bool:
+        """True where the bucket obeys conditional writes; tested once per process."""
+        key = self._key(MANIFEST)
+        obeyed = self._client.run(conditional.conditions(self._client, key, self._checksum))
+        return obeyed.absent and obeyed.match
+
     def _key(self, name: str) -> str:
         """Return the key of a file of this folder."""
         return self._prefix + name
@@ -134,8 +141,7 @@ class S3Store:
         """Write, read back, list and remove a small object, and test for conditional writes."""
         probe_by_writing(self)
         self.sizes()
-        key = self._key(MANIFEST)
-        self._client.run(conditional.conditions(self._client, key, self._checksum))
+        _ = self.compares
 
     def remove_folder(self) -> None:
         """Do nothing: a prefix without objects does not exist."""

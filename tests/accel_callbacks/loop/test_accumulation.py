@@ -74,7 +74,7 @@ def train(accel: Accelerator, model, optimizer, loader, clip: float | None = Non
 
 def test_a_window_is_one_micro_batch_unless_told_otherwise():
     window = GradientWindow()
-    window.enter(remaining=None, last=False)
+    window.enter(remaining=None)
     assert (window.num_steps, window.divisor, window.sync) == (1, 1, True)
     loss = window.normalizer.add(torch.tensor(4.0), 2)
     assert loss * window.normalizer.factor() == 2.0

@@ -1,0 +1,657 @@
+"""The lease of a folder: one process writes there, until it releases the folder or dies.
+
+The lease is one small file, `lease.json`. Its holder renews it every few seconds, on a thread of
+its own: a store that is slow must not silence what else a process has to report. Whoever wants the
+lease of a holder on this machine looks at the process; of another machine, it watches for renewals
+by its own monotonic clock, as the clocks of two machines cannot be compared.
+
+A local record is read and written under a lock of the file. An object is put on the condition that
+it is still the one that was read. A store that knows no conditions is read back after a pause: of
+two that start within the same moment the later one to write wins there, and the other learns it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import json
+import os
+import platform
+import secrets
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from checkpoint_io.errors import CheckpointConflictError, LeaseError
+from checkpoint_io.local_files import make_folders
+from checkpoint_io.storage.local import local_folder
+from checkpoint_io.storage.open import Store, open_store
+
+__all__ = ["LEASE", "Lease", "LeaseHolder", "OnConflict"]
+
+OnConflict = Literal["refuse", "wait", "take_over"]
+
+LEASE = "lease.json"
+MISSED = 6  # renewals without which a holder on another machine is dead
+_BYTES = 2048  # of a local record, padded, so that it is written in one piece
+_TRIES = 50
+_PAUSE = 0.02  # seconds between two tries at a record that another process changes
+_LONGEST_GAP = 2.0  # seconds between two looks that count: a longer one was a pause of this process
+_SETTLE = 1.0  # seconds until a store without conditions shows who wrote last
+_NO_LOCKS = (errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS)
+
+Decide = Callable[["LeaseHolder | None"], "LeaseHolder | None"]
+
+
+@dataclass(frozen=True)
+class LeaseHolder:
+    """The process that holds the lease of a folder, as it has written there.
+
+    Attributes:
+        number: grows by one with each holder, so that the higher of two is the later one.
+        renewals: how often it has renewed the lease.
+        run_id: of its run; "" if unknown.
+        run_name: of its run; "" if unknown.
+        host: the name of its machine.
+        machine: what only processes that see the same process ids have in common.
+        pid: its process id.
+        started: when its process started, in units of its machine; "" if unknown.
+        since: when it took the lease, by its own clock; for people.
+        interval: seconds between two renewals.
+        released: it has given the lease back.
+
+    Example:
+        >>> from checkpoint_io import Lease
+        >>> with Lease("memory://doc-holder", run_name="digits") as lease:
+        ...     str(lease.holder).startswith("run 'digits' in process ")
+        True
+    """
+
+    number: int
+    renewals: int
+    run_id: str
+    run_name: str
+    host: str
+    machine: str
+    pid: int
+    started: str
+    since: str
+    interval: float
+    released: bool = False
+
+    def __str__(self) -> str:
+        names = [repr(self.run_name) if self.run_name else "", self.run_id and f"({self.run_id})"]
+        run = " ".join(name for name in names if name)
+        ended = ", which has ended" if self.released else ""
+        what = f"run {run} in " if run else ""
+        return f"{what}process {self.pid} on {self.host} since {self.since}{ended}"
+
+    def is_same(self, other: LeaseHolder) -> bool:
+        """Return whether both are one process."""
+        return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
+
+
+class Lease:
+    """The right to write to a folder, renewed until it is released or the process ends.
+
+    All leases of one folder in one process are one: the last to be released gives it back. A
+    process that was killed holds nothing: on the same machine its folder is free at once, on
+    another one after six renewals did not come.
+
+    Args:
+        url: the folder: a local path or any fsspec URL; need not exist yet.
+        run_id: of the run, for whoever finds the folder held.
+        run_name: the same.
+        storage_options: passed to the fsspec driver.
+        interval: seconds between two renewals.
+
+    Example:
+        >>> from checkpoint_io import Lease
+        >>> lease = Lease("memory://doc-lease", run_name="digits").acquire()
+        >>> lease.check()
+        >>> lease.holder.number
+        1
+        >>> lease.release()
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        run_id: str = "",
+        run_name: str = "",
+        storage_options: Mapping[str, Any] | None = None,
+        interval: float = 5.0,
+    ) -> None:
+        store = open_store(url, storage_options)
+        self.url = store.url
+        self._record = _record_of(store)
+        self._run_id, self._run_name = run_id, run_name
+        self._interval = interval
+        self._watch = _Watch()
+        self._grant: _Grant | None = None
+
+    @property
+    def holder(self) -> LeaseHolder | None:
+        """This process as the holder; None before :meth:`acquire` and after :meth:`release`."""
+        return None if self._grant is None else self._grant.own
+
+    def acquire(self, on_conflict: OnConflict = "refuse") -> Lease:
+        """Take the lease, and return it; do nothing if this process holds it.
+
+        Args:
+            on_conflict: if another process holds it: ``"refuse"`` raises where that lives, and
+                takes the lease over where it is dead; ``"wait"`` waits for either end;
+                ``"take_over"`` takes it from a holder that lives, which then writes nothing more.
+
+        Raises:
+            LeaseError: another process holds it, and ``"refuse"``.
+            ValueError: ``on_conflict`` is unknown.
+        """
+        while self.attempt(on_conflict) is not None:
+            time.sleep(self._record.pause)
+        return self
+
+    def attempt(self, on_conflict: OnConflict = "refuse") -> LeaseHolder | None:
+        """Take the lease if that is possible now; return who is in the way, None if nobody.
+
+        Call it again to go on; see :meth:`acquire`. Of a holder on another machine it takes several
+        calls to learn whether it lives.
+
+        Args:
+            on_conflict: as for :meth:`acquire`.
+
+        Raises:
+            LeaseError: another process holds it and lives, and ``"refuse"``.
+            ValueError: ``on_conflict`` is unknown.
+        """
+        check_on_conflict(on_conflict)
+        with _lock:
+            if self._grant is not None and self._grant.lost is None:
+                return None
+            grant = _grants.get(self._place)
+            if grant is None or grant.is_lost():
+                taken = self._take(on_conflict)
+                if isinstance(taken, LeaseHolder):
+                    return taken
+                grant = _grants[self._place] = taken
+                grant.start()
+            grant.users += 1
+            self._grant = grant
+        return None
+
+    @property
+    def _place(self) -> tuple[str, str]:
+        own = _this_process()
+        return f"{own.machine}/{own.pid}", self.url
+
+    def _take(self, on_conflict: OnConflict) -> _Grant | LeaseHolder:
+        """Write this process into the record, or return the holder."""
+        own = _this_process()
+        in_the_way: list[tuple[LeaseHolder, bool | None]] = []
+        taken: list[LeaseHolder] = []
+
+        def decide(holder: LeaseHolder | None) -> LeaseHolder | None:
+            in_the_way.clear()
+            taken.clear()
+            if holder is not None and not (holder.is_same(own) or _was_inherited(self.url, holder)):
+                lives = self._watch.lives(holder)
+                if lives is not False and on_conflict != "take_over":
+                    in_the_way.append((holder, lives))
+                    return None
+            number = 1 + (holder.number if holder is not None else 0)
+            since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+            taken.append(
+                replace(
+                    own,
+                    number=number,
+                    run_id=self._run_id,
+                    run_name=self._run_name,
+                    since=since,
+                    interval=self._interval,
+                )
+            )
+            return taken[0]
+
+        self._record.change(decide, create=True)
+        if taken and not self._record.compares:
+            time.sleep(_SETTLE)
+            current = self._record.read()
+            if current is not None and not current.is_same(own):
+                in_the_way.append((current, None))
+        if not in_the_way:
+            return _Grant(self._record, taken[0], self.url)
+        holder, lives = in_the_way[0]
+        if on_conflict == "refuse" and lives:
+            raise LeaseError(
+                f"{self.url} is in use by {holder}, which is alive: two runs in one folder would "
+                "mix their rows and checkpoints. End that run, give this one a folder of its own, "
+                'or start it with on_conflict="wait" or "take_over"'
+            )
+        return holder
+
+    def find_holder(self) -> LeaseHolder | None:
+        """Return the process that holds the lease and lives, this one included; None without one.
+
+        Wait for renewals of a holder on another machine, for at most seven of its intervals.
+        """
+        while (holder := self._record.read()) is not None:
+            lives = holder.is_same(_this_process()) or self._watch.lives(holder)
+            if holder.released or lives is False:
+                return None
+            if lives:
+                return holder
+            time.sleep(self._record.pause)
+        return None
+
+    def describe(self, run_id: str, run_name: str) -> None:
+        """Set the names of the run; the next renewal writes them."""
+        self._run_id, self._run_name = run_id, run_name
+        if self._grant is not None:
+            self._grant.own = replace(self._grant.own, run_id=run_id, run_name=run_name)
+
+    def check(self, *, recent: bool = False) -> None:
+        """Raise if another process has taken the lease over; call it before a write.
+
+        What cannot be read now is no loss; a folder that was removed is held again.
+
+        Args:
+            recent: a look of the last interval is enough where each one is a request to a store.
+
+        Raises:
+            LeaseError: another process holds it; the text names it.
+        """
+        if self._grant is not None:
+            self._grant.check(recent)
+
+    def release(self) -> None:
+        """Give the lease back, unless other leases of this folder in this process remain."""
+        grant, self._grant = self._grant, None
+        if grant is not None:
+            with _lock:
+                grant.users -= 1
+                if grant.users:
+                    return
+                if _grants.get(self._place) is grant:
+                    del _grants[self._place]
+            grant.end()
+
+    def __enter__(self) -> Lease:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def check_on_conflict(on_conflict: str) -> None:
+    """Raise ValueError unless this is one of the ways to act where a lease is held."""
+    if on_conflict not in get_args(OnConflict):
+        raise ValueError(
+            f"on_conflict={on_conflict!r} is unknown: use 'refuse', 'wait' or 'take_over'"
+        )
+
+
+# --- the holder of this process ----------------------------------------------------------------
+
+# The leases of this process by machine and folder: global, as the process is what holds them.
+_grants: dict[tuple[str, str], _Grant] = {}
+_inherited: dict[str, LeaseHolder] = {}  # those of the process that this one was forked from
+_lock = threading.Lock()
+_exit_hook: list[Callable[[], None]] = []
+
+
+class _Grant:
+    """A lease that this process holds, and the thread that renews it."""
+
+    def __init__(self, record: _Record, own: LeaseHolder, url: str) -> None:
+        self.own = own
+        self.lost: LeaseHolder | None = None
+        self.users = 0
+        self._record = record
+        self._url = url
+        self._looked = _now()
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread."""
+        if not _exit_hook:
+            _exit_hook.append(_release_all)
+            atexit.register(_release_all)
+        threading.Thread(target=self._keep, name=f"lease of {self._url}", daemon=True).start()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self.own.interval) and self.lost is None:
+            with suppress(Exception):  # the next renewal may reach the store again
+                self._record.change(self._renewed, create=False)
+                self._looked = _now()
+
+    def _renewed(self, holder: LeaseHolder | None) -> LeaseHolder | None:
+        """Return the next record of this process; None where it has lost the lease."""
+        self._judge(holder)
+        if self.lost is not None or self._ended.is_set():
+            return None
+        self.own = replace(self.own, renewals=self.own.renewals + 1)
+        return self.own
+
+    def _judge(self, holder: LeaseHolder | None) -> None:
+        """Note whether a record is a later holder's.
+
+        A lower number is what a stale read or a process that was stopped in the middle of its
+        renewal shows: the higher one wins.
+        """
+        if holder is None or holder.number < self.own.number:
+            return
+        if holder.number > self.own.number or not holder.is_same(self.own):
+            self.lost = holder
+
+    def is_lost(self, *, recent: bool = False) -> bool:
+        """Read the record, and return whether another process has the lease."""
+        fresh = recent and not self._record.is_local and _now() - self._looked < self.own.interval
+        if not fresh:  # a loss too: who has the folder by now is what its error names
+            with suppress(Exception):
+                holder = self._record.read()
+                self._judge(holder)
+                if holder is None and self.lost is None:
+                    self._record.change(self._renewed, create=True)
+                self._looked = _now()
+        return self.lost is not None
+
+    def check(self, recent: bool) -> None:
+        """Raise LeaseError if the lease is lost."""
+        if self.is_lost(recent=recent):
+            raise LeaseError(
+                f"{self._url} was taken over by {self.lost}: this process writes nothing more "
+                "there, and ends. Start it again with a folder of its own to go on beside that run"
+            )
+
+    def end(self) -> None:
+        """Write that the lease is released, and end the thread."""
+        self._ended.set()
+        if self.own.pid != os.getpid():  # a fork of the holder
+            return
+
+        def decide(holder: LeaseHolder | None) -> LeaseHolder | None:
+            ours = holder is not None and holder.is_same(self.own)
+            return replace(self.own, released=True) if ours else None
+
+        with suppress(Exception):  # whoever comes next sees that the process has ended
+            self._record.change(decide, create=False)
+
+
+def _release_all() -> None:
+    """Give all leases back, at the end of the process."""
+    for grant in list(_grants.values()):
+        grant.end()
+
+
+def _after_fork() -> None:
+    """Hold nothing in a forked process, which may take over what its parent holds."""
+    global _lock
+    _lock = threading.Lock()
+    _inherited.update({url: grant.own for (_, url), grant in _grants.items()})
+    _grants.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _was_inherited(url: str, holder: LeaseHolder) -> bool:
+    return url in _inherited and _inherited[url].is_same(holder)
+
+
+# --- who lives ---------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Judges whether a holder lives, by this process's own clock."""
+
+    def __init__(self) -> None:
+        self._mark: tuple[int, int] | None = None  # of the newest record seen
+        self._silent, self._looked = 0.0, 0.0
+
+    def lives(self, holder: LeaseHolder) -> bool | None:
+        """Return whether the holder lives, None if that takes another look."""
+        if holder.released:
+            return False
+        if holder.machine == _this_process().machine:
+            lives = _process_lives(holder.pid, holder.started)
+            if lives is not None:
+                return lives
+        mark, now = (holder.number, holder.renewals), time.monotonic()
+        if self._mark is None or mark > self._mark:
+            first, self._mark = self._mark is None, mark
+            self._silent, self._looked = 0.0, now
+            return None if first else True
+        # While this process was stopped it saw no renewals that there may have been.
+        self._silent += min(now - self._looked, _LONGEST_GAP)
+        self._looked = now
+        return False if self._silent > MISSED * holder.interval else None
+
+
+def _process_lives(pid: int, started: str) -> bool | None:
+    """Return whether a process of this machine lives, None if the system does not tell."""
+    status = _process_status(pid)
+    if status is not None:
+        state, begin = status
+        return state not in "ZX" and (begin == started or not started)
+    if sys.platform == "win32":
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return None
+    return None  # a process has this id; it need not be the same one
+
+
+def _process_status(pid: int) -> tuple[str, str] | None:
+    """Return state and start time of a process, None where the system does not show them."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, *rest = words.rpartition(")")[2].split()
+        return state, rest[18]
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _this_process() -> LeaseHolder:
+    """Return this process as a holder, without a number."""
+    pid = os.getpid()
+    status = _process_status(pid)
+    return LeaseHolder(
+        number=0,
+        renewals=0,
+        run_id="",
+        run_name="",
+        host=platform.node(),
+        machine=_machine(),
+        pid=pid,
+        started=status[1] if status is not None else "",
+        since="",
+        interval=0.0,
+    )
+
+
+def _machine() -> str:
+    """Return what only processes that see the same process ids have in common."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{platform.node()}/{uuid.getnode()}"
+
+
+def _now() -> float:
+    """Return seconds of a clock that also runs while the machine sleeps, where there is one."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+# --- the record --------------------------------------------------------------------------------
+
+
+class _Record(Protocol):
+    """Where a lease is written."""
+
+    is_local: bool
+    pause: float  # seconds between two looks
+
+    @property
+    def compares(self) -> bool:
+        """True where a change is one step, as seen by other processes."""
+
+    def read(self) -> LeaseHolder | None:
+        """Return the holder; None without a record."""
+
+    def change(self, decide: Decide, *, create: bool) -> None:
+        """Replace the holder by the one that a function makes of it, unless that is None.
+
+        Without `create`, do nothing where there is no record. The function may be called again.
+        """
+
+
+def _record_of(store: Store) -> _Record:
+    folder = local_folder(store)
+    return _ObjectRecord(store) if folder is None else _FileRecord(folder)
+
+
+class _FileRecord:
+    """A record on a local disk, changed in place under a lock of its file.
+
+    It is not synced to the disk: after a power cut the process that wrote it is dead too.
+    """
+
+    is_local = compares = True
+    pause = 0.1
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._path = os.path.join(folder, LEASE)
+
+    def read(self) -> LeaseHolder | None:
+        """Return the holder; None without a record."""
+        try:
+            with open(self._path, "rb") as file:
+                return _parse(file.read(_BYTES))
+        except FileNotFoundError:
+            return None
+
+    def change(self, decide: Decide, *, create: bool) -> None:
+        """Change the record under the lock."""
+        flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+        if create:
+            make_folders(self._folder)
+            flags |= os.O_CREAT
+        try:
+            descriptor = os.open(self._path, flags | getattr(os, "O_BINARY", 0), 0o666)
+        except FileNotFoundError:
+            return
+        try:
+            with _file_lock(descriptor, self._path):
+                new = decide(_parse(os.read(descriptor, _BYTES)))
+                if new is not None:
+                    os.lseek(descriptor, 0, os.SEEK_SET)
+                    os.write(descriptor, _encode(new).ljust(_BYTES - 1) + b"\n")
+        finally:
+            os.close(descriptor)
+
+
+class _ObjectRecord:
+    """A record in a store, put on the condition that it is still the one that was read."""
+
+    is_local = False
+    pause = 1.0
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def compares(self) -> bool:
+        """True where the store obeys the condition."""
+        return self._store.compares
+
+    def read(self) -> LeaseHolder | None:
+        """Return the holder; None without a record."""
+        self._store.forget(LEASE)
+        try:
+            with self._store.open(LEASE) as reader:
+                return _parse(bytes(reader.read(0, min(reader.size, _BYTES))))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def change(self, decide: Decide, *, create: bool) -> None:
+        """Change the record, again if another process has changed it meanwhile."""
+        for attempt in range(_TRIES):
+            token = self._store.token(LEASE)  # first: a change between the two is a conflict
+            if not token and not create:
+                return
+            new = decide(self.read() if token else None)
+            if new is None:
+                return
+            try:
+                temporary = f"lease-{secrets.token_hex(8)}.tmp"
+                self._store.replace(LEASE, _encode(new), temporary, expected=token)
+                return
+            except CheckpointConflictError:
+                if attempt == _TRIES - 1:
+                    raise
+                time.sleep(_PAUSE * (1 + secrets.randbelow(8)))
+
+
+@contextmanager
+def _file_lock(descriptor: int, path: str) -> Iterator[None]:
+    """Lock an open file during the block; run it without one where there are no locks."""
+    for _ in range(_TRIES):
+        try:
+            _lock_file(descriptor)
+            break
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                break
+        time.sleep(_PAUSE)
+    else:
+        raise CheckpointConflictError(
+            f"{path} is changed by another process all the time: try again"
+        )
+    try:
+        yield
+    finally:
+        # explicitly: closing is not enough if a child forked meanwhile holds a copy
+        with suppress(OSError):
+            _lock_file(descriptor, unlock=True)
+
+
+def _lock_file(descriptor: int, *, unlock: bool = False) -> None:
+    """Take the lock without waiting, or give it back."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # Windows lets nobody read what is locked
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK if unlock else msvcrt.LK_NBLCK, 1)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_UN if unlock else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _encode(holder: LeaseHolder) -> bytes:
+    return json.dumps({"format": 1, **asdict(holder)}, indent=1).encode("ascii")
+
+
+def _parse(data: bytes) -> LeaseHolder | None:
+    """Return the holder in a record; None for one that is empty, or was cut off by a kill."""
+    try:
+        words = json.loads(data)
+        return LeaseHolder(**{field.name: words[field.name] for field in fields(LeaseHolder)})
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,309 @@
+"""The lease of a folder, held by real processes: who gets it, who waits, who learns of its loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint_io import Lease, LeaseError
+from checkpoint_io.storage.lease import LEASE
+from tests.support import warm
+
+INTERVAL = 0.1  # of renewals; without six of them a holder on another machine is dead
+
+#: Takes a method of a lease and its arguments from each line, and answers with what came of it.
+HOLDER = """
+import datetime, json, sys, time
+from checkpoint_io import Lease
+from checkpoint_io.storage import lease as module
+
+url, how = sys.argv[1], json.loads(sys.argv[2])
+if how["machine"]:
+    module._machine = lambda: how["machine"]
+
+class Clock(datetime.datetime):
+    @classmethod
+    def now(cls, zone=None):
+        return super().now(zone) + datetime.timedelta(days=how["days"])
+
+module.datetime = Clock
+time.time = lambda at=time.time: at() + 86400 * how["days"]
+
+if how["lag"]:
+    class Eventual:
+        compares = False
+
+        def __init__(self, store):
+            self._store, self._seen = store, {}
+
+        def __getattr__(self, name):
+            return getattr(self._store, name)
+
+        def _stale(self, name, look):
+            at, value = self._seen.get(name, (0.0, None))
+            if time.monotonic() - at > how["lag"]:
+                value = look()
+                self._seen[name] = time.monotonic(), value
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        def token(self, name):
+            return self._stale("token", lambda: self._store.token(name))
+
+        def open(self, name):
+            def look():
+                try:
+                    with self._store.open(name) as reader:
+                        return bytes(reader.read(0, reader.size))
+                except FileNotFoundError as error:
+                    return error
+            data = self._stale("data", look)
+            from contextlib import nullcontext
+            from types import SimpleNamespace
+            return nullcontext(SimpleNamespace(size=len(data), read=lambda a, b: data[a:b]))
+
+        def replace(self, name, data, temporary, expected=None):
+            self._store.replace(name, data, temporary)
+
+    module.open_store = lambda url, options, at=module.open_store: Eventual(at(url, options))
+    module._SETTLE = 3 * how["lag"]
+
+lease = Lease(url, run_name=how["name"], storage_options=how["options"], interval=how["interval"])
+print("ready", flush=True)
+for line in sys.stdin:
+    method, *words = line.split()
+    try:
+        value = getattr(lease, method)(*words)
+        answer = "done" if value is None or value is lease else f"in the way: {value}"
+    except Exception as error:
+        answer = f"{type(error).__name__}: {error}"
+    print(answer, flush=True)
+"""
+
+
+class Holder:
+    """A process with a lease."""
+
+    def __init__(self, url: str, name: str, **how: Any) -> None:
+        given = {"machine": "", "days": 0, "lag": 0, "options": None, "interval": INTERVAL}
+        words = json.dumps({**given, "name": name, **how})
+        self.process = warm.Popen(
+            [sys.executable, "-c", HOLDER, url, words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self.process.pid
+        assert self.answer() == "ready"
+
+    def ask(self, line: str) -> None:
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        return str(self.process.stdout.readline()).strip()
+
+    def tell(self, line: str) -> str:
+        self.ask(line)
+        return self.answer()
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+Start = Callable[..., Holder]
+
+
+@pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.s3)])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
+    """Start holders of one folder, on a disk and in a bucket."""
+    url, options = str(tmp_path / "run"), None
+    if request.param == "s3":
+        options = request.getfixturevalue("s3_options")
+        url = f"s3://bucket/{uuid.uuid4().hex}"
+    yield from holders(url, options)
+
+
+@pytest.fixture
+def start_on_disk(tmp_path: Path) -> Iterator[Start]:
+    yield from holders(str(tmp_path / "run"), None)
+
+
+def holders(url: str, options: Any) -> Iterator[Start]:
+    started: list[Holder] = []
+
+    def begin(name: str, **how: Any) -> Holder:
+        started.append(Holder(url, name, options=options, **how))
+        return started[-1]
+
+    yield begin
+    for holder in started:
+        holder.process.kill()
+        holder.process.communicate(timeout=20)
+
+
+def test_a_living_holder_is_named_and_its_end_frees_the_folder(start: Start) -> None:
+    first, second, away = start("digits"), start("other"), start("away", machine="another")
+    assert first.tell("acquire") == "done"
+    for rival in (second, away):  # of another machine, only its renewals are seen
+        refusal = rival.tell("acquire")
+        assert refusal.startswith("LeaseError: ")
+        for word in ("run 'digits'", f"process {first.pid} on {os.uname().nodename} since 20"):
+            assert word in refusal
+        assert 'on_conflict="wait"' in refusal
+    away.ask("acquire wait")
+    time.sleep(3 * INTERVAL)
+    assert first.tell("check") == "done"
+    first.tell("release")
+    assert away.answer() == "done"
+    assert second.tell("acquire").startswith("LeaseError: ")
+
+
+@pytest.mark.parametrize("days", [-400, 400])
+def test_a_killed_holder_is_dead_at_once_here_and_after_some_renewals_elsewhere(
+    start_on_disk: Start, days: int
+) -> None:
+    """Whatever the clocks of the two say: none is compared with another."""
+    first, second = start_on_disk("digits", days=days), start_on_disk("again")
+    away = start_on_disk("away", machine="another")
+    assert first.tell("acquire") == "done"
+    first.send(signal.SIGKILL)
+    while second.tell("attempt").startswith("LeaseError"):  # until the kill has arrived
+        time.sleep(0.01)
+    assert second.tell("check") == "done"
+    second.send(signal.SIGKILL)
+    assert away.tell("attempt").startswith("in the way: run 'again'")
+    began = time.monotonic()
+    assert away.tell("acquire") == "done"
+    assert time.monotonic() - began >= 5 * INTERVAL
+    assert away.tell("check") == "done"
+
+
+def test_a_stopped_holder_that_comes_back_has_lost(start: Start) -> None:
+    first, here = start("digits"), start("here")
+    away = start("away", machine="another")
+    assert first.tell("acquire") == "done"
+    first.send(signal.SIGSTOP)
+    assert here.tell("acquire").startswith("LeaseError")  # its process may go on any time
+    assert away.tell("acquire") == "done"
+    first.send(signal.SIGCONT)
+    assert f"was taken over by run 'away' in process {away.pid}" in first.tell("check")
+    time.sleep(3 * INTERVAL)
+    assert away.tell("check") == "done"
+    first.tell("release")
+    assert away.tell("check") == "done"
+    assert first.tell("check") == "done"  # it holds nothing that it could have lost
+
+
+def test_taking_over_from_a_living_holder(start_on_disk: Start) -> None:
+    first, second = start_on_disk("digits"), start_on_disk("other")
+    assert first.tell("acquire") == "done"
+    assert second.tell("acquire take_over") == "done"
+    assert "was taken over by run 'other'" in first.tell("check")
+    second.tell("release")
+    # whoever wakes up after all is over learns it too
+    assert "which has ended" in first.tell("check")
+
+
+def test_of_several_that_start_at_once_one_wins(start: Start) -> None:
+    race([start(f"job {number}", machine=f"host {number}") for number in range(4)], 0)
+
+
+def test_one_wins_in_a_store_without_conditions_whose_reads_lag(start_on_disk: Start) -> None:
+    lag = 0.2
+    race([start_on_disk(f"job {n}", machine=f"host {n}", lag=lag) for n in range(4)], lag)
+
+
+def race(jobs: list[Holder], lag: float) -> None:
+    for number in range(2):
+        for job in jobs:
+            job.ask("attempt")
+        won = [job for job in jobs if job.answer() == "done"]
+        assert len(won) == 1, number
+        time.sleep(2 * lag)
+        assert won[0].tell("check") == "done"
+        assert won[0].tell("release") == "done"
+        time.sleep(2 * lag)
+
+
+def test_leases_of_one_process_are_one(tmp_path: Path, start_on_disk: Start) -> None:
+    rival = start_on_disk("rival")
+    leases = [Lease(tmp_path / "run", run_name="sweep", interval=INTERVAL) for _ in range(2)]
+    for lease in leases:
+        lease.acquire()
+    assert leases[0].holder == leases[1].holder
+    leases[0].release()
+    assert rival.tell("attempt").startswith("LeaseError")
+    leases[1].check()
+    leases[1].release()
+    assert rival.tell("attempt") == "done"
+    with pytest.raises(LeaseError, match="run 'rival'"):
+        leases[0].acquire()
+    number = json.loads((tmp_path / "run" / LEASE).read_text())["number"]
+    assert number == 2  # it grows with each holder
+
+
+def test_the_fork_of_a_holder_may_have_what_it_held(tmp_path: Path) -> None:
+    """As a launcher in a notebook forks the processes that train."""
+    lease = Lease(tmp_path).acquire()
+    if (child := os.fork()) == 0:
+        try:
+            lease.release()  # which is the parent's to give back
+            Lease(tmp_path).acquire()
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with pytest.raises(LeaseError, match=f"process {child} on"):
+        lease.check()
+    lease.release()
+
+
+def test_a_removed_folder_is_not_made_again_until_it_is_written_to(tmp_path: Path) -> None:
+    with Lease(tmp_path / "run", interval=0.02) as lease:
+        shutil.rmtree(tmp_path / "run")
+        time.sleep(0.2)
+        assert not (tmp_path / "run").exists()
+        lease.check()
+        assert (tmp_path / "run" / LEASE).exists()
+
+
+def test_a_record_that_was_cut_off_holds_nothing(tmp_path: Path) -> None:
+    with Lease(tmp_path):
+        pass
+    whole = (tmp_path / LEASE).read_bytes()
+    for data in (b"", whole[:40], b"{}", b"[1]", b"\xff\xfe"):
+        (tmp_path / LEASE).write_bytes(data)
+        Lease(tmp_path).acquire().release()
+
+
+def test_who_may_be_found(tmp_path: Path, start_on_disk: Start) -> None:
+    reader = Lease(tmp_path / "run", interval=INTERVAL)
+    assert reader.find_holder() is None
+    assert not (tmp_path / "run").exists()  # whoever only looks writes nothing
+    for machine in ("", "another"):
+        holder = start_on_disk("digits", machine=machine)
+        holder.tell("acquire")
+        found = reader.find_holder()
+        assert found is not None
+        assert found.pid == holder.pid
+        holder.process.kill()
+        holder.process.wait(20)
+        assert reader.find_holder() is None
+
+
+def test_an_unknown_way_to_act_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on_conflict='steal' is unknown: use 'refuse'"):
+        Lease(tmp_path).acquire("steal")  # type: ignore[arg-type]

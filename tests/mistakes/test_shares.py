@@ -1,0 +1,123 @@
+"""Ranks that train on the same inputs, or log a metric of their own share, are told of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel_callbacks import Accelerator, set_seed
+from tests.distributed.conftest import Pool, make_pool
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two processes."""
+    yield from make_pool(2, tmp_path_factory.mktemp("pool"))
+
+
+def messages_of(loop: str, *options: Any) -> list[str]:
+    """The warnings of a loop, each with whether it names a line of this file."""
+    set_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
+        globals()[loop](accel, *options)
+        accel.end_training()
+    return [f"{warning.filename == __file__} {warning.message}" for warning in caught]
+
+
+def parts(accel: Accelerator) -> tuple[Any, Any]:
+    model = torch.nn.Linear(4, 1)
+    return accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))  # type: ignore[return-value]
+
+
+def step(accel: Accelerator, model: Any, optimizer: Any, batch: torch.Tensor) -> None:
+    accel.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+ROWS = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+
+
+# --- inputs -------------------------------------------------------------------------------------
+
+
+def trained_on(accel: Accelerator, kind: str) -> None:
+    model, optimizer = parts(accel)
+    if kind == "noise of each rank":
+        set_seed(0, device_specific=True)
+    batches: Any = DataLoader(ROWS, batch_size=4, shuffle=kind == "shuffled by one seed")
+    if kind == "prepared":
+        batches = accel.prepare(batches)
+    elif "noise" in kind:
+        batches = (torch.randn(4, 4) for _ in range(5))
+    elif kind == "a whole small dataset":
+        batches = [ROWS] * 5
+    elif kind == "divided by hand":
+        batches = DataLoader(ROWS[accel.process_index :: 2], batch_size=4)
+    for batch in batches:
+        step(accel, model, optimizer, batch)
+
+
+@pytest.mark.parametrize("kind", ["not prepared", "shuffled by one seed", "noise of one seed"])
+def test_the_same_inputs_on_all_processes_are_told_once(pool, kind):
+    first, second = pool.run(messages_of, "trained_on", kind)
+    assert second == []
+    assert len(first) == 1, first
+    assert first[0].startswith("True all 2 processes call Linear with the same inputs")
+    assert "`loader = accel.prepare(loader)`" in first[0]
+
+
+@pytest.mark.parametrize(
+    "kind", ["prepared", "divided by hand", "noise of each rank", "a whole small dataset"]
+)
+def test_inputs_of_each_process_stay_without_a_word(pool, kind):
+    assert pool.run(messages_of, "trained_on", kind) == [[], []]
+
+
+# --- metrics ------------------------------------------------------------------------------------
+
+
+def evaluated(accel: Accelerator, how: str) -> None:
+    model, optimizer = parts(accel)
+    train, val = DataLoader(ROWS, 4), DataLoader(ROWS, 4)
+    train, val = accel.prepare(train, val)
+    for epoch in range(2):
+        for batch in train:
+            step(accel, model, optimizer, batch)
+            accel.log({"train/loss": float(accel.process_index)})
+        total = torch.zeros(())
+        with accel.evaluate(model):
+            for batch in val:
+                output = model(batch)
+                total += (accel.gather_for_metrics(output) if how == "gathered" else output).sum()
+        if how == "reduced":
+            total = accel.reduce(total, "mean")
+        if how == "on the main process" and not accel.is_main_process:
+            continue
+        name = {"a loss of training": "train/epoch_loss", "a duration": "val/time"}.get(how)
+        accel.log({name or "val/loss": total.item(), "epoch": epoch})
+
+
+def test_a_metric_of_each_process_is_told_once(pool):
+    first, second = pool.run(messages_of, "evaluated", "each its own")
+    assert second == []
+    assert len(first) == 1, first
+    assert "val/loss was" in first[0]
+    assert "on rank 1: each computed it of its own share" in first[0]
+
+
+@pytest.mark.parametrize(
+    "how", ["gathered", "reduced", "on the main process", "a loss of training", "a duration"]
+)
+def test_metrics_of_all_processes_stay_without_a_word(pool, how):
+    assert pool.run(messages_of, "evaluated", how) == [[], []]
