@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -64,8 +63,8 @@ def _shut_down(iterator: Any, owner: int) -> None:
             # torch waits ten seconds for each, and its handler raises where a worker is killed.
             signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
             iterator._worker_pids_set = False
-            for pid in stopped:
-                os.kill(pid, signal.SIGKILL)
+            for worker in stopped:
+                worker.kill()
         iterator._shutdown_workers()
     else:
         _inherited.append(iterator)

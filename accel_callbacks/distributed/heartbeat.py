@@ -440,7 +440,11 @@ class Heartbeat:
         if lost is None or lost.fate.startswith(_ORDERLY) or waited < self._timeout / 2:
             return
         stopped = stopped_workers(multiprocessing.active_children())
-        state = f" (stopped: process {', '.join(map(str, stopped))})" if stopped else ""
+        state = (
+            f" (stopped: process {', '.join(str(worker.pid) for worker in stopped)})"
+            if stopped
+            else ""
+        )
         text = f"waited {waited:.0f} s for a batch of the DataLoader's workers{state}"
         print(f"[accel] {lost}; rank {self._rank} has {text}, and ends them", file=sys.stderr)
         place = f"{place_of_thread(self._trains)}, and had {text}"

@@ -11,6 +11,7 @@ import multiprocessing.util
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 __all__ = ["end_workers", "end_workers_at_exit", "stopped_workers"]
@@ -19,8 +20,8 @@ _PATIENCE = 2.0  # seconds for all workers together to end by themselves
 _exit_hook_set = False
 
 
-def stopped_workers(workers: Iterable[multiprocessing.process.BaseProcess]) -> list[int]:
-    """Return the ids of worker processes that a signal has stopped, if the system tells.
+def stopped_workers(workers: Iterable[BaseProcess]) -> list[BaseProcess]:
+    """Return the worker processes that a signal has stopped, if the system tells.
 
     Example:
         >>> import multiprocessing
@@ -28,10 +29,10 @@ def stopped_workers(workers: Iterable[multiprocessing.process.BaseProcess]) -> l
         >>> stopped_workers(multiprocessing.active_children())
         []
     """
-    return [worker.pid for worker in workers if worker.pid is not None and _is_stopped(worker.pid)]
+    return [worker for worker in workers if _is_stopped(worker.pid)]
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_stopped(pid: int | None) -> bool:
     with suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state in "Tt"
