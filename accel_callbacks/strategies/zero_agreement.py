@@ -20,6 +20,7 @@ from accel_callbacks.strategies.zero_state import is_zero
 
 __all__ = ["ZeroAgreement"]
 
+_END_OF_BACKWARD = "independent_gradient_partition_epilogue"
 _FLUSH_OF_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 _GATHERS = ("forward", "backward")
@@ -58,8 +59,8 @@ class ZeroAgreement(RankAgreement):
 
     def watch(self, engine: Any) -> None:
         """Compare what an engine of stage 1, 2 or 3 does from now on; stage 0 adds zeros itself."""
-        # The attribute is of those that reduce single gradients, and not a whole vector.
-        if not is_zero(engine) or not hasattr(engine.optimizer, "_coalesce_grad_reduction"):
+        # Those without it reduce whole vectors, with zeros for what is missing.
+        if not is_zero(engine) or not hasattr(engine.optimizer, _END_OF_BACKWARD):
             return
         numbers: dict[int, int] = {}
         for name, parameter in engine.module.named_parameters():
@@ -87,7 +88,7 @@ class ZeroAgreement(RankAgreement):
     def start_backward(self, engine: Any) -> None:
         """Hold back the reductions of a backward until it ends, if missing gradients are zeros."""
         if self.fills and engine in self._reductions:
-            engine.optimizer._coalesce_grad_reduction = True
+            self._reductions[engine].holds = True
 
     def finish_backward(self, engine: Any, is_last: bool) -> None:
         """End a backward; collective after the last one of a window if missing ones are zeros."""
@@ -178,6 +179,7 @@ class _Reduction:
         self._used: set[int] = set()  # numbers, in this window
         self._reduced: set[int] = set()  # in this backward
         self._ends = False
+        self.holds = False  # back gradients that arrive
         # DeepSpeed gives zeros to those in leaf modules, whether another rank has used them or not.
         self._leaves: set[int] = set()
         for _, parameter in self._parameters:
@@ -210,7 +212,7 @@ class _Reduction:
         setattr(self._optimizer, name, agreed)
 
     def _watch_end(self) -> None:
-        finish = self._optimizer.independent_gradient_partition_epilogue
+        finish = getattr(self._optimizer, _END_OF_BACKWARD)
 
         def agreed() -> None:
             self._come("last", self._optimizer.ipg_buckets.values())
@@ -222,7 +224,7 @@ class _Reduction:
                 self._ends = False
                 self._reduced.clear()
 
-        self._optimizer.independent_gradient_partition_epilogue = agreed
+        setattr(self._optimizer, _END_OF_BACKWARD, agreed)
 
     def _come(self, kind: str, buckets: Any) -> None:
         """Note the parameters of buckets, and compare them with those of other ranks."""
@@ -253,10 +255,15 @@ class _Reduction:
     # --- parameters that are missing count as zero ----------------------------------------------
 
     def _fill_at_end(self) -> None:
-        reduce = self._engine.allreduce_gradients
+        name = self._feeder
+        take, reduce = getattr(self._optimizer, name), self._engine.allreduce_gradients
+
+        def held(*args: Any) -> None:
+            if not self.holds:
+                take(*args)
 
         def filled(*args: Any, **kwargs: Any) -> None:
-            self._optimizer._coalesce_grad_reduction = False
+            self.holds = False
             is_last = self._engine.is_gradient_accumulation_boundary()
             reduces = is_last or self._engine.zero_optimization_partition_gradients()
             # In the order of the groups, which is the same on all ranks.
@@ -272,6 +279,7 @@ class _Reduction:
                 self._feed(index, parameter)
             reduce(*args, **kwargs)
 
+        setattr(self._optimizer, name, held)
         self._engine.allreduce_gradients = filled
 
     @property
@@ -288,12 +296,16 @@ class _Reduction:
             shape = parameter.ds_shape  # type: ignore[attr-defined]
             parameter.grad.data = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
+    @property
+    def _feeder(self) -> str:
+        """The method that DeepSpeed calls with a gradient that arrives."""
+        return (
+            "reduce_ready_partitions_and_remove_grads" if self._is_stage_3 else "process_gradients"
+        )
+
     def _feed(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Do what DeepSpeed does with a gradient that arrives."""
-        if self._is_stage_3:
-            self._optimizer.reduce_ready_partitions_and_remove_grads(parameter)
-        else:
-            self._optimizer.process_gradients(parameter, index)
+        arguments = (parameter,) if self._is_stage_3 else (parameter, index)
+        getattr(self._optimizer, self._feeder)(*arguments)
 
     def share_used(self) -> None:
         """Collective: count what another rank has used as used."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: scripts/tes
 
 from accel_callbacks import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
 from accel_callbacks.distributed.topology import destroy_topology
-from tests.deepspeed.jobs import PATIENCE, finish
+from tests.deepspeed.jobs import PATIENCE, engine, finish
+from tests.distributed.conftest import Pool
 from tests.mistakes.test_ranks_agree import STEPS, UNUSED, Counted, Heads, batch_of
 from tests.support.rounding import assert_reordered
 
@@ -65,6 +69,14 @@ MODELS = {
 }
 
 
+@pytest.fixture
+def fresh_pool(tmp_path: Path) -> Iterator[Pool]:
+    """Two processes, whose group a test breaks."""
+    fresh = Pool(2, tmp_path)
+    yield fresh
+    fresh.kill()
+
+
 def accelerator(layout: str, handler: Any = None, window: int = 1, **zero: Any) -> Accelerator:
     """Return an accelerator of DDP, or of ZeRO: ``"zero"``, the stage, and ``"offload"``."""
     options: dict[str, Any] = {}
@@ -113,40 +125,37 @@ def train_each(jobs: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def compare(pool: Any, steps: list[list[str]], handler: Any, layouts: list[Any]) -> None:
-    """Assert that layouts (with a model, and options) train as DDP does."""
-    for window in (1, 2):
-        models = dict.fromkeys(kind for _, kind, _ in layouts)
-        ddp = [("ddp", kind, steps, UNUSED, window, {}) for kind in models]
-        expected = dict(zip(models, pool.run(train_each, ddp)[0], strict=True))
-        jobs = [(layout, kind, steps, handler, window, zero) for layout, kind, zero in layouts]
-        for job, result in zip(jobs, pool.run(train_each, jobs)[0], strict=True):
-            assert_reordered(result, expected[job[1]], str(job))
+    """Assert that layouts (with a model, a window, and options) train as DDP does."""
+    kinds = list(dict.fromkeys((kind, window) for _, kind, window, _ in layouts))
+    ddp = [("ddp", kind, steps, UNUSED, window, {}) for kind, window in kinds]
+    expected = dict(zip(kinds, pool.run(train_each, ddp)[0], strict=True))
+    jobs = [(layout, kind, steps, handler, window, zero) for layout, kind, window, zero in layouts]
+    for layout, result in zip(layouts, pool.run(train_each, jobs)[0], strict=True):
+        assert_reordered(result, expected[layout[1:3]], str(layout))
 
 
 def test_missing_gradients_are_averaged_as_zeros_as_ddp_does(pool):
     layouts = [
-        ("zero1", "Heads", {}),
-        ("zero1", "Heads", BUCKET),
-        ("zero2", "Heads", {}),
-        ("zero2", "Heads", BUCKET),
-        ("zero2-offload", "Heads", {}),
-        ("zero3", "Weights", {}),
-        ("zero3", "Weights", BUCKET),
-        ("zero3-offload", "Weights", {}),
-        ("zero3", "Layers", {"whole": "Layers"}),
+        ("zero1", "Heads", 2, {}),
+        ("zero1", "Heads", 1, BUCKET),
+        ("zero2", "Heads", 1, {}),
+        ("zero2", "Heads", 2, BUCKET),
+        ("zero2-offload", "Heads", 2, {}),
+        ("zero3", "Weights", 1, BUCKET),
+        ("zero3-offload", "Weights", 2, {}),
+        ("zero3", "Layers", 2, {"whole": "Layers"}),
     ]
     compare(pool, STEPS, UNUSED, layouts)
 
 
 def test_ranks_that_use_the_same_parameters_may_change_them(pool):
     layouts = [
-        ("zero1", "Heads", {}),
-        ("zero2", "Heads", BUCKET),
-        ("zero2-offload", "Heads", {}),
-        ("zero3", "Heads", {}),
-        ("zero3", "Heads", BUCKET),
-        ("zero3-offload", "Heads", {}),
-        ("zero3", "Layers", {"whole": "Layers"}),
+        ("zero1", "Heads", 2, {}),
+        ("zero2", "Heads", 1, BUCKET),
+        ("zero2-offload", "Heads", 2, {}),
+        ("zero3", "Heads", 2, BUCKET),
+        ("zero3-offload", "Heads", 2, {}),
+        ("zero3", "Layers", 1, {"whole": "Layers"}),
     ]
     compare(pool, [["a"], ["ab"], ["b"], ["b"], ["a"], ["ab"], ["b"]], None, layouts)
 
@@ -183,6 +192,24 @@ def test_ranks_that_use_other_parameters_are_told_which(pool):
         for text, (*job, part, advice) in zip(texts, UNEQUAL, strict=True):
             assert part in text, job
             assert advice in text, job
+
+
+def change_alone() -> None:
+    """Use another weight than before on one rank, within a short timeout."""
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=6), **engine("zero2"))
+    model: Any = Heads()
+    model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for names in ("aa", "aa", "ab"):
+        accel.backward(model(batch_of(accel), names[accel.process_index]).mean())
+        optimizer.step()
+
+
+def test_one_rank_that_changes_what_it_uses_says_so_before_the_timeout(fresh_pool):
+    (one, cause), (other, text) = fresh_pool.outcomes(change_alone)
+    assert (one, other) == ("RemoteError", "RuntimeError")
+    told = "'b.weight' has a gradient on rank 1, where it had none before"
+    assert told in text
+    assert told in cause
 
 
 def count_rounds(layout: str, kind: str) -> list[int]:

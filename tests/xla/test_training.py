@@ -93,6 +93,41 @@ def test_losses_norms_and_weights_are_those_of_torch(engine: str, window: int) -
     assert_alike(found, plain(window))
 
 
+class Heads(torch.nn.Module):
+    """A model of which a batch uses the heads that it names; `spare` is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = torch.nn.ModuleDict({n: torch.nn.Linear(8, 4) for n in ("a", "b", "spare")})
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        return sum(self.heads[name](x) for name in used)
+
+
+def heads_of(accel: Accelerator | None) -> dict[str, list[float]]:
+    """Train with other heads in each batch; return the weights."""
+    model: Any = Heads()
+    # Weight decay and momentum move a weight whose gradient is zero, and not one that has none.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.5)
+    loader = parts()[2]
+    if accel is not None:
+        model, optimizer, loader = accel.prepare(model, optimizer, loader)
+    for (x, y), used in zip(loader, ("a", "ab", "b", "b", "a", "ab", "b", "a"), strict=True):
+        loss = torch.nn.functional.mse_loss(model(x, used), y)
+        loss.backward() if accel is None else accel.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict() if accel is None else accel.get_state_dict(model)
+    return {name: weight.flatten().tolist() for name, weight in state.items()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batches_may_use_different_parameters(engine: str) -> None:
+    found, expected = heads_of(Accelerator(**options(engine))), heads_of(None)
+    assert found == {name: pytest.approx(value, abs=2e-5) for name, value in expected.items()}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_is_that_of_torch(engine: str) -> None:
     found, expected = train(precision="bf16", **options(engine)), plain(precision="bf16")
