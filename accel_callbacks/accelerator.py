@@ -52,7 +52,7 @@ from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.prepare import Loaders
 from accel_callbacks.data.skip import SkipDataLoader, skip_first_batches
 from accel_callbacks.distributed.abort import group_is_aborted
-from accel_callbacks.distributed.heartbeat import stop_heartbeat
+from accel_callbacks.distributed.failures import leave
 from accel_callbacks.distributed.process_control import ProcessControl
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.topology import (
@@ -1723,9 +1723,9 @@ class Accelerator(ProcessControl, MediaLogging):
         if group_is_aborted():
             return
         # After an error of this rank alone, the other ranks may be gone: do not wait for them.
-        stop_heartbeat()  # before the barrier, after which rank 0 and its store may be gone
         if error is None:
-            self.wait_for_everyone()
+            collectives.begin("end_training", self.debug)
+            leave("end_training")
             if self.loop.local_metrics is not None:
                 self.loop.local_metrics.compare()
         destroy_topology()

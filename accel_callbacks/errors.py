@@ -45,11 +45,16 @@ class LostRankError(RemoteError):
         >>> from accel_callbacks.errors import LostRankError
         >>> raise LostRankError("rank 1 was killed by SIGKILL", rank=1, where="backward")
         Traceback (most recent call last):
-        accel_callbacks.errors.LostRankError: backward: rank 1 was killed by SIGKILL
+        accel_callbacks.errors.LostRankError: backward: rank 1 was killed by SIGKILL. See its own \
+output; started again, the run resumes from its newest checkpoint.
     """
 
     def __init__(self, text: str, *, rank: int | None, where: str) -> None:
-        RuntimeError.__init__(self, f"{where}: {text}")
+        RuntimeError.__init__(
+            self,
+            f"{where}: {text}. See its own output; started again, the run resumes from its newest "
+            "checkpoint.",
+        )
         self.rank = rank
         self.where = where
 

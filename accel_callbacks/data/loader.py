@@ -9,12 +9,15 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from accel_callbacks.data.base_seed import base_seed_generator, draw_base_seed
 from accel_callbacks.data.device import Feed
 from accel_callbacks.data.order import Record
 from accel_callbacks.data.sources import Delivery, Source
 from accel_callbacks.data.stream import StatefulSource
+from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.distributed.worker_process import end_workers_at_exit, stopped_workers
 from accel_callbacks.warning import warn
 
 __all__ = ["DataLoaderShard", "LoopEvents", "keep_workers", "stop_workers"]
@@ -56,6 +59,12 @@ def _shut_down(iterator: Any, owner: int) -> None:
     # collect these must not end the workers of the process that was forked, and torch's own
     # finalizer fails there with "can only test a child process": the fork keeps its copy.
     if os.getpid() == owner:
+        if stopped := stopped_workers(iterator._workers):
+            # torch waits ten seconds for each, and its handler raises where a worker is killed.
+            signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+            iterator._worker_pids_set = False
+            for worker in stopped:
+                worker.kill()
         iterator._shutdown_workers()
     else:
         _inherited.append(iterator)
@@ -273,6 +282,9 @@ class DataLoaderShard(DataLoader[Any]):
             if self.trained and not self._warned and getattr(self._source, "repeats", False):
                 self._warned = True
                 warn(_REPEATS)
+        except RuntimeError:
+            remote_failure.raise_in("the DataLoader")  # it ended the wait for the workers
+            raise
         finally:
             if opened == self._opened:  # no newer pass has replaced this one
                 self._last = False
@@ -300,6 +312,8 @@ class DataLoaderShard(DataLoader[Any]):
         if isinstance(self._source, StatefulSource) and self._source.fresh_workers:
             stop_workers(self)
         items = super().__iter__()
+        if self.num_workers:
+            end_workers_at_exit()
         if self.persistent_workers:
             keep_workers(self)
         return items

@@ -96,8 +96,8 @@ def abort_run(error: BaseException, where: str) -> BaseException:
     # A rank that was killed has published nothing, and this rank can only publish the disconnect
     # that all the others see themselves: no reason to linger for readers.
     cause = explain(error, where)
-    reported = isinstance(cause, RemoteError) and not isinstance(cause, LostRankError)
-    _has_readers = reported or not is_disconnect(error)
+    lost = isinstance(cause, LostRankError)
+    _has_readers = not lost and (isinstance(cause, RemoteError) or not is_disconnect(error))
     if not _has_readers:
         _limit_exempt()
     with suppress(Exception):  # the store is gone if rank 0 is
@@ -138,7 +138,7 @@ def explain(error: BaseException, where: str) -> BaseException:
     if watch.report is not None:
         return RemoteError(**watch.report)
     if lost is not None:
-        return LostRankError(str(lost), rank=lost.rank, where=where)
+        return watch.error_of(lost, where)
     cause: BaseException = error
     if watch.timed_out(error):
         others = [one for one in range(world_size()) if one != rank()]

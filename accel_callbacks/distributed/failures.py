@@ -23,11 +23,11 @@ import torch.distributed as dist
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
 from accel_callbacks.distributed.flight_recorder import dump_hang
-from accel_callbacks.distributed.heartbeat import current_heartbeat
+from accel_callbacks.distributed.heartbeat import current_heartbeat, stop_heartbeat
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.errors import DistributedOperationException, RemoteError
 
-__all__ = ["meet", "share_failure", "shared_failure"]
+__all__ = ["leave", "meet", "share_failure", "shared_failure"]
 
 _KEY = "sync_point"  # "{_KEY}/{rank}" in the store: number and name of the last one reached
 _POLLING = 0.01  # seconds between two looks at the store
@@ -145,6 +145,9 @@ def meet(where: str) -> None:
         _arrive_at(point)
         while absent := _not_yet_at(point):
             remote_failure.raise_in(where)
+            watch = current_heartbeat()
+            if watch is not None and (gone := watch.find_gone(absent)):
+                raise watch.error_of(gone, where)
             if time.monotonic() > deadline:
                 raise _too_late(absent, where)
             time.sleep(_POLLING)
@@ -153,6 +156,33 @@ def meet(where: str) -> None:
         if first is not problem:
             raise first from problem
         raise
+
+
+def leave(where: str) -> None:
+    """Wait until all ranks have come here, and leave the group; the host of its store leaves last.
+
+    The ranks watch each other until they have met; a sync point.
+
+    Args:
+        where: shown in errors.
+
+    Raises:
+        LostRankError: a rank has ended before, or hangs.
+        RuntimeError: a rank is elsewhere, or did not come within the timeout of the group.
+
+    Example:
+        >>> from accel_callbacks.distributed.failures import leave
+        >>> leave("end_training")
+    """
+    meet(where)
+    stop_heartbeat()
+    if collectives.world_size() == 1:
+        return
+    point, deadline = _next_point(where), time.monotonic() + _PATIENCE
+    with suppress(dist.DistError):
+        _arrive_at(point)
+        while collectives.rank() == 0 and _not_yet_at(point) and time.monotonic() < deadline:
+            time.sleep(_POLLING)
 
 
 def _not_yet_at(point: str) -> list[int]:

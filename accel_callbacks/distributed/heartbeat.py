@@ -11,6 +11,7 @@ lost, and the run is aborted on all others. A rank that is only slow keeps its h
 from __future__ import annotations
 
 import json
+import multiprocessing
 import multiprocessing.util
 import os
 import select
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,17 @@ from accel_callbacks.collectives.store import BoundedStore, read_keys
 from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.process_exit import fate_of, host_id
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.distributed.stack import Call, SaveCalls, call_of_torch, place_of, stacks
+from accel_callbacks.distributed.stack import (
+    Call,
+    StuckCalls,
+    call_of_torch,
+    is_saving,
+    place_of,
+    place_of_thread,
+    stacks,
+    waits_for_worker,
+)
+from accel_callbacks.distributed.worker_process import end_workers, stopped_workers
 from accel_callbacks.errors import LostRankError
 
 __all__ = [
@@ -155,7 +166,8 @@ class Heartbeat:
         self._store, self._rank, self._world = store, rank, world
         self._timeout, self._abort, self._serves_store = timeout, abort, serves_store
         self._interval = min(timeout / 10, _LONGEST_INTERVAL)
-        self._trains, self._saves = threading.current_thread(), SaveCalls()
+        self._trains, self._saves = threading.current_thread(), StuckCalls(is_saving)
+        self._loads, self._saving, self._loading = StuckCalls(waits_for_worker), 0.0, 0.0
         self._peers = {one: _Peer() for one in range(world) if one != rank}
         self._count, self._place, self._answered = 0, "", time.monotonic()
         self._stopped, self._rounds = threading.Event(), threading.Condition()
@@ -167,6 +179,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start the thread, after a first heartbeat: a rank that hangs from now on is missed."""
+        self._observe()
         with suppress(dist.DistError):  # the watch judges a store that does not answer
             self._store.call(self._beat)
         self._thread.start()
@@ -234,6 +247,27 @@ class Heartbeat:
         """Return whether a collective has waited for its timeout."""
         return any("imed out" in str(one) for one in _chain(error))
 
+    def find_gone(self, ranks: Iterable[int]) -> LostRank | None:
+        """Return the first of some ranks that has ended or left the group, None if none has."""
+        for rank in ranks:
+            peer = self._peers.get(rank, _Peer())
+            left = peer.beat.get("left")
+            if peer.status or left is not None:
+                return LostRank(rank, (peer.status or "has ended") + (left or ""), peer.place)
+        return None
+
+    def error_of(self, lost: LostRank, where: str, place: str | None = None) -> LostRankError:
+        """Return the error for a rank that was lost, which names what waited for it here.
+
+        Args:
+            lost: the rank.
+            where: what has failed.
+            place: of the thread that trains; where it is now if None.
+        """
+        own = place_of_thread(self._trains) if place is None else place
+        text = f"{lost}; this rank was at {own}" if own else str(lost)
+        return LostRankError(text, rank=lost.rank, where=where)
+
     def last_seen(self, ranks: list[int]) -> str:
         """Describe where ranks were last seen, for an error; empty if nothing is known."""
         seen = [(one, self._peers[one].place) for one in ranks if one in self._peers]
@@ -251,8 +285,10 @@ class Heartbeat:
             if began - before > max(self._timeout / 2, 5 * self._interval):
                 self._forgive(began)  # this process itself was stopped, and heard nobody
             before = began
+            self._observe()
             self._exchange()
             self._judge()
+            self._end_loading()
             with self._rounds:
                 self._round += 1
                 self._rounds.notify_all()
@@ -262,6 +298,12 @@ class Heartbeat:
         self._sleep(0)  # to see whether the process that serves the store has ended first
         with suppress(Exception):
             self._store.call(lambda store: self._beat(store, left=_parting_words()))
+
+    def _observe(self) -> None:
+        """Note where the threads of this process are."""
+        calls = stacks()
+        self._place = place_of(calls.get(self._trains.ident or 0, ()))
+        self._saving, self._loading = self._saves.seconds(calls), self._loads.seconds(calls)
 
     def _exchange(self) -> None:
         """Note the heartbeat of this rank, and read those of others."""
@@ -287,15 +329,12 @@ class Heartbeat:
 
     def _beat(self, store: Any, left: str | None = None) -> None:
         self._count += 1
-        found = stacks()
-        if left is None:  # by then the thread is in an exit hook
-            self._place = place_of(found.get(self._trains.ident or 0, ()))
         beat = {
             "count": self._count,
             "place": self._place,
             "process": [host_id(), os.getpid()],
             "left": left,
-            "stuck": self._saves.seconds(found),
+            "stuck": self._saving,
             "time": time.time(),
         }
         store.set(f"{_BEAT}/{self._rank}", json.dumps(beat))
@@ -372,7 +411,8 @@ class Heartbeat:
         # gloo notices by itself that a process has ended; nothing notices one that hangs.
         if lost.rank != self._rank and not peer.status:
             # Before the abort, which lets the training thread go on.
-            remote_failure.note(lambda where: LostRankError(str(lost), rank=lost.rank, where=where))
+            place = place_of_thread(self._trains)
+            remote_failure.note(lambda where: self.error_of(lost, where, place))
             self._abort()
             threading.Thread(target=self._end_process, daemon=True).start()
 
@@ -390,6 +430,27 @@ class Heartbeat:
                 sys.stderr.flush()
                 os._exit(1)
             before = now
+
+    def _end_loading(self) -> None:
+        """End the workers of a DataLoader that give no batch, after the loss of another rank.
+
+        The thread that trains waits for them in no collective, so nothing else would end its wait.
+        """
+        lost, waited = self.lost, self._loading
+        if lost is None or lost.fate.startswith(_ORDERLY) or waited < self._timeout / 2:
+            return
+        stopped = stopped_workers(multiprocessing.active_children())
+        state = (
+            f" (stopped: process {', '.join(str(worker.pid) for worker in stopped)})"
+            if stopped
+            else ""
+        )
+        text = f"waited {waited:.0f} s for a batch of the DataLoader's workers{state}"
+        print(f"[accel] {lost}; rank {self._rank} has {text}, and ends them", file=sys.stderr)
+        place = f"{place_of_thread(self._trains)}, and had {text}"
+        remote_failure.note(lambda where: self.error_of(lost, where, place))
+        self._loading = 0.0
+        end_workers(patience=0.0)
 
     def _forgive(self, now: float) -> None:
         self._answered = now

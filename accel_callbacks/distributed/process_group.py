@@ -26,7 +26,7 @@ from accel_callbacks.collectives import BoundedStore
 from accel_callbacks.distributed.abort import abort_all_groups
 from accel_callbacks.distributed.heartbeat import Heartbeat, start_join_heartbeat, stop_heartbeat
 from accel_callbacks.distributed.tcp_store import TCPStore, serve_store, uses_libuv
-from accel_callbacks.errors import LostRankError, nearest
+from accel_callbacks.errors import nearest
 
 __all__ = [
     "GroupOptions",
@@ -191,7 +191,7 @@ def connect(
         absent = watch.absent() if failed and lost is None else []
         stop_heartbeat()
         if lost is not None:
-            raise LostRankError(str(lost), rank=lost.rank, where=_JOIN) from error
+            raise watch.error_of(lost, _JOIN) from error
         if absent:
             raise RuntimeError(
                 f"ranks {absent} of {world} did not come within {limit}: see their own output for "

@@ -10,7 +10,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -18,12 +18,22 @@ from typing import IO, NamedTuple
 
 import torch
 
-__all__ = ["Call", "SaveCalls", "call_of_torch", "place_of", "stacks"]
+__all__ = [
+    "Call",
+    "StuckCalls",
+    "call_of_torch",
+    "is_saving",
+    "place_of",
+    "place_of_thread",
+    "stacks",
+    "waits_for_worker",
+]
 
 _HERE = Path(__file__).parents[2]
 _OURS = tuple(f"{_HERE / name}{os.sep}" for name in ("accel_callbacks", "checkpoint_io", "loggers"))
 _SAVING = tuple(f"{_HERE / 'checkpoint_io' / name}{os.sep}" for name in ("saver", "storage"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LOADER = os.path.join(_TORCH, "utils", "data", "dataloader.py")
 _TORCH_ROOT = os.path.dirname(_TORCH.rstrip(os.sep))
 # Frames of code that is neither the user's nor ours. Installed packages are in purelib.
 _LIBRARIES = (_TORCH, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib")), "<")
@@ -130,6 +140,18 @@ def place_of(calls: Sequence[Call]) -> str:
     return _name_of(inner) if inner is not None else ""
 
 
+def place_of_thread(thread: threading.Thread) -> str:
+    """Describe where a thread is now.
+
+    Example:
+        >>> import threading
+        >>> from accel_callbacks.distributed.stack import place_of_thread
+        >>> isinstance(place_of_thread(threading.current_thread()), str)
+        True
+    """
+    return place_of(stacks().get(thread.ident or 0, ()))
+
+
 def _name_of(call: Call) -> str:
     """Return the name of a function, with its module unless it is a method of Accelerator."""
     root = _TORCH_ROOT if call.path.startswith(_TORCH) else str(_HERE)
@@ -153,20 +175,24 @@ def call_of_torch(calls: Sequence[Call]) -> bool:
     return bool(calls) and calls[0].path.startswith(f"{_TORCH}distributed")
 
 
-class SaveCalls:
-    """Measures how long all threads that save have made no progress.
+class StuckCalls:
+    """Measures how long all threads in calls of one kind have made no progress.
 
     A mount that is gone blocks one call for ever, while the other threads of the process live on.
     A thread progresses if it is in another call than before, or used the processor: to copy a
     large file takes one call of the same line after the other, or a single long one.
 
+    Args:
+        is_watched: returns whether frames of a thread, innermost first, are in such a call.
+
     Example:
-        >>> from accel_callbacks.distributed.stack import SaveCalls, stacks
-        >>> SaveCalls().seconds(stacks())
+        >>> from accel_callbacks.distributed.stack import StuckCalls, is_saving, stacks
+        >>> StuckCalls(is_saving).seconds(stacks())
         0.0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_watched: Callable[[Sequence[Call]], bool]) -> None:
+        self._is_watched = is_watched
         self._since: dict[int, tuple[tuple[Sequence[Call], int], float]] = {}
 
     def seconds(self, found: Mapping[int, Sequence[Call]]) -> float:
@@ -178,7 +204,7 @@ class SaveCalls:
         now, before, self._since = time.monotonic(), self._since, {}
         for thread in threading.enumerate():
             calls = found.get(thread.ident or 0, ())
-            if call_of_torch(calls) or not _is_saving(calls):
+            if call_of_torch(calls) or not self._is_watched(calls):
                 continue
             ticks = _processor_ticks(thread)
             if ticks is None:
@@ -202,5 +228,23 @@ def _processor_ticks(thread: threading.Thread) -> int | None:
     return None
 
 
-def _is_saving(calls: Sequence[Call]) -> bool:
+def is_saving(calls: Sequence[Call]) -> bool:
+    """Return whether frames are in a call of a save.
+
+    Example:
+        >>> from accel_callbacks.distributed.stack import is_saving
+        >>> is_saving([])
+        False
+    """
     return any(call.path.startswith(_SAVING) for call in calls)
+
+
+def waits_for_worker(calls: Sequence[Call]) -> bool:
+    """Return whether frames are in the wait of a DataLoader for a batch of its workers.
+
+    Example:
+        >>> from accel_callbacks.distributed.stack import waits_for_worker
+        >>> waits_for_worker([])
+        False
+    """
+    return any(call.name == "_try_get_data" and call.path == _LOADER for call in calls)

@@ -204,6 +204,7 @@ def main(place: str, fault: str, victim: str, folder: str, timeout: str, run: st
     else:
         with accel.run("struck", resume=False):
             train()
+    reach("end_training")
     accel.end_training()
 
 

@@ -18,7 +18,7 @@ from accel_callbacks.collectives.store import BoundedStore, read_keys
 from accel_callbacks.distributed import stack
 from accel_callbacks.distributed.heartbeat import Heartbeat, LostRank, is_disconnect
 from accel_callbacks.distributed.process_exit import fate_of, host_id
-from accel_callbacks.distributed.stack import SaveCalls, place_of, stacks
+from accel_callbacks.distributed.stack import StuckCalls, is_saving, place_of, stacks
 
 LONG = 30.0
 
@@ -207,8 +207,8 @@ def place(thread):
     return place_of(stacks().get(thread.ident, ()))
 
 
-def is_saving(thread):
-    return stack._is_saving(stacks().get(thread.ident, ()))
+def saves(thread):
+    return is_saving(stacks().get(thread.ident, ()))
 
 
 def test_the_place_of_a_thread_is_the_line_of_the_script():
@@ -229,19 +229,19 @@ def within_a_save(body):
 
 
 def test_a_thread_in_one_call_of_a_save_makes_no_progress():
-    calls = SaveCalls()
+    calls = StuckCalls(is_saving)
     assert calls.seconds(stacks()) == 0.0
     with running(within_a_save("def work(over):\n    over._cond._lock and over.wait()")) as thread:
-        until(lambda: is_saving(thread), "it does not run")
+        until(lambda: saves(thread), "it does not run")
         until(lambda: calls.seconds(stacks()) > 0.3, "its call is taken for a new one")
     assert calls.seconds(stacks()) == 0.0
 
 
 def test_a_thread_that_copies_in_one_line_makes_progress():
     busy = "def work(over):\n    while not over.is_set(): bytes(50_000_000)"
-    calls = SaveCalls()
+    calls = StuckCalls(is_saving)
     with running(within_a_save(busy)) as thread:
-        until(lambda: is_saving(thread), "it does not run")
+        until(lambda: saves(thread), "it does not run")
         for _ in range(5):
             calls.seconds(stacks())
             ticks, since = stack._processor_ticks(thread), calls._since[thread.ident][1]
