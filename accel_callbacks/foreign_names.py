@@ -64,7 +64,7 @@ OPTIONS: Mapping[str, str] = {
     "enable_model_summary": "Give callbacks=[ModelSummary()].",
     "deterministic": "Call set_seed(seed, deterministic=True) before the model is made.",
     "benchmark": "Set torch.backends.cudnn.benchmark.",
-    "detect_anomaly": "Give callbacks=[NonFinite()], or call torch.autograd.set_detect_anomaly(True).",
+    "detect_anomaly": "Give callbacks=[NonFinite()], or call autograd.set_detect_anomaly(True).",
     "profiler": "Give callbacks=[Profiler()], or write `with accel.profile():`.",
     "limit_train_batches": _BATCHES,
     "limit_val_batches": _BATCHES,
