@@ -114,14 +114,15 @@ def open_summary_writer(folder: str, **options: Any) -> Any:
 
         def _get_file_writer(self) -> Any:
             """Return the writer of the main file; torch's creates one with a thread."""
-            if self.file_writer is None:
+            writer: Any = self
+            if writer.file_writer is None:
                 files: Any = Files(self)
-                self.file_writer, self.all_writers = files, {folder: files}  # type: ignore[assignment]
-                if (step := self.purge_step) is not None:
+                writer.file_writer, writer.all_writers = files, {folder: files}
+                if (step := writer.purge_step) is not None:
                     start = SessionLog(status=SessionLog.START)
                     files.add_event(Event(step=step, file_version="brain.Event:2"))
                     files.add_event(Event(step=step, session_log=start))
-                    self.purge_step = None
-            return self.file_writer
+                    writer.purge_step = None
+            return writer.file_writer
 
     return Writer(folder, **options)
