@@ -492,8 +492,9 @@ def _machine() -> str:
 
 def _now() -> float:
     """Return seconds of a clock that also runs while the machine sleeps, where there is one."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)
+    if sys.platform == "linux":
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
 
 
 # --- the record --------------------------------------------------------------------------------
