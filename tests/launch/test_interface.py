@@ -120,6 +120,9 @@ def test_ranks_that_gloo_cannot_bind_say_so():
     finally:
         for process in ranks:
             process.kill()
-    for text in texts:
-        assert "gloo cannot connect the processes" in text
-        assert "at the interface nowhere7. Set GLOO_SOCKET_IFNAME" in text
+    # The other rank may learn first that its peer is gone.
+    assert any(
+        "gloo cannot connect the processes" in text
+        and "at the interface nowhere7. Set GLOO_SOCKET_IFNAME" in text
+        for text in texts
+    )

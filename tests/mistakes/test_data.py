@@ -185,8 +185,9 @@ def weights_loop(how: str) -> None:
     if how == "on all" or (how == "main only" and accel.is_main_process):
         weights = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
         accel.unwrap_model(model).load_state_dict(weights)
+    own = torch.Generator().manual_seed(accel.process_index)
     for _ in range(4):
-        accel.backward(model(torch.rand(2, 1)).sum())
+        accel.backward(model(torch.rand(2, 1, generator=own)).sum())
         optimizer.step()
         optimizer.zero_grad()
 
