@@ -301,6 +301,7 @@ def test_who_may_be_found(tmp_path: Path, start_on_disk: Start) -> None:
         assert found.pid == holder.pid
         holder.process.kill()
         holder.process.wait(20)
+        reader.find_holder()  # may see the last renewal before the kill, as that of one that lives
         assert reader.find_holder() is None
 
 
