@@ -436,9 +436,12 @@ class Heartbeat:
 
         The thread that trains waits for them in no collective, so nothing else would end its wait.
         """
-        lost, waited = self.lost, self._loading
-        if lost is None or lost.fate.startswith(_ORDERLY) or waited < self._timeout / 2:
+        # A rank that has said why it left counts too: its own store may be gone by now.
+        lost, waited = self.lost or self._departed(), self._loading
+        if lost is None or waited < self._timeout / 2:
             return
+        if lost.fate == "has ended" or lost.fate.startswith(_ORDERLY):
+            return  # it had no more to train on, and this rank has
         stopped = stopped_workers(multiprocessing.active_children())
         state = (
             f" (stopped: process {', '.join(str(worker.pid) for worker in stopped)})"

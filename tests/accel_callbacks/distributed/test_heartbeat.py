@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,11 +14,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from accel_callbacks.collectives.store import BoundedStore, read_keys
 from accel_callbacks.distributed import stack
 from accel_callbacks.distributed.heartbeat import Heartbeat, LostRank, is_disconnect
 from accel_callbacks.distributed.process_exit import fate_of, host_id
+from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.distributed.stack import StuckCalls, is_saving, place_of, stacks
 
 LONG = 30.0
@@ -103,6 +106,39 @@ def test_a_report_of_another_rank_is_kept_and_one_of_this_rank_is_not(store):
         store.set("failure", json.dumps({"rank": 1, "where": "a run", "details": "disk"}))
         watch._refresh(time.monotonic() + LONG)
         assert watch.report["details"] == "disk"
+
+
+class Late(Dataset):
+    """A sample whose worker is stopped, or takes a while."""
+
+    def __init__(self, stops):
+        self.stops = stops
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        if self.stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1.5)
+        return index
+
+
+def test_a_stopped_loader_worker_is_ended_once_another_rank_has_failed(store, capfd):
+    beat(store, 1, left=" with ValueError: broken")
+    with (
+        watching(store, timeout=1.0),
+        pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"),
+    ):
+        next(iter(DataLoader(Late(True), num_workers=1)))
+    assert "ValueError: broken; rank 0 has waited" in capfd.readouterr().err
+    remote_failure.forget()
+
+
+def test_a_slow_loader_worker_goes_on_where_another_rank_has_left_in_order(store):
+    beat(store, 1, left="")
+    with watching(store, timeout=1.0):
+        assert next(iter(DataLoader(Late(False), num_workers=1))).item() == 0
 
 
 def test_the_error_of_a_collective_is_that_of_the_rank_which_left_first(store):
