@@ -126,12 +126,12 @@ class Late(Dataset):
 
 def test_a_stopped_loader_worker_is_ended_once_another_rank_has_failed(store, capfd):
     beat(store, 1, left=" with ValueError: broken")
-    with (
-        watching(store, timeout=1.0),
-        pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal"),
-    ):
+    ended = r"exited unexpectedly|killed by signal"
+    with watching(store, timeout=1.0), pytest.raises(RuntimeError, match=ended):
         next(iter(DataLoader(Late(True), num_workers=1)))
-    assert "ValueError: broken; rank 0 has waited" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "rank 1 has ended with ValueError: broken" in told
+    assert "rank 0 has waited" in told
     remote_failure.forget()
 
 
