@@ -1,6 +1,6 @@
 """The lease of a folder: one process writes there, until it releases the folder or dies.
 
-The lease is one small file, `lease.json`. Its holder renews it every few seconds, on a thread of
+The lease is one small file, `.lease.json`. Its holder renews it every few seconds, on a thread of
 its own: a store that is slow must not silence what else a process has to report. Whoever wants the
 lease of a holder on this machine looks at the process; of another machine, it watches for renewals
 by its own monotonic clock, as the clocks of two machines cannot be compared.
@@ -29,7 +29,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from checkpoint_io.errors import CheckpointConflictError, LeaseError
+from checkpoint_io.errors import CheckpointConflictError, CorruptCheckpointError, LeaseError
 from checkpoint_io.local_files import make_folders
 from checkpoint_io.storage.local import local_folder
 from checkpoint_io.storage.open import Store, open_store
@@ -38,7 +38,7 @@ __all__ = ["LEASE", "Lease", "LeaseHolder", "OnConflict"]
 
 OnConflict = Literal["refuse", "wait", "take_over"]
 
-LEASE = "lease.json"
+LEASE = ".lease.json"  # a dot: scripts look for the newest name in a folder
 MISSED = 6  # renewals without which a holder on another machine is dead
 _BYTES = 2048  # of a local record, padded, so that it is written in one piece
 _TRIES = 50
@@ -242,8 +242,9 @@ class Lease:
 
         Wait for renewals of a holder on another machine, for at most seven of its intervals.
         """
+        watch = _Watch()
         while (holder := self._record.read()) is not None:
-            lives = holder.is_same(_this_process()) or self._watch.lives(holder)
+            lives = holder.is_same(_this_process()) or watch.lives(holder)
             if holder.released or lives is False:
                 return None
             if lives:
@@ -252,10 +253,11 @@ class Lease:
         return None
 
     def describe(self, run_id: str, run_name: str) -> None:
-        """Set the names of the run; the next renewal writes them."""
+        """Set the names of the run, and write them if the lease is held."""
         self._run_id, self._run_name = run_id, run_name
         if self._grant is not None:
             self._grant.own = replace(self._grant.own, run_id=run_id, run_name=run_name)
+            self._grant.renew()
 
     def check(self, *, recent: bool = False) -> None:
         """Raise if another process has taken the lease over; call it before a write.
@@ -328,9 +330,13 @@ class _Grant:
 
     def _keep(self) -> None:
         while not self._ended.wait(self.own.interval) and self.lost is None:
-            with suppress(Exception):  # the next renewal may reach the store again
-                self._record.change(self._renewed, create=False)
-                self._looked = _now()
+            self.renew()
+
+    def renew(self) -> None:
+        """Write that this process lives, as far as the store can be reached."""
+        with suppress(Exception):
+            self._record.change(self._renewed, create=False)
+            self._looked = _now()
 
     def _renewed(self, holder: LeaseHolder | None) -> LeaseHolder | None:
         """Return the next record of this process; None where it has lost the lease."""
@@ -427,9 +433,9 @@ class _Watch:
                 return lives
         mark, now = (holder.number, holder.renewals), time.monotonic()
         if self._mark is None or mark > self._mark:
-            first, self._mark = self._mark is None, mark
-            self._silent, self._looked = 0.0, now
-            return None if first else True
+            recent = self._mark is not None and now - self._looked < _LONGEST_GAP
+            self._mark, self._silent, self._looked = mark, 0.0, now
+            return True if recent else None
         # While this process was stopped it saw no renewals that there may have been.
         self._silent += min(now - self._looked, _LONGEST_GAP)
         self._looked = now
@@ -582,12 +588,17 @@ class _ObjectRecord:
 
     def read(self) -> LeaseHolder | None:
         """Return the holder; None without a record."""
-        self._store.forget(LEASE)
-        try:
-            with self._store.open(LEASE) as reader:
-                return _parse(bytes(reader.read(0, min(reader.size, _BYTES))))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        for attempt in range(_TRIES):
+            self._store.forget(LEASE)
+            try:
+                with self._store.open(LEASE) as reader:
+                    return _parse(bytes(reader.read(0, min(reader.size, _BYTES))))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except CorruptCheckpointError:  # renewed between the two requests of a read
+                if attempt == _TRIES - 1:
+                    raise
+        raise AssertionError("not reached")
 
     def change(self, decide: Decide, *, create: bool) -> None:
         """Change the record, again if another process has changed it meanwhile."""
