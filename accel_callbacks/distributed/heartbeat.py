@@ -385,12 +385,17 @@ class Heartbeat:
                 return LostRank(one, f"has not answered for {silence:.0f} s", peer.place)
         return None
 
-    def _departed(self) -> LostRank | None:
-        """Return the rank that left the group first, and not because of another one."""
+    def _departed(self, *, following: bool = False) -> LostRank | None:
+        """Return the rank that left the group first, and not because of another one.
+
+        Args:
+            following: whether ranks that left because of another one count as well.
+        """
         gone = [
             (peer.beat["time"], one)
             for one, peer in self._peers.items()
-            if peer.beat.get("left") is not None and not peer.beat["left"].startswith(_FOLLOWS)
+            if (left := peer.beat.get("left")) is not None
+            and (following or not left.startswith(_FOLLOWS))
         ]
         if not gone:
             return None
@@ -436,8 +441,9 @@ class Heartbeat:
 
         The thread that trains waits for them in no collective, so nothing else would end its wait.
         """
-        # A rank that has said why it left counts too: its own store may be gone by now.
-        lost, waited = self.lost or self._departed(), self._loading
+        # A rank that has said why it left counts too: its own store may be gone by now. So does one
+        # that left because of another rank, which may be this one: it waited here for too long.
+        lost, waited = self.lost or self._departed(following=True), self._loading
         if lost is None or waited < self._timeout / 2:
             return
         if lost.fate == "has ended" or lost.fate.startswith(_ORDERLY):
