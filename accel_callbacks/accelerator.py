@@ -566,17 +566,20 @@ class Accelerator(ProcessControl, MediaLogging):
         if len(places) != len(args):
             raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects.")
         placed = list(zip(args, places, strict=True))
+        models = [one for one in args if isinstance(one, torch.nn.Module)]
+        stages = {id(one): self.prepare_pipeline(one) for one in models if self.strategy.cuts(one)}
         ready = self._preparer.prepare(
             [
                 ModelRequest(one, self._placement(place))
                 for one, place in placed
-                if isinstance(one, torch.nn.Module)
+                if isinstance(one, torch.nn.Module) and id(one) not in stages
             ],
             [one for one in args if isinstance(one, torch.optim.Optimizer)],
             [one for one in args if _is_scheduler(one)],
             _names(forward_methods),
             left_in_place={id(one) for one, place in placed if not self._placement(place)},
         )
+        ready.update(stages)
         for one, place in placed:
             if isinstance(one, (DataLoader, SkipDataLoader)):
                 ready[id(one)] = self.prepare_data_loader(one, place)
@@ -611,12 +614,11 @@ class Accelerator(ProcessControl, MediaLogging):
     def prepare_pipeline(
         self,
         model: torch.nn.Module,
-        split_points: Sequence[str],
+        split_points: Sequence[str] | None = None,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         *,
         schedule: str = "1F1B",
         microbatches: int | None = None,
-        inputs: Sequence[str] | None = None,
         reduction: str = "mean",
     ) -> PipelinedModel:
         """Cut a model into stages over the ranks of ``pp_size``; collective, on all ranks.
@@ -632,15 +634,16 @@ class Accelerator(ProcessControl, MediaLogging):
 
         Args:
             model: a model with weights; those of rank 0 count.
-            split_points: names of modules in the order of their calls, such as ``"layers.4"``.
-                Each begins a stage. What calls them must not depend on the values of tensors.
-            loss_fn: called with the outputs and the target of a micro-batch on the last rank; a
-                pipeline without it only evaluates.
+            split_points: names of modules in their order, such as ``"layers.4"``. Each begins a
+                stage. What calls them must not depend on the values of what they return. By
+                default the blocks of the model are cut where stages have as many parameters.
+            loss_fn: called with the outputs and the target of a micro-batch on the last rank.
+                Without it a model is trained by the ``loss`` of its outputs, such as those of
+                transformers with ``labels=``; in training the other outputs are ``None``.
             schedule: of torch: ``"GPipe"``, ``"1F1B"`` (default), or with several stages on each
                 rank ``"Interleaved1F1B"`` or ``"LoopedBFS"``.
             microbatches: at most so many equal parts of a batch, twice the ranks by default. A
                 batch that they do not divide is cut into fewer.
-            inputs: arguments of the forward that are passed; those without a default if ``None``.
             reduction: ``"mean"`` if ``loss_fn`` returns the mean over its rows, ``"sum"`` for
                 their sum, as for ``backward(normalizer=)``.
 
@@ -663,7 +666,7 @@ class Accelerator(ProcessControl, MediaLogging):
             )
         self.loop.share_identity(self.loop.run)
         self.strategy.share_random_state()
-        options = PipelineOptions(split_points, loss_fn, schedule, microbatches, inputs, reduction)
+        options = PipelineOptions(split_points, loss_fn, schedule, microbatches, reduction)
         whole = self.strategy.pipeline(model, options, self.precision.wrap)
         ready = self._preparer.prepare([ModelRequest(whole, False)])
         prepared: PipelinedModel = ready[id(whole)]

@@ -304,6 +304,10 @@ class Strategy(ABC):
         """
         return None
 
+    def cuts(self, model: torch.nn.Module) -> bool:
+        """Return whether a model is cut into stages before it is prepared."""
+        return False
+
     def pipeline(
         self,
         model: torch.nn.Module,

@@ -24,12 +24,13 @@ from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.checks import is_plain, refuse_distributed, refuse_empty
 from accel_callbacks.strategies.checks import refuse_spread as _refuse_spread
+from accel_callbacks.strategies.pipeline_rehearsal import Rehearsal
 from accel_callbacks.strategies.pipeline_runner import (
     PipelineOptions,
     PipelineRunner,
     StageReplicas,
 )
-from accel_callbacks.strategies.pipeline_stages import StagePlan, skeleton_of
+from accel_callbacks.strategies.pipeline_stages import Stage, StagePlan
 from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.shared_buffers import SharedBuffers
 from accel_callbacks.strategies.unit_agreement import UnitAgreement
@@ -42,8 +43,9 @@ class PipelinedModel(torch.nn.Module):
     """A model of which each rank has some stages: its call runs forward and backward of a batch.
 
     With gradients enabled, ``model(*inputs, target=target)`` is the loss over the batch, on all
-    ranks; its backward hands out the gradients that the schedule has computed. Under ``no_grad``
-    it is the loss too, and without a target what the model returns.
+    ranks; its backward hands out the gradients that the schedule has computed. Without a
+    ``loss_fn`` it is what the model returns, of which the loss alone is there. Under ``no_grad`` it
+    is the loss too, and without a target what the model returns.
 
     Attributes:
         module: the model as the user built it; parameters of other ranks are on the meta device.
@@ -98,6 +100,7 @@ class PipelineParallel(Sharding):
         self._index = parallelism.coordinate(topology.rank)["pp"]
         self._wrappers: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
         self._owners: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[torch.nn.Module, StagePlan] = WeakKeyDictionary()
         self._meshes: dict[tuple[str, int], Any] = {}
 
     @property
@@ -120,13 +123,17 @@ class PipelineParallel(Sharding):
     def _group(self) -> Any:
         return self.device_mesh["pp"].get_group()
 
+    def cuts(self, model: torch.nn.Module) -> bool:
+        """Return True for a model that is not cut into stages yet."""
+        return not isinstance(model, PipelinedModel) and model not in self._owners
+
     def check(self, model: torch.nn.Module) -> None:
         """Refuse a model that was not cut into stages."""
-        if model not in self._owners:
+        if self.cuts(model):
             raise ValueError(
-                f"{type(model).__name__}: with pp_size={self._ranks} a model is cut into stages "
-                "by accel.prepare_pipeline(model, split_points=[...], loss_fn=...), in place of "
-                "prepare(); optimizers, schedulers and loaders go to prepare() as everywhere."
+                f"{type(model).__name__}: with pp_size={self._ranks} a model is cut into stages, "
+                "by accel.prepare(model) at its blocks, or by accel.prepare_pipeline(model, "
+                "split_points=[...], loss_fn=...)."
             )
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -152,7 +159,7 @@ class PipelineParallel(Sharding):
         """Collective: cut a model into stages, and keep those of this rank."""
         if model in self._owners:
             raise ValueError(f"{type(model).__name__} is cut into stages already.")
-        options = options.checked(self._ranks)
+        options = options.checked(self._ranks, model)
         self._refuse_shared(model)
         _refuse_spread(model)
         refuse_distributed(model)
@@ -162,28 +169,46 @@ class PipelineParallel(Sharding):
                 f"{type(model).__name__} customizes how its state is saved, of which each rank "
                 "would have a part: a pipeline needs models whose state is their tensors."
             )
-        plan = StagePlan(model, options.split_points, options.inputs)
-        skeleton = skeleton_of(model)
-        shapes = [wrap_stage(plan.module(skeleton, n)) for n in range(len(plan.graphs))]
+        plan = StagePlan(model, options.split_points or [])
+        rehearsal = Rehearsal(plan, model, self.topology.device)
         stages = {
-            n: wrap_stage(plan.module(model, n))
-            for n in range(self._index, len(plan.graphs), self._ranks)
+            n: wrap_stage(Stage(plan, model, n, self.topology.device))
+            for n in range(self._index, plan.count, self._ranks)
         }
         self._send_weights(model)
         before = dict(model.named_parameters(remove_duplicate=False))
+        self._plans[model] = plan
         self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
-        self._drop_others(model)
+        self._drop_others(model, plan)
         replicas = None
         if self._fsdp is not None:
             replicas = self._stage_replicas()
+            # What another stage lends is not sharded here; see the runner.
+            lent = [
+                (name, slot)
+                for name, stages_lent in plan.shared.items()
+                for slots in stages_lent.values()
+                for slot in slots
+            ]
+            for _, slot in lent:
+                del slot.module._parameters[slot.key]
             for stage in stages.values():
                 _shard(stage, self._fsdp, self.device_mesh["dp_shard"], model)
                 replicas.units.watch(stage)
+            for name, slot in lent:
+                slot.module._parameters[slot.key] = model.get_parameter(name)
         self._replace(before, model)
         for optimizer in self._optimizers:
             self._bind(optimizer)
         runner = PipelineRunner(
-            plan, stages, shapes, options, model, self._group, self.topology.device, replicas
+            plan,
+            stages,
+            (rehearsal, wrap_stage(rehearsal)),
+            options,
+            model,
+            self._group,
+            self.topology.device,
+            replicas,
         )
         return PipelinedModel(model, runner)
 
@@ -201,19 +226,21 @@ class PipelineParallel(Sharding):
             sent = collectives.broadcast(tensor.detach().to(self.topology.device))
             tensor.data = sent.to(tensor.dtype)
 
-    def _drop_others(self, model: torch.nn.Module) -> None:
+    def _drop_others(self, model: torch.nn.Module, plan: StagePlan) -> None:
         """Put empty tensors in place of those of other ranks."""
         empty: dict[int, torch.Tensor] = {}
-        owners = self._owners[model]
+        own_stages = range(self._index, plan.count, self._ranks)
         for prefix, module in model.named_modules():
             for slots in (module._parameters, module._buffers):
                 for key, tensor in slots.items():
                     name = f"{prefix}.{key}" if prefix else key
-                    if tensor is None or owners[name] == self._index:
+                    if tensor is None:
+                        continue
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    if any(plan.keeps(name, n, is_parameter=is_parameter) for n in own_stages):
                         continue
                     if id(tensor) not in empty:
                         meta = torch.empty_like(tensor, device="meta")
-                        is_parameter = isinstance(tensor, torch.nn.Parameter)
                         empty[id(tensor)] = (
                             torch.nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
                         )
@@ -320,7 +347,10 @@ class PipelineParallel(Sharding):
         owners = self._owners[inner]
         return {
             name: self._placed(
-                owners[name], None if one.is_meta else one, tuple(one.shape), one.dtype
+                owners[name],
+                one if owners[name] == self._index else None,
+                tuple(one.shape),
+                one.dtype,
             )
             for name, one in inner.state_dict().items()
         }
@@ -337,15 +367,15 @@ class PipelineParallel(Sharding):
             if isinstance(value, Mapping):
                 return {key: placed(one, key) for key, one in value.items()}
             if isinstance(value, torch.Tensor) and name in owners:
-                local = None if value.is_meta else value
+                local = value if owners[name] == self._index else None
                 return self._placed(owners[name], local, tuple(value.shape), value.dtype)
             return value
 
         return placed(tree)
 
     def loads_in_place(self, model: torch.nn.Module) -> bool:
-        """Return True: other models are refused."""
-        return True
+        """Return False for a model of whose buffers several stages have copies."""
+        return not self._copied(self.unwrap(model))
 
     def model_state_dict(
         self,
@@ -365,7 +395,7 @@ class PipelineParallel(Sharding):
         prefix = "" if unwrap else "module."
         owners, gathered = self._owners[inner], {}
         for name, one in inner.state_dict().items():
-            if one.is_meta:
+            if owners[name] != self._index:
                 full = torch.empty(one.shape, dtype=one.dtype, device=self.topology.device)
             else:
                 full = collectives.full_tensor(one)
@@ -380,9 +410,11 @@ class PipelineParallel(Sharding):
 
     @torch.no_grad()
     def load_model_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Load the stages of this rank from a full state, or one as here."""
-        for name, one in self.unwrap(model).state_dict().items():
-            if not one.is_meta and name in state:
+        """Collective: load the stages of this rank from a full state, or one as here."""
+        inner = self.unwrap(model)
+        owners = self._owners[inner]
+        for name, one in inner.state_dict().items():
+            if owners[name] == self._index and name in state:
                 value = state[name]
                 if not collectives.is_sharded(one) and collectives.is_sharded(value):
                     value = local_part(value)
@@ -390,6 +422,28 @@ class PipelineParallel(Sharding):
                     local_part(one).copy_(local_part(value))
                 else:
                     collectives.copy_part(one, value)
+        self._share_copies(inner)
+
+    def _share_copies(self, model: torch.nn.Module) -> None:
+        """Give buffers that several stages have to those that do not save them."""
+        for name in self._copied(model):
+            buffer = model.get_buffer(name)
+            source = dist.get_global_rank(self._group, self._owners[model][name])
+            value = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.topology.device)
+            if not buffer.is_meta:
+                value.copy_(buffer)
+            dist.broadcast(value, src=source, group=self._group)
+            if not buffer.is_meta:
+                buffer.copy_(value)
+
+    def _copied(self, model: torch.nn.Module) -> list[str]:
+        """Return the saved buffers that several stages have."""
+        plan, saved = self._plans[model], model.state_dict().keys()
+
+        def copies(name: str) -> int:
+            return sum(plan.keeps(name, n, is_parameter=False) for n in range(plan.count))
+
+        return [name for name, _ in model.named_buffers() if name in saved and copies(name) > 1]
 
     def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Collective: return the gradients of an open window, those of all ranks by their place."""

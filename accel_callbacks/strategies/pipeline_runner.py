@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,12 @@ from torch.utils import _pytree
 from accel_callbacks import collectives
 from accel_callbacks.gradients import local_part
 from accel_callbacks.strategies.cut_dropout import draws_random_numbers
-from accel_callbacks.strategies.pipeline_stages import StagePlan
+from accel_callbacks.strategies.pipeline_rehearsal import Rehearsal
+from accel_callbacks.strategies.pipeline_stages import (
+    Route,
+    StagePlan,
+    balanced_split_points,
+)
 from accel_callbacks.strategies.shared_buffers import SharedBuffers
 from accel_callbacks.strategies.unit_agreement import UnitAgreement
 
@@ -30,6 +35,8 @@ SCHEDULES: Mapping[str, bool] = {
 }
 _KEPT_SCHEDULES = 8  # each has buffers to receive in
 _GOLDEN = 0x9E3779B97F4A7C15
+# Options of transformers' models, with which layers collect outputs besides the result.
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -42,15 +49,18 @@ class PipelineOptions:
         '1F1B'
     """
 
-    split_points: Sequence[str]
+    split_points: Sequence[str] | None
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     schedule: str = "1F1B"
     microbatches: int | None = None
-    inputs: Sequence[str] | None = None
     reduction: str = "mean"
 
-    def checked(self, ranks: int) -> PipelineOptions:
-        """Return the options with the default number of micro-batches.
+    def checked(self, ranks: int, model: torch.nn.Module) -> PipelineOptions:
+        """Return the options with defaults of the split points and the number of micro-batches.
+
+        Args:
+            ranks: of the pipeline.
+            model: that is cut.
 
         Raises:
             ValueError: they do not fit together, or the number of ranks.
@@ -61,7 +71,10 @@ class PipelineOptions:
             raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {[*SCHEDULES]}.")
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction={self.reduction!r} must be "mean" or "sum".')
-        stages = len(self.split_points) + 1
+        points = self.split_points
+        if points is None:
+            points = balanced_split_points(model, 2 * ranks if SCHEDULES[name] else ranks)
+        stages = len(points) + 1
         if SCHEDULES[name] and (stages % ranks or stages == ranks):
             raise ValueError(
                 f"schedule={name!r} gives each of the {ranks} ranks several stages, and there are "
@@ -71,7 +84,7 @@ class PipelineOptions:
         if not SCHEDULES[name] and stages != ranks:
             raise ValueError(
                 f"schedule={name!r} gives each of the {ranks} ranks one stage, and "
-                f"{len(self.split_points)} split_points make {stages}: give {ranks - 1}, or "
+                f"{len(points)} split_points make {stages}: give {ranks - 1}, or "
                 'schedule="Interleaved1F1B" for several a rank.'
             )
         count = 2 * ranks if self.microbatches is None else self.microbatches
@@ -79,9 +92,7 @@ class PipelineOptions:
             raise ValueError(
                 f"microbatches={count}: {ranks} ranks of a pipeline need as many, or some idle."
             )
-        return PipelineOptions(
-            list(self.split_points), self.loss_fn, name, count, self.inputs, self.reduction
-        )
+        return PipelineOptions(list(points), self.loss_fn, name, count, self.reduction)
 
 
 @dataclass(frozen=True)
@@ -103,14 +114,49 @@ class StageReplicas:
     buffers: SharedBuffers | None = None
 
 
+class _Batch(NamedTuple):
+    """The arguments of a call of the model, and the rows of their tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rows: int
+
+    def key(self) -> Any:
+        """Return what batches have in common that take the same way."""
+        leaves, structure = _pytree.tree_flatten((self.args, self.kwargs))
+        return structure, tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in leaves
+        )
+
+    def filled(self, more: int) -> _Batch:
+        """Return a batch with more copies of its first row."""
+
+        def filled(leaf: torch.Tensor) -> torch.Tensor:
+            if not leaf.dim() or leaf.shape[0] != self.rows:
+                return leaf
+            return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
+
+        args, kwargs = _pytree.tree_map_only(torch.Tensor, filled, (self.args, self.kwargs))
+        return _Batch(args, kwargs, self.rows + more)
+
+
+class _Ready(NamedTuple):
+    """A schedule of torch, the micro-batches of a batch, and their way through the model."""
+
+    schedule: Any
+    microbatches: int
+    route: Route
+
+
 class PipelineRunner:
     """Runs batches through the stages of this rank, by a schedule of torch."""
 
     def __init__(
         self,
         plan: StagePlan,
-        stages: Mapping[int, torch.nn.Module],
-        shapes: Sequence[torch.nn.Module],
+        stages: Mapping[int, Any],
+        rehearsal: tuple[Rehearsal, torch.nn.Module],
         options: PipelineOptions,
         model: torch.nn.Module,
         group: Any,
@@ -120,15 +166,16 @@ class PipelineRunner:
         self._plan = plan
         self._replicas = replicas
         self._stages = stages
-        self._shapes = shapes
+        self._rehearsal = rehearsal
         self._options = options
         self._model = model
         self._group = group
         self._device = device
-        self._last = dist.get_global_rank(group, (len(shapes) - 1) % group.size())
+        self._last = dist.get_global_rank(group, (plan.count - 1) % group.size())
         self._random = draws_random_numbers(model)
         self._targets: Sequence[Any] = ()
-        self._schedules: dict[Any, tuple[Any, int, list[torch.Tensor]]] = {}
+        self._route: Route | None = None
+        self._schedules: dict[Any, _Ready] = {}
         kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._dtype = torch.float64 if torch.float64 in kinds else torch.float32
 
@@ -136,63 +183,81 @@ class PipelineRunner:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
         """Return the loss of a batch, or its outputs."""
-        inputs = self._bound(args, kwargs)
+        batch = self._bound(args, kwargs)
         loss_fn = self._options.loss_fn
         if target is not None and loss_fn is None:
             raise ValueError("a target, and no loss: pass loss_fn to prepare_pipeline().")
         if torch.is_grad_enabled():
-            if target is None:
+            if target is None and loss_fn is not None:
                 raise ValueError(
-                    "a pipeline runs backward inside of the call, so it needs the loss there: pass "
-                    "loss_fn to prepare_pipeline(), and call model(*inputs, target=target). For "
-                    "outputs without gradients call it under torch.no_grad()."
+                    "a pipeline runs backward inside of the call, so it needs the loss there: call "
+                    "model(*inputs, target=target). For outputs without gradients call it under "
+                    "torch.no_grad()."
                 )
-            return self._train(inputs, target)
-        outputs = self._evaluate(inputs)
+            return self._train(batch, target)
+        outputs = self._evaluate(batch)
         if target is None:
             return outputs
         assert loss_fn is not None
         return loss_fn(outputs, target)
 
-    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Return the inputs in order, checked."""
-        names = self._plan.inputs
-        given = dict(zip(names, args, strict=False), **kwargs)
-        unknown = [name for name in kwargs if name not in names]
-        if len(args) > len(names) or unknown or set(given) != set(names):
-            what = unknown[0] if unknown else f"{len(args) + len(kwargs)} inputs"
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Batch:
+        """Return the arguments of a call, checked."""
+        parameters = inspect.signature(self._model.forward)
+        try:
+            parameters.bind(*args, **kwargs)
+        except TypeError as error:
             raise TypeError(
-                f"the pipeline was cut for the inputs {names}, and got {what}: pass "
-                "prepare_pipeline(inputs=[...]) the names of all that are passed; the target is "
-                "passed as target=."
-            )
-        inputs = tuple(given[name] for name in names)
-        rows = {
-            one.shape[0] if isinstance(one, torch.Tensor) and one.dim() else None for one in inputs
-        }
-        if None in rows or len(rows) != 1:
+                f"the forward of {self._plan.name}: {error}. The target of the loss is passed as "
+                "target=."
+            ) from None
+        config = getattr(self._model, "config", None)
+        for name in _COLLECTED:
+            if kwargs.get(name, getattr(config, name, None)):
+                raise ValueError(
+                    f"{name}=True: what layers collect on their way is not passed from stage to "
+                    "stage of a pipeline: leave it out."
+                )
+        if "use_cache" in parameters.parameters and "use_cache" not in kwargs:
+            kwargs = {**kwargs, "use_cache": False}  # stages would each keep their own
+        leaves = _pytree.tree_leaves((args, kwargs))
+        rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if len(rows) > 1:
+            rows.discard(1)  # of all rows, such as positions
+        if len(rows) != 1:
             raise TypeError(
-                f"the inputs {names} must be tensors with the same number of rows, which are cut "
-                "into micro-batches."
+                "the inputs of a pipeline must have tensors with the same number of rows, which "
+                f"are cut into micro-batches; they have {sorted(rows) or 'none'}."
             )
-        return inputs
+        return _Batch(args, kwargs, rows.pop())
 
     # --- forward and backward -------------------------------------------------------------------
 
-    def _train(self, inputs: tuple[torch.Tensor, ...], target: Any) -> torch.Tensor:
-        schedule, count, _ = self._schedule(inputs, training=True)
-        self._targets = _pieces(target, count, inputs[0].shape[0])
+    def _train(self, batch: _Batch, target: Any) -> Any:
+        ready = self._schedule(batch, training=True)
+        count = ready.microbatches
+        if self._options.loss_fn is None and ready.route.loss is None:
+            raise ValueError(
+                "a pipeline runs backward inside of the call, so it needs the loss there: pass "
+                "loss_fn to prepare_pipeline(), and call model(*inputs, target=target), or pass "
+                "labels to a model whose outputs have a loss. For outputs without gradients call "
+                "it under torch.no_grad()."
+            )
+        self._targets = _pieces(target, count, batch.rows, "the target has")
+        self._route = ready.route
         losses: list[torch.Tensor] = []
         self._share_buffers()
         try:
             with self._own_random(), _apart(self._stages.values()) as pairs:
-                schedule.step(
-                    *(inputs if 0 in self._stages else ()),
+                loans = self._lend(ready.route)
+                self._begin(ready, batch, loans)
+                ready.schedule.step(
                     **({"target": torch.arange(count, device="cpu")} if self._has_last else {}),
                     losses=losses,
                 )
                 if self._replicas is not None:
                     self._replicas.units.finish_backward()
+                self._return_loans(ready.route, loans)
                 held = [(own, one.grad) for own, one in pairs if one.grad is not None]
         finally:
             self._targets = ()
@@ -205,7 +270,85 @@ class PipelineRunner:
         loss_of_batch: torch.Tensor = settle(
             total, [one for _, one in held], anchor, *(own for own, _ in held)
         )
+        if self._options.loss_fn is None:
+            return ready.route.with_loss(loss_of_batch)
         return loss_of_batch
+
+    def _begin(self, ready: _Ready, batch: _Batch, loans: Mapping[str, torch.Tensor]) -> None:
+        microbatches = _pieces((batch.args, batch.kwargs), ready.microbatches, batch.rows)
+        for number, stage in self._stages.items():
+            tensors = {
+                slot: loans[name]
+                for name, stages in ready.route.borrowed.items()
+                if name in loans
+                for slot in stages.get(number, ())
+            }
+            stage.begin(ready.route, microbatches, tensors)
+
+    # --- parameters that several stages read ----------------------------------------------------
+
+    def _lend(self, route: Route) -> dict[str, torch.Tensor]:
+        """Collective: give stages the parameters that they share with an earlier one, by name.
+
+        The owner trains and saves them; the others have them for a batch, and send gradients back.
+        """
+        loans: dict[str, torch.Tensor] = {}
+        for name, owner, borrowers in self._lenders(route):
+            parameter = self._model.get_parameter(name)
+            shape, requires_grad = parameter.shape, parameter.requires_grad
+            if self._rank == owner:
+                whole = collectives.full_tensor(parameter.detach()).contiguous()
+                for rank in borrowers:
+                    if rank != owner:
+                        dist.send(whole, dst=self._global(rank), group=self._group)
+                if owner in borrowers and collectives.is_sharded(parameter):
+                    loans[name] = whole.clone()
+            elif self._rank in borrowers:
+                empty = torch.empty(shape, dtype=parameter.dtype, device=self._device)
+                dist.recv(empty, src=self._global(owner), group=self._group)
+                loans[name] = empty
+            if name in loans:
+                loans[name].requires_grad_(requires_grad and torch.is_grad_enabled())
+        return loans
+
+    def _return_loans(self, route: Route, loans: Mapping[str, torch.Tensor]) -> None:
+        """Collective: add the gradients of lent parameters to those of their owners."""
+        for name, owner, borrowers in self._lenders(route):
+            parameter = self._model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            loan = loans.get(name)
+            gradient = None
+            if loan is not None:
+                gradient = torch.zeros_like(loan) if loan.grad is None else loan.grad
+            if self._rank != owner:
+                if gradient is not None:
+                    dist.send(gradient.contiguous(), dst=self._global(owner), group=self._group)
+                continue
+            total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
+            if gradient is not None:
+                total += gradient
+            for rank in borrowers:
+                if rank != owner:
+                    part = torch.empty_like(total)
+                    dist.recv(part, src=self._global(rank), group=self._group)
+                    total += part
+            if collectives.is_sharded(parameter):
+                total = _averaged_shard(total, parameter)
+            parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    def _lenders(self, route: Route) -> Iterator[tuple[str, int, list[int]]]:
+        """Yield the names of parameters that are lent, their owners and who borrows, as ranks."""
+        size = self._group.size()
+        for name, stages in route.borrowed.items():
+            yield name, self._plan.owner[name] % size, sorted({stage % size for stage in stages})
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self._group, rank)
 
     def _share_buffers(self) -> None:
         if self._replicas is not None and self._replicas.buffers is not None:
@@ -214,38 +357,47 @@ class PipelineRunner:
 
     @property
     def _has_last(self) -> bool:
-        return len(self._shapes) - 1 in self._stages
+        return self._plan.count - 1 in self._stages
 
     def _loss(self, output: Any, index: torch.Tensor) -> torch.Tensor:
         """Return the part of a micro-batch in the loss of the batch."""
+        assert self._route is not None
+        result = self._route.unflatten(output)
         loss_fn = self._options.loss_fn
-        assert loss_fn is not None
-        loss = loss_fn(self._plan.result(output), self._targets[int(index)])
+        loss = result.loss if loss_fn is None else loss_fn(result, self._targets[int(index)])
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise TypeError("loss_fn must return a tensor with one number, of the micro-batch.")
         return loss / len(self._targets) if self._options.reduction == "mean" else loss
 
-    def _evaluate(self, inputs: tuple[torch.Tensor, ...]) -> Any:
-        rows = inputs[0].shape[0]
+    def _evaluate(self, batch: _Batch) -> Any:
+        rows = batch.rows
         if self._count(rows) is None:  # copies of the first row, which are dropped again
-            more = -rows % self._group.size()
-            inputs = tuple(torch.cat([one, one[:1].expand(more, *one.shape[1:])]) for one in inputs)
-        schedule, count, results = self._schedule(inputs, training=False)
+            batch = batch.filled(-rows % self._group.size())
+        ready = self._schedule(batch, training=False)
+        tensors = ready.route.tensors()
+        if batch.rows != rows and any(not outline.shape for outline in tensors):
+            raise ValueError(
+                f"a batch of {rows} rows cannot be cut into equal micro-batches, and the model "
+                "returns a number that would count copies of a row: compute it from the outputs."
+            )
         self._share_buffers()
         with self._own_random():
-            merged = schedule.step(*(inputs if 0 in self._stages else ()))
+            self._begin(ready, batch, self._lend(ready.route))
+            merged = ready.schedule.step()
         _free_gathered(self._stages.values())
-        own = list(merged) if isinstance(merged, (tuple, list)) else [merged]
         outputs = []
-        for number, meta in enumerate(results):
+        for number, outline in enumerate(tensors):
+            shape = outline.shape or (1,)
             if self._has_last:
-                whole = own[number].detach().contiguous()
+                whole = merged[number].detach().contiguous()
             else:
-                shape = (meta.shape[0] * count, *meta.shape[1:])
-                whole = torch.empty(shape, dtype=meta.dtype, device=self._device)
+                shape = (shape[0] * ready.microbatches, *shape[1:])
+                whole = torch.empty(shape, dtype=outline.sent, device=self._device)
             dist.broadcast(whole, src=self._last, group=self._group)
-            outputs.append(whole[:rows])
-        return self._plan.result(outputs)
+            if not outline.shape:
+                whole = whole.mean() if self._options.reduction == "mean" else whole.sum()
+            outputs.append(whole[:rows] if outline.shape else whole)
+        return ready.route.unflatten(outputs)
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
@@ -264,26 +416,22 @@ class PipelineRunner:
 
     # --- schedules ------------------------------------------------------------------------------
 
-    def _schedule(
-        self, inputs: tuple[torch.Tensor, ...], *, training: bool
-    ) -> tuple[Any, int, list[torch.Tensor]]:
+    def _schedule(self, batch: _Batch, *, training: bool) -> _Ready:
         """Return the schedule for batches of these shapes, its micro-batches, and what they give.
 
         It has memory for what other stages send, so each shape has its own.
         """
-        key = (training, *((tuple(one.shape), one.dtype) for one in inputs))
+        key = (training, self._model.training, batch.key())
         known = self._schedules.pop(key, None)
         if known is None:
-            known = self._made(inputs, training)
+            known = self._made(batch, training)
         self._schedules[key] = known  # the last used is the last
         while len(self._schedules) > _KEPT_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
         return known
 
-    def _made(
-        self, inputs: tuple[torch.Tensor, ...], training: bool
-    ) -> tuple[Any, int, list[torch.Tensor]]:
-        rows = inputs[0].shape[0]
+    def _made(self, batch: _Batch, training: bool) -> _Ready:
+        rows = batch.rows
         count = self._count(rows)
         if count is None:
             raise ValueError(
@@ -291,8 +439,23 @@ class PipelineRunner:
                 f"{self._most} and at least one for each rank: give the loader drop_last=True, or "
                 f"pad the last batch to a multiple of {self._group.size()}."
             )
-        passed = self._passed(inputs, rows // count, training)
-        return self._built(count, passed, training), count, list(passed[-1])
+        rehearsal, wrapped = self._rehearsal
+        args, kwargs = _pieces((batch.args, batch.kwargs), count, rows)[0]
+        route, error = None, None
+        try:
+            with torch.enable_grad() if training else torch.no_grad():
+                route = rehearsal.route(wrapped, args, kwargs)
+        except Exception as caught:
+            error = caught
+        # Together, so that no rank waits for one that has failed.
+        texts: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(texts, error and f"{type(error).__name__}: {error}", self._group)
+        if error is not None:
+            raise error
+        failed = next((text for text in texts if text is not None), None)
+        if route is None or failed is not None:
+            raise RuntimeError(f"another stage of the pipeline has failed with {failed}")
+        return _Ready(self._built(count, route.outputs_on_meta(), training), count, route)
 
     @property
     def _most(self) -> int:
@@ -306,28 +469,6 @@ class PipelineRunner:
         allowed = range(self._most // step * step, ranks - 1, -step)
         return next((count for count in allowed if rows and rows % count == 0), None)
 
-    def _passed(
-        self, inputs: tuple[torch.Tensor, ...], rows: int, training: bool
-    ) -> list[tuple[torch.Tensor, ...]]:
-        """Return what each stage takes in a micro-batch, and what the last one returns, on meta."""
-        values = tuple(
-            torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta") for one in inputs
-        )
-        passed = [values]
-        for number, stage in enumerate(self._shapes):
-            with torch.enable_grad() if training else torch.no_grad():
-                result = stage(*values)
-            found = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-            for one in found:
-                if not isinstance(one, torch.Tensor):
-                    raise ValueError(
-                        f"stage {number} of the pipeline passes on {one!r}, and only tensors go "
-                        "from rank to rank: compute it in the stage that uses it."
-                    )
-            values = tuple(one.detach().requires_grad_(one.requires_grad) for one in found)
-            passed.append(values)
-        return passed
-
     def _built(self, count: int, passed: Sequence[tuple[torch.Tensor, ...]], training: bool) -> Any:
         # Imported here, because most runs have no pipeline.
         from torch.distributed.pipelining import PipelineStage
@@ -338,7 +479,7 @@ class PipelineRunner:
             PipelineStage(
                 module,
                 number,
-                len(self._shapes),
+                self._plan.count,
                 self._device,
                 input_args=passed[number],
                 output_args=passed[number + 1],
@@ -394,7 +535,7 @@ def _apart(
     """Context manager: stages have other parameters of the same memory, with own gradients.
 
     So hooks on parameters, and gradients of earlier micro-batches of a window, see nothing of the
-    backward passes inside of the schedule. Shards of FSDP have no such hooks, and stay.
+    backward passes inside of the schedule. Shards of FSDP stay, without their hooks and gradients.
     """
     stages = list(stages)
     if any(map(collectives.is_sharded, (p for stage in stages for p in stage.parameters()))):
@@ -428,17 +569,17 @@ def _apart(
 
 @contextmanager
 def _own_gradients(
-    parameters: Sequence[torch.Tensor],
+    parameters: Sequence[Any],
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Context manager: set the gradients of parameters aside."""
-    before = [parameter.grad for parameter in parameters]
+    """Context manager: set the gradients of parameters aside, and the hooks that see new ones."""
+    before = [(one.grad, one._post_accumulate_grad_hooks) for one in parameters]
     try:
         for parameter in parameters:
-            parameter.grad = None
+            parameter.grad = parameter._post_accumulate_grad_hooks = None
         yield [(parameter, parameter) for parameter in parameters if parameter.requires_grad]
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        for parameter, (gradient, hooks) in zip(parameters, before, strict=True):
+            parameter.grad, parameter._post_accumulate_grad_hooks = gradient, hooks
 
 
 def _free_gathered(stages: Iterable[torch.nn.Module]) -> None:
@@ -450,17 +591,30 @@ def _free_gathered(stages: Iterable[torch.nn.Module]) -> None:
                 reshard()
 
 
-def _pieces(target: Any, count: int, rows: int) -> list[Any]:
-    """Return the targets of the micro-batches: tensors with a row for each of the batch are cut."""
-    leaves, spec = _pytree.tree_flatten(target)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] != rows:
-            raise ValueError(
-                f"the target has {leaf.shape[0]} rows, and the inputs have {rows}: both are cut "
-                "into micro-batches."
-            )
-    cut = [
-        leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * count
-        for leaf in leaves
-    ]
-    return [_pytree.tree_unflatten([one[n] for one in cut], spec) for n in range(count)]
+def _averaged_shard(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return this rank's shard of a gradient, averaged over the ranks that share a parameter."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = parameter.device_mesh
+    parts = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim)
+    return parts.redistribute(mesh, parameter.placements)
+
+
+def _pieces(tree: Any, count: int, rows: int, what: str = "an input has") -> list[Any]:
+    """Return the micro-batches of a tree: tensors with a row for each of the batch are cut."""
+    leaves, structure = _pytree.tree_flatten(tree)
+
+    def pieces(leaf: Any) -> Sequence[Any]:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return [leaf] * count
+        if leaf.shape[0] == rows:
+            return leaf.chunk(count)
+        if leaf.shape[0] == 1 and not what.startswith("the target"):
+            return [leaf] * count
+        raise ValueError(
+            f"{what} {leaf.shape[0]} rows, and the inputs have {rows}: both are cut into "
+            "micro-batches."
+        )
+
+    cut = [pieces(leaf) for leaf in leaves]
+    return [_pytree.tree_unflatten([one[n] for one in cut], structure) for n in range(count)]

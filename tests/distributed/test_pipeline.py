@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -363,27 +364,18 @@ def test_stages_draw_different_numbers_and_the_loop_the_same(pool):
 # --- what is refused --------------------------------------------------------------------------
 
 
-class Tied(LM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embed.weight
-
-
-class Branches(torch.nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[1](self[0](x)) if x.sum() > 0 else x
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "tied": (Tied, {}, "share .*embed.weight and head.weight.*untie"),
-    "branches": (lambda: Branches(*layers()), {"split_points": ["1"]}, "cannot be cut at"),
     "no module": (LM, {"split_points": ["layers.2"]}, "has no module 'layers.2'"),
     "order": (LM, {"split_points": ["head", "blocks.0", "blocks.1"]}, "in the order of"),
     "too many": (LM, {"schedule": "1F1B"}, "one stage, and 3 split_points make 4"),
     "too few": (LM, {"split_points": ["head"]}, "several stages, and there are 2"),
     "schedule": (LM, {"schedule": "ZBVZeroBubble"}, "is unknown; use one of"),
     "few microbatches": (LM, {"microbatches": 1}, "2 ranks of a pipeline need as many"),
-    "inputs": (LM, {"inputs": ["words"]}, "takes no 'words'"),
+    "no blocks": (
+        lambda: torch.nn.Bilinear(2, 2, 2),
+        {"split_points": None},
+        "Bilinear has 0 blocks in its ModuleLists, and 4",
+    ),
     "batch norm state": (lambda: Custom(*layers()), {"split_points": ["1"]}, "customizes how"),
 }
 
@@ -403,7 +395,7 @@ def layers() -> list[torch.nn.Module]:
 def refused(case: str) -> str:
     build, options, _ = REFUSED[case]
     options = {"split_points": SPLITS["Interleaved1F1B"], "schedule": "Interleaved1F1B", **options}
-    if len(options["split_points"]) == 1 and case != "too few":
+    if len(options["split_points"] or ()) == 1 and case != "too few":
         options["schedule"] = "1F1B"
     with pytest.raises(ValueError, match=r"\S") as caught:
         accelerator("1F1B").prepare_pipeline(build(), loss_fn=loss_of, **options)
@@ -416,6 +408,52 @@ def test_what_cannot_be_cut_is_refused(pool, case):
         assert re.search(REFUSED[case][2], text), text
 
 
+class Holder:
+    """What is no tensor."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Held(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Holder(super().forward(x))
+
+
+class Unfit(torch.nn.Sequential):
+    """A forward that no pipeline has."""
+
+    def __init__(self, part: Callable[..., torch.Tensor], first: type = torch.nn.Linear) -> None:
+        super().__init__(first(2, 2), torch.nn.Linear(2, 2))
+        self._part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._part(self, x)
+
+
+def branches(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model[0](x)
+    return model[1](hidden) if hidden.sum() > 0 else hidden
+
+
+def draws_between(model: Any, x: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn_like(x)
+    return model[1](model[0](x + noise) + noise)
+
+
+UNFIT: dict[str, Any] = {
+    "skips": partial(Unfit, lambda model, x: model[0](x)),
+    "branches": partial(Unfit, branches),
+    "draws": partial(Unfit, draws_between),
+    "objects": partial(Unfit, lambda model, x: model[1](model[0](x).value), Held),
+}
+
+
+def forward_of(accel: Accelerator, build: Any) -> Any:
+    model = accel.prepare_pipeline(build(), ["1"], F.mse_loss)
+    return model(torch.ones(4, 2), target=torch.ones(4, 2))
+
+
 def misused() -> dict[str, str]:
     """What each wrong call says."""
     accel = accelerator("1F1B")
@@ -424,10 +462,12 @@ def misused() -> dict[str, str]:
     value = model(batch, target=batch)
     calls: dict[str, Any] = {
         "no target": lambda: model(batch),
-        "target by position": lambda: model(batch, batch),
+        "target by position": lambda: model(batch, False, batch),
         "rows": lambda: model(torch.stack(tokens(7)), target=torch.stack(tokens(7))),
         "target rows": lambda: model(batch, target=batch[:2]),
-        "prepare": lambda: accel.prepare(LM()),
+        "no loss": lambda: accel.prepare(LM())(batch),
+        "called again": lambda: model(batch, True, target=batch),
+        **{name: partial(forward_of, accel, part) for name, part in UNFIT.items()},
         "again": lambda: [accel.backward(value, retain_graph=True), accel.backward(value)],
         "full_parameters": lambda: accel.full_parameters(model).__enter__(),
         "fp16": lambda: ready(accelerator("1F1B", mixed_precision="fp16"), "1F1B", LM()),
@@ -444,11 +484,18 @@ def misused() -> dict[str, str]:
 
 def test_wrong_calls_say_what_to_do(pool):
     for said in pool.run(misused):
-        assert "the loss there: pass loss_fn" in said["no target"]
-        assert "the target is passed as target=" in said["target by position"]
+        assert "the loss there: call model(*inputs, target=target)" in said["no target"]
+        assert "The target of the loss is passed as target=" in said["target by position"]
         assert "7 rows cannot be cut" in said["rows"]
         assert "the target has 2 rows, and the inputs have 4" in said["target rows"]
-        assert "accel.prepare_pipeline(model" in said["prepare"]
+        assert "the loss there: pass loss_fn to prepare_pipeline()" in said["no loss"]
+        assert (
+            "calls 'blocks.0', of stage 0, after the first layer of stage 1" in said["called again"]
+        )
+        assert "calls no layer of stage 1 of 2" in said["skips"]
+        assert "depends on the values of what its layers return" in said["branches"]
+        assert "draws random numbers between its layers, which stages [0, 1]" in said["draws"]
+        assert "'0' returns a Holder, and only tensors and constants" in said["objects"]
         assert "a second time" in said["again"]
         assert "its own layers" in said["full_parameters"]
         assert 'use "bf16"' in said["fp16"]

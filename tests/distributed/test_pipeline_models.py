@@ -1,0 +1,253 @@
+"""Pipelines of models that people have, against one process: transformers', tied, with labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from accel_callbacks import Accelerator, ParallelismConfig
+from tests.support.rounding import assert_reordered
+
+pytestmark = pytest.mark.distributed
+
+transformers = pytest.importorskip("transformers")
+
+WORDS, WIDTH = 48, 16
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def gpt2(dropout: float = 0.0) -> Any:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=WORDS, n_embd=WIDTH, n_layer=4, n_head=4, n_positions=16, bos_token_id=0,
+            eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )
+    )  # fmt: skip
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
+    )
+
+
+def bert() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT))
+
+
+def t5() -> Any:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=WORDS, d_model=WIDTH, d_ff=24, d_kv=4, num_layers=2, num_heads=4,
+            dropout_rate=0.0, tie_word_embeddings=True, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def mixtral() -> Any:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    )
+
+
+def resnet() -> Any:
+    """With the statistics of one process in its norms, which depend on how a batch is cut."""
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(
+            embedding_size=4, hidden_sizes=[4, 8], depths=[1, 2], num_labels=5, layer_type="basic"
+        )
+    ).eval()
+
+
+class Scaled(torch.nn.Module):
+    """A model whose own parameters are read in several stages, and its first layer in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor([0.7]))
+        self.embed = torch.nn.Embedding(WORDS, WIDTH)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.activation = torch.nn.Tanh()  # of all stages
+        self.register_buffer("offset", torch.tensor(0.1))
+
+    def forward(self, input_ids: torch.Tensor, *, labels: torch.Tensor) -> Any:
+        hidden = first = self.embed(input_ids)
+        for block in self.blocks:
+            # Written into, as models do that save memory.
+            hidden += self.activation(block(hidden.clone())) * self.scale + self.offset
+        logits = (hidden + first) @ self.embed.weight.T
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.MaskedLMOutput(loss=loss, logits=logits)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], list[str] | None]] = {
+    "gpt2": (gpt2, None),
+    "llama": (llama, ["model.layers.1"]),
+    "bert": (bert, None),
+    "t5": (t5, ["decoder.block.0"]),
+    "mixtral": (mixtral, ["model.layers.2"]),
+    "resnet": (resnet, None),
+}
+
+
+def batches(kind: str, count: int = 4) -> Iterator[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        if kind == "resnet":
+            pixels = torch.randn(8, 3, 16, 16, generator=generator)
+            yield {"pixel_values": pixels, "labels": torch.arange(8) % 5}
+            continue
+        tokens = torch.randint(1, WORDS, (8, 6), generator=generator)
+        batch = {"input_ids": tokens, "labels": tokens}
+        if kind != "scaled":
+            batch["attention_mask"] = torch.ones_like(tokens)
+            batch["attention_mask"][::2, -1] = int(kind == "t5")  # real masks, of equal losses
+        yield batch
+
+
+def trains(kind: str, stages: int, shards: int = 1, window: int = 1, **options: Any) -> Any:
+    """Losses, norms, weights and outputs."""
+    options = {"cpu": True, "timeout": timedelta(seconds=6), **options}
+    if stages > 1:
+        options["parallelism_config"] = ParallelismConfig(pp_size=stages, dp_shard_size=shards)
+    accel = Accelerator(gradient_accumulation_steps=window, **options)
+    torch.manual_seed(0)
+    build, points = MODELS[kind]
+    inner = build()
+    if stages > 1 and points is not None:
+        model = accel.prepare_pipeline(inner, points, microbatches=4)
+    else:
+        model = accel.prepare(inner)
+    optimizer = accel.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3))
+    rows = 8 // (accel.data_world if stages > 1 else 1)
+    losses, norms = [], []
+    for batch in batches(kind):
+        part = slice(rows * accel.strategy.data_rank, rows * (accel.strategy.data_rank + 1))
+        with accel.accumulate(model):
+            outputs = model(**{name: tensor[part] for name, tensor in batch.items()})
+            accel.backward(outputs.loss)
+            if accel.sync_gradients:
+                norms.append(accel.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accel.reduce(outputs.loss.detach(), "mean").item())
+    model.eval()
+    with torch.no_grad():
+        outputs = model(**{name: tensor[:6] for name, tensor in batch.items()})
+    state = accel.get_state_dict(model, all_ranks=True)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: tensor.tolist() for name, tensor in state.items()},
+        "logits": outputs.logits.tolist(),
+        "loss": outputs.loss.item(),
+    }
+
+
+@cache
+def alone(kind: str, window: int = 1) -> Any:
+    return trains(kind, 1, window=window)
+
+
+MODELS["scaled"] = (Scaled, ["blocks.2"])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_train_and_evaluate_as_on_one_process(pool, kind):
+    first, second = pool.run(trains, kind, 2)
+    assert first == second
+    assert_reordered(first, alone(kind))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("t5", marks=pytest.mark.slow), "scaled"])
+def test_tied_weights_are_sharded_and_have_windows(pool_of_4, kind):
+    """Two stages, each over two ranks that read different data."""
+    results = pool_of_4.run(trains, kind, 2, 2, 2)
+    assert all(result == results[0] for result in results)
+    assert_reordered(results[0], alone(kind, 2))
+
+
+def goes_on(stages: int, folder: str, load: bool) -> Any:
+    """Train four batches, or the last two from a checkpoint."""
+    options: dict[str, Any] = {}
+    if stages > 1:
+        options["parallelism_config"] = ParallelismConfig(pp_size=stages)
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=6), **options)
+    torch.manual_seed(int(load))
+    model: Any = Scaled()
+    model = accel.prepare_pipeline(model, ["blocks.1"]) if stages > 1 else accel.prepare(model)
+    optimizer = accel.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3))
+    inner = accel.unwrap_model(model)
+    if load:
+        inner.offset.fill_(7.0)
+        accel.load_state(folder)
+    for number, batch in enumerate(batches("scaled")):
+        if load and number < 2:
+            continue
+        accel.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1 and not load:
+            accel.save_state(folder)
+    state = accel.get_state_dict(model, all_ranks=True)
+    return {name: tensor.tolist() for name, tensor in state.items()}
+
+
+def test_a_checkpoint_of_shared_weights_goes_on_elsewhere(pool, tmp_path):
+    for saver, loader in ((2, 1), (1, 2), (2, 2)):
+        folder = str(tmp_path / f"{saver}-{loader}")
+
+        def run(stages: int, *args: Any) -> Any:
+            if stages == 1:
+                return goes_on(1, *args)
+            first, second = pool.run(goes_on, stages, *args)
+            assert first == second
+            return first
+
+        wanted = run(saver, folder, False)
+        resumed = run(loader, folder, True)
+        if saver == loader:
+            assert resumed == wanted
+        else:
+            assert_reordered(resumed, wanted)
+
+
+def with_dropout() -> Any:
+    """The losses of a model with dropout, and outputs that are asked for in vain."""
+    accel = Accelerator(
+        cpu=True, timeout=timedelta(seconds=6), parallelism_config=ParallelismConfig(pp_size=2)
+    )
+    torch.manual_seed(0)
+    model = accel.prepare_pipeline(gpt2(dropout=0.5), microbatches=2)
+    batch = next(batches("gpt2"))
+    outputs = [model(**batch) for _ in range(3)]
+    assert outputs[0].logits is None
+    with pytest.raises(ValueError, match=r"output_hidden_states=True: .* leave it out"):
+        model(**batch, output_hidden_states=True)
+    model.eval()
+    evaluated = [model(**batch).loss.item() for _ in range(2)]
+    return [one.loss.item() for one in outputs], evaluated
+
+
+def test_dropout_draws_anew_in_training_only(pool):
+    (first, evaluated), second = pool.run(with_dropout)
+    assert (first, evaluated) == second
+    assert len(set(first)) == 3
+    assert evaluated[0] == evaluated[1]
+    assert all(map(math.isfinite, first))
