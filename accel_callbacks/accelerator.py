@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from functools import cached_property
 from os import PathLike
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -94,12 +94,13 @@ from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import AcceleratorState, GradientState
 from accel_callbacks.strategies import create_strategy
-from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
-from accel_callbacks.strategies.pipeline_runner import PipelineOptions
 from accel_callbacks.strategies.tensor_plan import propose_plan
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
 from accel_callbacks.warning import warn
+
+if TYPE_CHECKING:
+    from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
 
 __all__ = ["Accelerator"]
 
@@ -664,6 +665,9 @@ class Accelerator(ProcessControl, MediaLogging):
                 f"mixed_precision={self.precision.name!r} does not go with a pipeline, which runs "
                 'backward before the loss can be scaled: use "bf16".'
             )
+        # Imported here, because most runs have no pipeline.
+        from accel_callbacks.strategies.pipeline_runner import PipelineOptions
+
         self.loop.share_identity(self.loop.run)
         self.strategy.share_random_state()
         options = PipelineOptions(split_points, loss_fn, schedule, microbatches, reduction)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from accel_callbacks._lazy import lazy_names
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugins
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
 from accel_callbacks.strategies.base import Strategy
-from accel_callbacks.strategies.ddp import DDP
-from accel_callbacks.strategies.fsdp import FSDP
-from accel_callbacks.strategies.pipeline_parallel import PipelineParallel
-from accel_callbacks.strategies.single_device import SingleDevice
-from accel_callbacks.strategies.tensor_parallel import TensorParallel
-from accel_callbacks.strategies.xla import XLA
+
+if TYPE_CHECKING:
+    from accel_callbacks.strategies.ddp import DDP as DDP
+    from accel_callbacks.strategies.fsdp import FSDP as FSDP
+    from accel_callbacks.strategies.pipeline_parallel import PipelineParallel as PipelineParallel
+    from accel_callbacks.strategies.single_device import SingleDevice as SingleDevice
+    from accel_callbacks.strategies.tensor_parallel import TensorParallel as TensorParallel
+    from accel_callbacks.strategies.xla import XLA as XLA
 
 __all__ = [
     "DDP",
@@ -26,11 +31,16 @@ __all__ = [
     "create_strategy",
 ]
 
-_REGISTRY: dict[DistributedType, type[Strategy]] = {
-    DistributedType.NO: SingleDevice,
-    DistributedType.MULTI_CPU: DDP,
-    DistributedType.MULTI_GPU: DDP,
+# A run has one engine, and each imports parts of torch of its own.
+_HOME = {
+    "DDP": "ddp",
+    "FSDP": "fsdp",
+    "PipelineParallel": "pipeline_parallel",
+    "SingleDevice": "single_device",
+    "TensorParallel": "tensor_parallel",
+    "XLA": "xla",
 }
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
 
 
 def create_strategy(
@@ -62,17 +72,20 @@ def create_strategy(
         'ddp'
     """
     if topology.distributed_type is DistributedType.XLA:
+        from accel_callbacks.strategies.xla import XLA
+
         return XLA(topology, handlers, parallelism, fsdp)
     if parallelism is not None:
         parallelism = parallelism.fitted(topology.world_size, sharded=fsdp is not None)
     if deepspeed is not None:
-        # Imported here, because nobody else needs it.
         from accel_callbacks.strategies.deepspeed import DeepSpeed
 
         if fsdp is not None:
             raise ValueError("deepspeed_plugin and fsdp_plugin are two engines: give one of them.")
         return DeepSpeed(topology, handlers, parallelism, deepspeed)
     if parallelism is not None and parallelism.pp_enabled:
+        from accel_callbacks.strategies.pipeline_parallel import PipelineParallel
+
         _refuse_in_pipeline(parallelism)
         return PipelineParallel(topology, handlers, parallelism, fsdp)
     # Both layers and sequences are cut: FSDP shards the former over the ranks of the latter.
@@ -83,11 +96,21 @@ def create_strategy(
     )
     shards = parallelism is not None and parallelism.dp_shard_enabled
     if fsdp is not None or shards or both:
+        from accel_callbacks.strategies.fsdp import FSDP
+
         return FSDP(topology, handlers, parallelism, fsdp or FullyShardedDataParallelPlugin())
     if parallelism is not None and parallelism.tp_enabled:
+        from accel_callbacks.strategies.tensor_parallel import TensorParallel
+
         _refuse_replicas(parallelism)
         return TensorParallel(topology, handlers, parallelism)
-    return _REGISTRY[topology.distributed_type](topology, handlers, parallelism)
+    if topology.distributed_type is DistributedType.NO:
+        from accel_callbacks.strategies.single_device import SingleDevice
+
+        return SingleDevice(topology, handlers, parallelism)
+    from accel_callbacks.strategies.ddp import DDP
+
+    return DDP(topology, handlers, parallelism)
 
 
 def _refuse_in_pipeline(parallelism: ParallelismConfig) -> None:
