@@ -29,6 +29,7 @@ from accel_callbacks.callbacks.dispatch.functions import (
 from accel_callbacks.callbacks.dispatch.ledger import CallbackReport
 from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.checkpointer import Checkpointer
+from accel_callbacks.checkpoint.folder_leases import FolderLeases
 from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_project
 from accel_callbacks.checkpoint.selection import Only, Rename
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
@@ -291,6 +292,9 @@ class Accelerator(ProcessControl, MediaLogging):
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
+        leases = FolderLeases(
+            self.project_configuration.on_conflict, is_main_process=self.is_main_process
+        )
         self.loop = Loop(
             TrainingRun(self),
             dispatch,
@@ -299,11 +303,13 @@ class Accelerator(ProcessControl, MediaLogging):
             self.optimizers,
             self.loaders,
             self.schedulers,
+            leases,
         )
         self.passes = Passes(self.loop)
         self.tracking = Tracking(
             _as_list(log_with),
             self.project_configuration.log_folder,
+            leases,
             is_main_process=self.is_main_process,
             strict=strict_trackers,
             config=tracker_config,
@@ -1726,6 +1732,7 @@ class Accelerator(ProcessControl, MediaLogging):
         run = self.loop.run
         broken = "failed" if isinstance(error, Exception) else "interrupted"
         self.tracking.close(run._ending if error is None else broken)
+        self.loop.leases.release()
         # After an error that ended the run, the other ranks still read which one: the store stays.
         if group_is_aborted():
             return

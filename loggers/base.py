@@ -66,6 +66,9 @@ class Tracker(ABC):
             values with the last step. False by default.
         lossless: a hub waits for the tracker rather than drop its rows. For tools that never wait
             for a network; False by default.
+        owns_files: it writes files in ``logging_dir`` that another run would write too, such as
+            JSONL, CSV and TensorBoard; False by default. A hub whose ``before_write`` has raised
+            does not call its `finish`.
         requires: modules that `start` imports; ``log_with="all"`` skips the tracker if one is not
             installed. None by default.
 
@@ -91,6 +94,7 @@ class Tracker(ABC):
     main_process_only: bool = True
     needs_rising_steps: bool = False
     lossless: bool = False
+    owns_files: bool = False
     requires: tuple[str, ...] = ()
 
     @abstractmethod

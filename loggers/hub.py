@@ -28,7 +28,16 @@ from loggers.queue import Pump
 from loggers.registry import ConfiguredTracker, TrackerSpec
 from loggers.values import flatten, plain_config
 from loggers.warning import warn
-from loggers.worker import Guard, Media, Pending, Reply, Row, TrackerReport, Writer
+from loggers.worker import (
+    Guard,
+    Media,
+    Pending,
+    Permission,
+    Reply,
+    Row,
+    TrackerReport,
+    Writer,
+)
 
 __all__ = ["TrackerHub", "close_all", "wait_for_replies"]
 
@@ -56,6 +65,9 @@ class TrackerHub:
         run: passed to the trackers when they start.
         main_process: whether this is the process that logs; on others only trackers whose
             ``main_process_only`` is False are used.
+        before_write: called on the trackers' threads before they are given anything, and about
+            twice a second. Once it raises, nothing more is written: what is left is lost, the next
+            `log` raises the error, and trackers that own files are not finished.
         strict, nan_policy, flush_every_s, max_buffer, max_failures, start_timeout_s,
             finish_timeout_s, stall_timeout_s: see `TrackerConfig`.
 
@@ -79,6 +91,7 @@ class TrackerHub:
         *,
         run: RunInfo,
         main_process: bool = True,
+        before_write: Callable[[], None] | None = None,
         strict: bool = False,
         nan_policy: NanPolicy = "keep",
         flush_every_s: float = 0.5,
@@ -101,13 +114,14 @@ class TrackerHub:
         )
         # Errors of the threads that the training thread is to raise.
         self._errors: deque[BaseException] = deque()
+        self._permission = Permission(before_write, self._errors.append)
         self._all = _create_all(trackers)
         self._writers = [
             self._writer(tracker, choice)
             for tracker, choice in self._all.values()
             if main_process or not tracker.main_process_only
         ]
-        self._pump = Pump(self._writers, self.config, self._keep_error)
+        self._pump = Pump(self._writers, self.config, self._keep_error, self._permission)
         self._last_step: int | None = None
         self._started = self._finished = False
         self._pid = os.getpid()
@@ -469,7 +483,7 @@ class TrackerHub:
         config = self.config
         guard = Guard(tracker, config.max_failures, self._keep_error, report=not config.strict)
         takes = choice.takes if choice.include or choice.exclude else None
-        return Writer(guard, takes, self.run, config.max_buffer)
+        return Writer(guard, takes, self.run, config.max_buffer, self._permission)
 
     def _keep_error(self, error: BaseException) -> None:
         """Keep an error if the options request that the training thread raises it."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from loggers.config import NanPolicy, TrackerConfig
 from loggers.values import to_host
-from loggers.worker import MEDIA_BYTES, Losses, Media, Pending, Row, Writer
+from loggers.worker import MEDIA_BYTES, Losses, Media, Pending, Permission, Row, Writer
 
 __all__ = ["Pump", "apply_nan_policy"]
 
@@ -34,6 +34,7 @@ class Pump:
         writers: the trackers' threads.
         config: options of the hub.
         on_error: called with the errors that a strict hub raises.
+        permission: to write, asked also while nothing is logged.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Pump:
         writers: Sequence[Writer],
         config: TrackerConfig,
         on_error: Callable[[BaseException], None],
+        permission: Permission,
     ) -> None:
+        self._permission = permission
         self.lost = Losses()  # before they reached any tracker
         self._writers = writers
         # In a hub without lossless trackers `put` never waits.
@@ -231,6 +234,7 @@ class Pump:
                 self._warn_once("bug", "passing values on failed: %r", error)
             if request is not None:
                 request()
+            self._permission.is_given()
             for writer in self._writers:
                 writer.remind()
                 writer.guard.warn_stall(_STALLED_AFTER)

@@ -195,6 +195,12 @@ class ConfiguredTracker:
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
+    @property
+    def owns_files(self) -> bool:
+        """True if the tracker, which need not exist yet, writes files that two runs would mix."""
+        kind = _lookup(self.tracker) if isinstance(self.tracker, str) else self.tracker
+        return bool(getattr(kind, "owns_files", False))
+
     def create(self) -> Tracker:
         """Create the tracker, named by its label."""
         tracker = create(self.tracker, **self.options)

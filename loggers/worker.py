@@ -24,6 +24,7 @@ __all__ = [
     "Losses",
     "Media",
     "Pending",
+    "Permission",
     "Reply",
     "Row",
     "TrackerReport",
@@ -118,6 +119,38 @@ class Losses:
             self.media += 1
 
 
+class Permission:
+    """The permission to write that the user of a hub may withdraw; asked on all its threads.
+
+    Args:
+        before_write: raises once nothing more may be written; None always permits.
+        on_refused: called once, with the error that it raised.
+    """
+
+    def __init__(
+        self,
+        before_write: Callable[[], None] | None = None,
+        on_refused: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._before_write = before_write
+        self._on_refused = on_refused
+        self._lock = threading.Lock()
+        self._refused = False
+
+    def is_given(self) -> bool:
+        """Return whether the hub may write; False for good once it was False."""
+        if self._before_write is None or self._refused:
+            return not self._refused
+        try:
+            self._before_write()
+        except Exception as error:
+            with self._lock:
+                first, self._refused = not self._refused, True
+            if first:
+                self._on_refused(error)
+        return not self._refused
+
+
 class Writer:
     """Owns a tracker's thread, and queues rows, media and requests for it.
 
@@ -128,15 +161,22 @@ class Writer:
         takes: filter of the names that it receives; None for all.
         run: passed to the tracker's ``start``.
         max_rows: rows that wait for it; beyond, the oldest are dropped, or the hub waits.
+        permission: to give it anything.
 
     Attributes:
         done: rows, media and requests that the tracker was given.
     """
 
     def __init__(
-        self, guard: Guard, takes: Callable[[str], bool] | None, run: RunInfo, max_rows: int
+        self,
+        guard: Guard,
+        takes: Callable[[str], bool] | None,
+        run: RunInfo,
+        max_rows: int,
+        permission: Permission,
     ) -> None:
         self.guard = guard
+        self._permission = permission
         self.state: dict[str, Any] | None = None  # the last known one
         self.finished = False
         self.done = 0
@@ -367,14 +407,26 @@ class Writer:
             self._handle_rows(rows)
             self._flush()
 
+    def _ask(self) -> None:
+        """Give the tracker nothing more if the hub may not write; what is left is lost."""
+        if self._permission.is_given():
+            return
+        self.guard.disabled = True
+        if self.guard.open and self.guard.tracker.owns_files:
+            # What waits in it for its files must not reach them, as it would in its `finish`.
+            self.guard.open = False
+            self._count_unflushed()
+
     def _handle_rows(self, rows: list[Row]) -> None:
         if rows:
+            self._ask()
             self._dirty, self._in_flight = True, rows
             self._lost.rows += self._delivery.deliver_rows(rows)
             self._in_flight = ()
             self.done += len(rows)
 
     def _handle(self, item: Media | Callable[[], None]) -> None:
+        self._ask()
         if isinstance(item, Media):
             self._bytes_out += item.size
             self._dirty, self._in_flight = True, (item,)
@@ -386,6 +438,8 @@ class Writer:
         self.done += 1
 
     def _start(self) -> Any:
+        if self.guard.disabled:  # it may write nothing any more
+            return None
         error = self.guard.call("start", self._run)
         self.guard.open = not isinstance(error, BaseException)
         self.guard.broken = self.guard.disabled = not self.guard.open
@@ -397,6 +451,7 @@ class Writer:
         """Flush if anything was logged since; a failed or partial flush is retried later."""
         if not self._dirty or (time.monotonic() < self._flush_after and not self._delivery.hurry):
             return None
+        self._ask()
         result = self.guard.call_open("flush")
         failed = isinstance(result, BaseException)
         self._dirty = failed or self.guard.tracker.unflushed
@@ -425,10 +480,14 @@ class Writer:
             self.guard.open = False
             result = self.guard.call("finish", status)
             if isinstance(result, BaseException) and _is_full_disk(result):
-                self._lost.rows += self._delivery.rows - self._flushed
-                self._delivery.rows = self._flushed
+                self._count_unflushed()
         self.finished = True
         return result
+
+    def _count_unflushed(self) -> None:
+        """Count the rows that the tracker had, and that its files will not get, as lost."""
+        self._lost.rows += self._delivery.rows - self._flushed
+        self._delivery.rows = self._flushed
 
 
 class Delivery:

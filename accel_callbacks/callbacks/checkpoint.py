@@ -330,11 +330,13 @@ class Checkpoint(ResumableState):
 
     def _on_failed(self, before: dict[str, Any], error: BaseException) -> bool:
         """Undo the record of a failed save; returns whether training continues without it."""
-        from checkpoint_io import CheckpointError, UnsupportedStateError
+        from checkpoint_io import CheckpointError, LeaseError, UnsupportedStateError
 
         self._record.undo(before)
-        # A state that is unsupported now will not be saved later either.
-        lasting = isinstance(error, UnsupportedStateError) or not isinstance(error, CheckpointError)
+        # A state that is unsupported now will not be saved later either, and another run that has
+        # the folder keeps it.
+        lasting = isinstance(error, (UnsupportedStateError, LeaseError))
+        lasting = lasting or not isinstance(error, CheckpointError)
         if self.when_failed == "raise" or lasting:
             return False
         warn(f"training continues without this checkpoint: {error}")
@@ -810,6 +812,7 @@ class _ExceptionFolder:
     """
 
     def __init__(self, folder: CheckpointFolder, storage_options: Mapping[str, Any] | None) -> None:
+        self.url = folder.url
         self._folder = folder
         self._options = storage_options
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
+from accel_callbacks.checkpoint.folder_leases import Folder
 from accel_callbacks.checkpoint.open import describe_foreign_folder
 from accel_callbacks.checkpoint.project import (
     SavePlace,
@@ -29,6 +31,7 @@ from accel_callbacks.distributed.abort import refuse_aborted_group
 from accel_callbacks.distributed.failures import meet, shared_failure
 from accel_callbacks.distributed.process_control import synchronize
 from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.local_files import split_path
 from accel_callbacks.modeling.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -63,6 +66,7 @@ class Checkpointer:
 
     def __init__(self, training: TrainingState) -> None:
         self.training = training
+        self._lent: list[str] = []  # folders whose leases are held for saves outside of a training
         training.loop.require_prepared_steps = partial(require_prepared_steps, training)
 
     # --- saving -------------------------------------------------------------------------------
@@ -134,6 +138,7 @@ class Checkpointer:
         Raises:
             checkpoint_io.CheckpointError: any rank failed to write; nothing was committed. Or the
                 pending save in the background has failed.
+            checkpoint_io.LeaseError: another run has the folder; nothing was committed.
             RemoteError: a hook or the state of a callback failed on another rank; likewise.
         """
         require_neighbour("checkpoint_io")
@@ -150,29 +155,64 @@ class Checkpointer:
         url = target if isinstance(target, str) else target.path(step)
         if loop.window.is_open:
             self.training.strategy.reduce_gradients()
-        shared, local, labels = self._state_and_labels(url, trainable_only, storage_options)
-        options: dict[str, Any] = {
-            "local_state": local,
-            "metadata": {**labels, **(metadata or {})},
-            "group": saves.control,
-            "max_shard_size": max_shard_size,
-            "replicated": self.training.replicated_keys(),
-        }
-        if isinstance(target, str):
-            job = _prepare_save(url, shared, storage_options, options)
-        else:
-            job = target.prepare_save(step, shared, **options)
-        (saves.start if async_save else saves.run_now)(job, callbacks or SaveCallbacks())
+        folders = self._folders(target, storage_options)
+        try:
+            shared, local, labels = self._state_and_labels(
+                url, folders, trainable_only, storage_options
+            )
+            options: dict[str, Any] = {
+                "local_state": local,
+                "metadata": {**labels, **(metadata or {})},
+                "group": saves.control,
+                "max_shard_size": max_shard_size,
+                "replicated": self.training.replicated_keys(),
+                "before_write": loop.leases.check,
+            }
+            if isinstance(target, str):
+                job = _prepare_save(url, shared, storage_options, options)
+            else:
+                job = target.prepare_save(step, shared, **options)
+            callbacks = _checked(callbacks or SaveCallbacks(), loop.leases.check)
+            (saves.start if async_save else saves.run_now)(job, callbacks)
+        finally:
+            self._give_back()
         return url
 
+    def _folders(
+        self, target: str | CheckpointFolder, storage_options: Mapping[str, Any] | None
+    ) -> list[Folder]:
+        """Return the folder whose lease a save needs, if any.
+
+        A path needs that of the folder it is in, but outside of the project none: what lies there
+        may be of many runs.
+        """
+        if not isinstance(target, str):
+            return [(target.url, storage_options)]
+        if not self.training.project.contains(target):
+            return []
+        return [(split_path(target)[0], storage_options)]
+
+    def _give_back(self) -> None:
+        """Release the leases that a save outside of a training took, once it has ended."""
+        loop = self.training.loop
+        if self._lent and not loop.fitting and not loop.saves.pending:
+            loop.leases.release(*self._lent)
+            self._lent.clear()
+
     def _state_and_labels(
-        self, url: str, trainable_only: bool, storage_options: Mapping[str, Any] | None
+        self,
+        url: str,
+        folders: Sequence[Folder],
+        trainable_only: bool,
+        storage_options: Mapping[str, Any] | None,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return the state as the hooks leave it, and metadata that identify it."""
-        training = self.training
+        training, leases = self.training, self.training.loop.leases
         with shared_failure("save_state"):
             require_saved(training, "save_state")
             require_prepared_steps(training)
+            self._lent += [folder for folder, _ in folders if not leases.holds(folder)]
+            leases.hold(folders, training.loop.run)
             shared, local = training.capture()
             extra = ExtraFiles(url) if training.pre_hooks.save_some else None
         with shared_failure("save_state"):
@@ -216,7 +256,10 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait for the save in the background; see ``Accelerator.wait_for_save``."""
         refuse_aborted_group("wait_for_save")
-        self.training.loop.saves.wait()
+        try:
+            self.training.loop.saves.wait()
+        finally:
+            self._give_back()
 
     def save_model(
         self,
@@ -247,8 +290,10 @@ class Checkpointer:
         import checkpoint_io
 
         state = training.strategy.weights_to_write(model)
+        leases = training.loop.leases
         if adapters := adapters_of(training.strategy.unwrap(model), state):
             with synchronize("save_model"):
+                leases.check_recent()
                 for adapter in map(self._gathered, adapters):
                     if self._writes_files:
                         own = () if adapter.name == "default" else (adapter.name,)
@@ -259,6 +304,7 @@ class Checkpointer:
             state = without_frozen(state, training.strategy.unwrap(model))
         spread = any(map(collectives.is_sharded, state.values()))
         with synchronize("save_model"):
+            leases.check_recent()
             # Sharded parameters are gathered one at a time in the write, so all ranks take part.
             if spread or self._writes_files:
                 checkpoint_io.save_model(
@@ -288,6 +334,7 @@ class Checkpointer:
         if isinstance(obj, Mapping) and any(map(collectives.is_sharded, obj.values())):
             meet("save")
             obj = collectives.gather_sharded(obj, keep=self._writes_files)
+        self.training.loop.leases.check_recent()
         if self._writes_files:
             save_tensors(obj, f)
 
@@ -387,6 +434,19 @@ def _prepare_save(
     return checkpoint_io.prepare_save(
         url, shared, next_generation=following, storage_options=storage_options, **options
     )
+
+
+def _checked(callbacks: SaveCallbacks, check: Callable[[], None]) -> SaveCallbacks:
+    """Return callbacks that remove no older checkpoints of a folder that another run has."""
+    cleanup = callbacks.cleanup
+    if cleanup is None:
+        return callbacks
+
+    def checked() -> None:
+        check()
+        cleanup()
+
+    return replace(callbacks, cleanup=checked)
 
 
 def _write_adapter(

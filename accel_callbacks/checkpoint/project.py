@@ -6,14 +6,16 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.async_save import SaveCallbacks
+from accel_callbacks.checkpoint.folder_leases import OnConflict
 from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import Topology
-from accel_callbacks.local_files import base_name
+from accel_callbacks.errors import nearest
+from accel_callbacks.local_files import base_name, local_path
 from accel_callbacks.loop.run import TrainingRun
 
 if TYPE_CHECKING:
@@ -52,9 +54,12 @@ class ProjectConfiguration:
         save_on_each_node: for nodes that share no disk: ``save`` and ``save_model`` write on one
             process of each node. A training state is one checkpoint, written by all processes, and
             needs a place that all nodes see: ``save_state`` refuses this option on several nodes.
+        on_conflict: what to do if another process that lives has a run in a folder to which this
+            one writes rows or checkpoints: ``"refuse"`` to start (default), ``"wait"`` for its end,
+            or ``"take_over"``, after which it writes nothing more.
 
     Raises:
-        ValueError: ``total_limit`` below 1 or ``iteration`` below 0.
+        ValueError: ``total_limit`` below 1, ``iteration`` below 0, or an unknown ``on_conflict``.
 
     Example:
         >>> from accel_callbacks import ProjectConfiguration
@@ -68,6 +73,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    on_conflict: OnConflict = "refuse"
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and _whole("total_limit", self.total_limit) < 1:
@@ -76,6 +82,12 @@ class ProjectConfiguration:
             )
         if _whole("iteration", self.iteration) < 0:
             raise ValueError(f"iteration={self.iteration} must be at least 0.")
+        if self.on_conflict not in (known := get_args(OnConflict)):
+            hint = nearest(str(self.on_conflict), known)
+            raise ValueError(
+                f"on_conflict={self.on_conflict!r} is unknown: use 'refuse', 'wait' or "
+                f"'take_over'.{hint}"
+            )
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
@@ -115,6 +127,18 @@ class ProjectConfiguration:
         """
         return path_in(self.root, *names)
 
+    def contains(self, path: str) -> bool:
+        """Return whether a path is inside of the project folder; False if none was given.
+
+        Example:
+            >>> from accel_callbacks import ProjectConfiguration
+            >>> ProjectConfiguration("runs/digits").contains("runs/digits/best")
+            True
+        """
+        return self.project_dir is not None and _whole_path(path).startswith(
+            _whole_path(self.root) + "/"
+        )
+
     @property
     def log_folder(self) -> str:
         """The folder that trackers write to."""
@@ -133,6 +157,13 @@ def path_in(root: str, *names: object) -> str:
     if not root.endswith("://"):
         root = root.rstrip("/") + "/"
     return root + "/".join(map(str, names))
+
+
+def _whole_path(path: str) -> str:
+    """Return an absolute path, or a URL, with slashes and none at its end."""
+    here = local_path(path)
+    whole = path if here is None else os.path.abspath(here).replace(os.sep, "/")
+    return whole.rstrip("/")
 
 
 def _whole(name: str, value: Any) -> int:

@@ -84,6 +84,7 @@ def _prune_options(parser: CommandParser) -> None:
     parser.option("--metric", metavar="NAME", help="what --keep_best compares; default: the score")
     parser.option("--mode", choices=("min", "max"), default="min", help="which metric is better")
     parser.option("--dry_run", action="store_true", help="only print what would be removed")
+    _force_option(parser)
 
 
 def _rm_options(parser: CommandParser) -> None:
@@ -98,6 +99,7 @@ def _rm_options(parser: CommandParser) -> None:
         help="also the remains of a killed save, and checkpoints with a corrupt manifest",
     )
     parser.option("--dry_run", action="store_true", help="only print what would be removed")
+    _force_option(parser)
 
 
 def _cp_options(parser: CommandParser) -> None:
@@ -117,6 +119,12 @@ def _cp_options(parser: CommandParser) -> None:
         "--read_back", action="store_true", help="then read every byte of the copy once more"
     )
     parser.option("--progress", action="store_true", help="show a bar at once, also in a log")
+    _force_option(parser)
+
+
+def _force_option(parser: CommandParser) -> None:
+    """Add the option of actions that change a folder."""
+    parser.option("--force", action="store_true", help="also in a folder that a running run holds")
 
 
 _OPTIONS: dict[str, Callable[[CommandParser], None]] = {

@@ -15,8 +15,9 @@ from operator import or_
 from typing import Any
 
 import checkpoint_io
-from accel_callbacks.cli.ckpt_copy import copy, place_of
+from accel_callbacks.cli.ckpt_copy import copy, place_of, refuse_held
 from accel_callbacks.cli.parser import CommandError
+from accel_callbacks.local_files import split_path
 from accel_callbacks.utils.text import age_of, printable, shape_of, size_of, table, to_json
 from checkpoint_io import Manifest
 from checkpoint_io.folder import remove_all, remove_checkpoint
@@ -304,6 +305,8 @@ def _prune(args: Namespace, options: Mapping[str, Any]) -> int:
     if not args.dry_run:
         _require_removal(args.place, open_store(args.place, options))
     folder = _folder(args, options)
+    if not (args.dry_run or args.force):
+        refuse_held(folder.url, options)
     for run_id in _chosen_runs(args, folder):
         gone = folder.prune(reduce(or_, rules), run_id=run_id, dry_run=args.dry_run)
         for path in gone:
@@ -349,6 +352,9 @@ def _remove(args: Namespace, options: Mapping[str, Any]) -> int:
     """Inspect all places, ask once, then remove them."""
     targets = [_inspect(place, options, args.unfinished) for place in dict.fromkeys(args.places)]
     _refuse_same(targets)
+    if not (args.dry_run or args.force):
+        for parent in dict.fromkeys(split_path(one.store.url)[0] for one in targets):
+            refuse_held(parent, options)
     for one in targets:
         print(printable(f"{'would remove' if args.dry_run else 'to remove'}: {one.described()}"))
     if args.dry_run:

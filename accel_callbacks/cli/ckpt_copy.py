@@ -18,7 +18,7 @@ import numpy as np
 
 import checkpoint_io
 from accel_callbacks.cli.parser import CommandError
-from accel_callbacks.local_files import base_name, local_path
+from accel_callbacks.local_files import base_name, local_path, split_path
 from accel_callbacks.utils.text import printable, size_of
 from checkpoint_io import Manifest
 from checkpoint_io.folder import extra_files
@@ -126,6 +126,8 @@ def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[st
     if not target_options and protocol_of(place) == protocol_of(target):
         target_options = options
     origin, goal = open_store(args.place, options), open_store(target, target_options)
+    if not args.force:
+        refuse_held(split_path(goal.url)[0], target_options)
     data, manifest = _manifest(origin)
     if place_of(goal).startswith(f"{place_of(origin)}/"):
         raise CommandError(
@@ -146,6 +148,19 @@ def copy(args: Namespace, options: Mapping[str, Any], target_options: Mapping[st
         checkpoint_io.verify(target, storage_options=target_options)
     print(printable(f"{target} ({len(manifest.files)} files, {size_of(manifest.nbytes)})"))
     return 0
+
+
+def refuse_held(folder: str, options: Mapping[str, Any]) -> None:
+    """Raise CommandError if a run that lives holds the lease of a folder."""
+    if folder.endswith("://"):  # of buckets
+        return
+    holder = checkpoint_io.Lease(folder, storage_options=options).find_holder()
+    if holder is not None:
+        raise CommandError(
+            f"{folder} is in use by {holder}, which is alive: end that run first, or add --force; "
+            "nothing was changed",
+            1,
+        )
 
 
 def place_of(store: Store) -> str:

@@ -216,8 +216,19 @@ class RunContext(AbstractContextManager[TrainingRun]):
         loop.settle_steps()
         loop.run = run
         self._stop_watching = watch_for_failures()
+        self._hold_folders()
         self._find()
         loop.begin_fit(self._restore)
+
+    def _hold_folders(self) -> None:
+        """Collective: take the leases of the folders to which this run writes."""
+        loop, project = self._loop, self._checkpointer.training.project
+        folders = loop.saved_folders()
+        if loop.leases.is_main_process:
+            folders += self._tracking.folders()
+        if project.automatic_checkpoint_naming or project.total_limit is not None:
+            folders.append((project.path("checkpoints"), None))
+        loop.leases.hold_together(folders, self._run)
 
     def _take_over(self, before: TrainingRun) -> None:
         """Start where a ``load_state`` before this run led to, else with the first epoch."""
@@ -289,6 +300,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._report(self._checkpointer.restore(self._path, options, self._found))
         elif self._resume is not False:
             self._restore_newest()
+        self._loop.leases.describe(run)  # a resumed run has the id of before
         self._found = None
         run.loaded_step = None  # consumed: a run after this one does not take it over
         with shared_failure("starting the trackers"):
@@ -319,6 +331,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
         collectives.barrier()
         self._stop_watching()
         self._tracking.close(run._ending)
+        self._loop.leases.release()
         if run.stop_reason is not None:
             who = f", as rank {run.stop_rank} asked" if run.world_size > 1 else ""
             notice(f"stopped at step {run.global_step}{who}: {run.stop_reason}")
@@ -332,6 +345,7 @@ class RunContext(AbstractContextManager[TrainingRun]):
             self._loop.fail_fit(cause)
         finally:
             self._tracking.close("failed" if isinstance(cause, Exception) else "interrupted")
+            self._loop.leases.release()
         if cause is not error:
             raise cause from error
 

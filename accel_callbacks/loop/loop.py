@@ -22,6 +22,7 @@ from accel_callbacks.callbacks.dispatch.functions import (
 )
 from accel_callbacks.callbacks.dispatch.registration import configured
 from accel_callbacks.checkpoint.async_save import BackgroundSaves
+from accel_callbacks.checkpoint.folder_leases import Folder, FolderLeases
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.distributed.daemon_threads import register_daemon_thread
 from accel_callbacks.errors import ResumeError
@@ -157,6 +158,7 @@ class Loop:
         optimizers: the prepared optimizers, a list that grows.
         loaders: the prepared loaders, a list that grows.
         schedulers: the prepared schedulers, a list that grows.
+        leases: of the folders that the run writes to.
 
     Attributes:
         outer: the loader of the training pass, None outside of one.
@@ -194,9 +196,11 @@ class Loop:
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         loaders: Sequence[DataLoaderShard],
-        schedulers: Sequence[Any] = (),
+        schedulers: Sequence[Any],
+        leases: FolderLeases,
     ) -> None:
         self.run = run
+        self.leases = leases
         self.dispatch = dispatch
         self.window = window
         self.models = models
@@ -307,6 +311,10 @@ class Loop:
     def test_loaders(self) -> list[DataLoaderShard]:
         """The loaders of tests, in the order of their first use."""
         return self.used_loaders.test
+
+    def saved_folders(self) -> list[Folder]:
+        """Return the folders to which callbacks save, with their storage options."""
+        return [callback.resume_root(self.run) for callback in self.savers]
 
     def require_loaded(self, action: str) -> None:
         """Raise ResumeError if the last ``load_state`` failed midway.
@@ -444,6 +452,8 @@ load_state() takes the newest valid one.
         self._fit_started, self.stop_consumed = True, False
         self._count_batches()
         self.unprepared_steps.begin()
+        if self.savers and self.leases.run is not self.run:
+            self.leases.hold_together(self.saved_folders(), self.run)
         self.fire("setup", "fit")
         if restore is not None:
             restore()

@@ -30,6 +30,7 @@ from accel_callbacks.tracking.window_row import WindowRow
 from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
+    from accel_callbacks.checkpoint.folder_leases import Folder, FolderLeases
     from accel_callbacks.loop.gradient_window import GradientWindow
     from accel_callbacks.loop.local_metrics import LocalMetrics
     from accel_callbacks.loop.run import TrainingRun
@@ -107,6 +108,7 @@ class Tracking:
     Args:
         log_with: names, classes or instances of trackers.
         logging_dir: folder of their files.
+        leases: of the folders that the run writes to.
         is_main_process: whether this process logs.
         strict: let a tracker's error end the run.
         config: further options of the hub; the defaults if None.
@@ -118,7 +120,8 @@ class Tracking:
 
     Example:
         >>> from accel_callbacks.tracking.trackers import Tracking
-        >>> Tracking([], "runs", is_main_process=True).trackers
+        >>> from accel_callbacks.checkpoint.folder_leases import FolderLeases
+        >>> Tracking([], "runs", FolderLeases("refuse"), is_main_process=True).trackers
         []
     """
 
@@ -126,6 +129,7 @@ class Tracking:
         self,
         log_with: Sequence[Any],
         logging_dir: str,
+        leases: FolderLeases,
         *,
         is_main_process: bool,
         strict: bool = False,
@@ -140,6 +144,7 @@ class Tracking:
                 with suppress(ImportError):  # a missing package is an error when it is used
                     _loggers().check_name(_OTHER_NAMES.get(one, one))
         self._logging_dir = logging_dir
+        self._leases = leases
         self._is_main_process = is_main_process
         self._strict = strict
         self._config = config
@@ -171,6 +176,11 @@ class Tracking:
         self._handed_out = True
         return [_unwrapped(one) for one in self._hub.trackers]
 
+    def folders(self) -> list[Folder]:
+        """Return the folder of the trackers' files, if they have some that two runs would mix."""
+        specs = chosen_trackers(self.log_with, self._init_kwargs)
+        return [(self._logging_dir, None)] if any(one.owns_files for one in specs) else []
+
     def configure(self, init_kwargs: InitKwargs | None) -> None:
         """Set keywords for the constructors of trackers, by name."""
         self._init_kwargs = dict(init_kwargs or {})
@@ -195,7 +205,14 @@ class Tracking:
         options = asdict(self._config or loggers.TrackerConfig())
         options["strict"] = options["strict"] or self._strict
         specs = chosen_trackers(self.log_with, self._init_kwargs)
-        hub = loggers.TrackerHub(specs, run=info, main_process=self._is_main_process, **options)
+        self._leases.hold(self.folders(), run)
+        hub = loggers.TrackerHub(
+            specs,
+            run=info,
+            main_process=self._is_main_process,
+            before_write=self._leases.check_recent,
+            **options,
+        )
         try:
             if self._loaded and info.resumed_step is not None:
                 hub.load_state_dict(self._loaded)
@@ -208,7 +225,7 @@ class Tracking:
             raise
         self._hub = hub
         atexit.register(_close_at_exit, weakref.ref(self))
-        self._collected = weakref.finalize(self, _finish_apart, hub)
+        self._collected = weakref.finalize(self, _finish_apart, hub, self._leases)
         self._collected.atexit = False
         if hub.trackers:
             self._sigterm = EndOnSigterm().__enter__()
@@ -452,10 +469,17 @@ def _loggers() -> ModuleType:
     return loggers
 
 
-def _finish_apart(hub: TrackerHub) -> None:
+def _finish_apart(hub: TrackerHub, leases: FolderLeases) -> None:
     """Finish the trackers of an Accelerator that was collected: its last rows are not written."""
+
+    def finish() -> None:
+        try:
+            hub.finish()
+        finally:
+            leases.release()
+
     # In a thread that the interpreter waits for: the collector may run in a thread of the hub.
-    threading.Thread(target=hub.finish, name="trackers' end").start()
+    threading.Thread(target=finish, name="trackers' end").start()
 
 
 def _close_at_exit(tracking: weakref.ref[Tracking]) -> None:

@@ -145,6 +145,7 @@ class CheckpointFolder:
         group: ProcessGroupLike | None = None,
         max_shard_size: int | str = "5GB",
         replicated: Replicated = True,
+        before_write: Callable[[], None] | None = None,
     ) -> SaveJob:
         """Return a job that does the rest of a `save`, now or in the background; collective."""
         path = self.path(step) if name is None else self._path_of(name)
@@ -157,6 +158,7 @@ class CheckpointFolder:
             group=group,
             max_shard_size=max_shard_size,
             replicated=replicated,
+            before_write=before_write,
             storage_options=self._options,
         )
 

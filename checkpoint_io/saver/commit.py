@@ -63,9 +63,15 @@ class Commit:
     """Rank 0's part in one save; a context manager that releases the lock of the folder."""
 
     def __init__(
-        self, store: Store, save_id: str, run_id: str | None, metadata: Mapping[str, Any]
+        self,
+        store: Store,
+        save_id: str,
+        run_id: str | None,
+        metadata: Mapping[str, Any],
+        before_write: Callable[[], None],
     ) -> None:
         self._store = store
+        self._before_write = before_write
         self._save_id = save_id
         self._run_id = run_id
         self._metadata = metadata
@@ -78,6 +84,7 @@ class Commit:
 
     def begin(self) -> None:
         """Lock the folder and list its files, before the first byte is written."""
+        self._before_write()
         # A local folder is locked (flock): a second save fails here, before it has written. Object
         # stores and some network filesystems have no lock; there the token alone detects another
         # save, when the manifest is replaced. It is taken before the manifest is read, so that a
@@ -110,6 +117,7 @@ class Commit:
             # Never commit what readers refuse: the old checkpoint is removed afterwards.
             manifest = parse_document(document, data, self._store.url)
         _check_files(self._store, manifest)
+        self._before_write()  # again, as files may take long to write
         # From here on an error does not imply that nothing was committed: see `verdict`.
         self._data = data
         temporary = temporary_name(self._save_id)

@@ -117,6 +117,7 @@ def prepare_save(
     group: ProcessGroupLike | None = None,
     max_shard_size: int | str = "5GB",
     replicated: Replicated = True,
+    before_write: Callable[[], None] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveJob:
     """Plan what each rank writes, without writing anything; collective.
@@ -135,6 +136,8 @@ def prepare_save(
         max_shard_size: largest tensor file.
         replicated: whether plain tensors of the shared state are bitwise the same on all ranks, for
             all or by key; if not, rank 0's is written.
+        before_write: called on rank 0 before the first file is written, and again before the
+            manifest is; if it raises, such as `Lease.check`, nothing is committed.
         storage_options: passed to the fsspec driver.
 
     Raises:
@@ -170,7 +173,8 @@ def prepare_save(
         own = replace(own, value={"save_id": new_save_id(), **draft.to_plain()})
     drafts = agree(group, own, headline, group_headline=headline)
     plan = collective(lambda: draft.settle(group, drafts), headline)
-    return SaveJob(os.fspath(url), store, plan, drafts[0]["save_id"], group, next_generation)
+    save_id = drafts[0]["save_id"]
+    return SaveJob(os.fspath(url), store, plan, save_id, group, next_generation, before_write)
 
 
 class SaveJob:
@@ -202,6 +206,7 @@ class SaveJob:
         save_id: str,
         group: ProcessGroupLike,
         next_generation: NextGeneration,
+        before_write: Callable[[], None] | None = None,
     ) -> None:
         self.url = url
         self.save_id = save_id
@@ -209,6 +214,7 @@ class SaveJob:
         self._plan = plan
         self._group = group
         self._next_generation = next_generation
+        self._before_write = before_write or _always
         self._ran = False
 
     @property
@@ -270,8 +276,16 @@ class SaveJob:
         shown = progress if group.rank == 0 else False
         self._plan.encode()
         with TransferProgress("saving", self.nbytes, shown) as bar:
-            run = Run(self.url, self.save_id, self._store, self._plan, group, bar.add)
+            plan = self._plan
+            commit = Commit(
+                self._store, self.save_id, plan.run_id, plan.metadata, self._before_write
+            )
+            run = Run(self.url, self.save_id, self._store, plan, group, commit, bar.add)
             return run.save(self._next_generation)
+
+
+def _always() -> None:
+    """Let a save write."""
 
 
 def failure_headline(url: str) -> str:
@@ -289,6 +303,7 @@ class Run:
         store: Store,
         plan: RankPlan,
         group: ProcessGroupLike,
+        commit: Commit,
         on_written: Callable[[int], None],
     ) -> None:
         self._url = url
@@ -297,7 +312,7 @@ class Run:
         self._group = group
         self._store = store
         self._writer = RankWriter(store, save_id, group.rank, on_written)
-        self._commit = Commit(store, save_id, plan.run_id, plan.metadata)
+        self._commit = commit
         self._headline = failure_headline(url)
 
     def save(self, next_generation: NextGeneration) -> Manifest:

@@ -45,6 +45,7 @@ _TRIES = 50
 _PAUSE = 0.02  # seconds between two tries at a record that another process changes
 _LONGEST_GAP = 2.0  # seconds between two looks that count: a longer one was a pause of this process
 _SETTLE = 1.0  # seconds until a store without conditions shows who wrote last
+_RECENT = 0.2  # seconds for which a look at a local record is recent
 _NO_LOCKS = (errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS)
 
 Decide = Callable[["LeaseHolder | None"], "LeaseHolder | None"]
@@ -131,8 +132,10 @@ class Lease:
         interval: float = 5.0,
     ) -> None:
         store = open_store(url, storage_options)
-        self.url = store.url
-        self._record = _record_of(store)
+        folder = local_folder(store)
+        # a folder and a link to it are one: their leases in this process are too
+        self.url = store.url if folder is None else os.path.realpath(folder)
+        self._record: _Record = _ObjectRecord(store) if folder is None else _FileRecord(self.url)
         self._run_id, self._run_name = run_id, run_name
         self._interval = interval
         self._watch = _Watch()
@@ -142,6 +145,11 @@ class Lease:
     def holder(self) -> LeaseHolder | None:
         """This process as the holder; None before :meth:`acquire` and after :meth:`release`."""
         return None if self._grant is None else self._grant.own
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait between two calls of :meth:`attempt`."""
+        return self._record.pause
 
     def acquire(self, on_conflict: OnConflict = "refuse") -> Lease:
         """Take the lease, and return it; do nothing if this process holds it.
@@ -156,7 +164,7 @@ class Lease:
             ValueError: ``on_conflict`` is unknown.
         """
         while self.attempt(on_conflict) is not None:
-            time.sleep(self._record.pause)
+            time.sleep(self.pause)
         return self
 
     def attempt(self, on_conflict: OnConflict = "refuse") -> LeaseHolder | None:
@@ -249,7 +257,7 @@ class Lease:
                 return None
             if lives:
                 return holder
-            time.sleep(self._record.pause)
+            time.sleep(self.pause)
         return None
 
     def describe(self, run_id: str, run_name: str) -> None:
@@ -265,7 +273,9 @@ class Lease:
         What cannot be read now is no loss; a folder that was removed is held again.
 
         Args:
-            recent: a look of the last interval is enough where each one is a request to a store.
+            recent: for checks that are frequent: a look of the last interval is enough where each
+                one is a request to a store, one of the last moment on a disk, and nothing is
+                written.
 
         Raises:
             LeaseError: another process holds it; the text names it.
@@ -334,9 +344,10 @@ class _Grant:
 
     def renew(self) -> None:
         """Write that this process lives, as far as the store can be reached."""
+        now = _now()
         with suppress(Exception):
             self._record.change(self._renewed, create=False)
-            self._looked = _now()
+            self._looked = now
 
     def _renewed(self, holder: LeaseHolder | None) -> LeaseHolder | None:
         """Return the next record of this process; None where it has lost the lease."""
@@ -359,14 +370,15 @@ class _Grant:
 
     def is_lost(self, *, recent: bool = False) -> bool:
         """Read the record, and return whether another process has the lease."""
-        fresh = recent and not self._record.is_local and _now() - self._looked < self.own.interval
-        if not fresh:  # a loss too: who has the folder by now is what its error names
+        age, now = _RECENT if self._record.is_local else self.own.interval, _now()
+        # After a loss too: who has the folder by now is what its error names.
+        if not recent or now - self._looked >= age:
             with suppress(Exception):
                 holder = self._record.read()
                 self._judge(holder)
-                if holder is None and self.lost is None:
+                if holder is None and self.lost is None and not recent:
                     self._record.change(self._renewed, create=True)
-                self._looked = _now()
+                self._looked = now
         return self.lost is not None
 
     def check(self, recent: bool) -> None:
@@ -524,11 +536,6 @@ class _Record(Protocol):
 
         Without `create`, do nothing where there is no record. The function may be called again.
         """
-
-
-def _record_of(store: Store) -> _Record:
-    folder = local_folder(store)
-    return _ObjectRecord(store) if folder is None else _FileRecord(folder)
 
 
 class _FileRecord:

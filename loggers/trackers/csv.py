@@ -59,7 +59,7 @@ class CSVTracker(ContinuingTracker):
     """
 
     name = "csv"
-    lossless = True
+    lossless = owns_files = True
 
     def __init__(
         self,

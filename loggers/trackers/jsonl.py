@@ -61,7 +61,7 @@ class JSONLTracker(ContinuingTracker):
     """
 
     name = "jsonl"
-    lossless = True
+    lossless = owns_files = True
 
     def __init__(self, filename: str = "metrics.jsonl", *, all_ranks: bool = False) -> None:
         super().__init__(all_ranks=all_ranks)

@@ -52,6 +52,7 @@ class TensorBoardTracker(ContinuingTracker):
     """
 
     name = "tensorboard"
+    owns_files = True
     requires = ("torch", "tensorboard")
 
     def __init__(

@@ -15,6 +15,7 @@ import checkpoint_io.saver.save as job_module
 from checkpoint_io import (
     CheckpointConflictError,
     CheckpointError,
+    LeaseError,
     Manifest,
     SaveJob,
     UnsupportedStateError,
@@ -349,4 +350,24 @@ def test_interrupt_while_writing_takes_everything_back(
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, state, max_shard_size="3MB")
     assert files_in(tmp_path) == before
+    assert load(tmp_path).state == {"step": 1}
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_save_that_may_not_write_commits_nothing(tmp_path: Path, call: int) -> None:
+    """Before its first file, and before its manifest."""
+    save(tmp_path, {"step": 1})
+    there = files_in(tmp_path)
+    seen: list[set[str]] = []
+
+    def before_write() -> None:
+        seen.append(files_in(tmp_path))
+        if len(seen) == call:
+            raise LeaseError("another run has it")
+
+    with pytest.raises(LeaseError, match="another run has it"):
+        prepared(tmp_path, {"step": 2}, before_write=before_write).run()
+    assert len(seen) == call
+    assert seen[0] == there
+    assert files_in(tmp_path) == there
     assert load(tmp_path).state == {"step": 1}

@@ -214,7 +214,7 @@ def test_c13_prune_by_name_by_the_only_run_and_of_all_runs(
     assert ckpt("prune", project, "--keep_last", 2, "--run", "digits") == 0
     assert capsys.readouterr().out == f"removed {gone}\n"
     assert ckpt("prune", project, "--keep_last", 1, "--all_runs") == 0
-    left = {path.name for path in (project / "checkpoints").iterdir()}
+    left = {path.name for path in (project / "checkpoints").glob("[!.]*")}
     assert left == {"step-00000006", "of-other-2"}
 
 

@@ -425,7 +425,7 @@ def test_the_callback_saves_in_the_background_on_all_processes_and_resumes(pool,
         assert names == ["step-00000003", "step-00000006", "step-00000008"]
     for resumed, last, _ in pool.run(callback_run, str(tmp_path), 2):
         assert (resumed, last) == (f"{path}00000008", f"{path}00000016")
-    folders = sorted(entry.name for entry in (tmp_path / "run").iterdir())
+    folders = sorted(entry.name for entry in (tmp_path / "run").glob("[!.]*"))
     assert folders == ["step-00000008", "step-00000015", "step-00000016"]
 
 

@@ -175,7 +175,7 @@ def test_after_an_error_two_processes_save_nothing(pool, tmp_path):
     first, second = pool.outcomes(failing, str(tmp_path))
     assert "bad batch" in first[1]
     assert "bad batch" in second[1]
-    assert [path.name for path in tmp_path.iterdir()] == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lease.json"]
 
 
 def best_of(folder: str, everybody: bool) -> str | None:

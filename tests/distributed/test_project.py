@@ -61,7 +61,7 @@ def test_processes_agree_on_numbers_and_the_oldest_go(pool, tmp_path, background
     assert Path(loaded).name == "checkpoint_3"
     assert weight == [[3.0, 3.0]]
     assert [Path(path).name for path in after] == ["checkpoint_4", "checkpoint_5"]
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    left = sorted(path.name for path in (tmp_path / "checkpoints").glob("[!.]*"))
     assert left == ["checkpoint_3", "checkpoint_5"]  # the one that it was resumed from stays
 
 

@@ -200,7 +200,7 @@ def test_the_main_process_logs_and_the_others_have_a_tracker_that_does_nothing(p
         *((step, {"loss": 0.0}) for step in range(3)),
         (3, {"extra": 1.0}),
     ]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["metrics.jsonl"]
 
 
 class Trace:

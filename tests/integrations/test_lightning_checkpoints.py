@@ -19,7 +19,7 @@ cb = pytest.importorskip(
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.glob("[!.]*"))
 
 
 def test_the_best_are_kept_and_can_be_loaded(tmp_path: Path) -> None:

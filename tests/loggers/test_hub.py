@@ -343,3 +343,60 @@ def test_no_warning_in_the_common_case(started: Any) -> None:
         for step in (1, 1, 2):
             hub.log({"a": 1}, step)
         hub.finish()
+
+
+class Owner(Recorder):
+    """Has files of its own, which are written when it is finished."""
+
+    owns_files = True
+
+
+def test_nothing_is_written_once_the_permission_is_withdrawn() -> None:
+    withdrawn: list[str] = []
+
+    def ask() -> None:
+        if withdrawn:
+            raise PermissionError(withdrawn[0])
+
+    owner, other = Owner("owner"), Recorder("other")
+    hub = TrackerHub([owner, other], run=RUN, before_write=ask, flush_every_s=0.05)
+    hub.start()
+    hub.log({"loss": 1.0}, 1)
+    hub.flush()
+    withdrawn.append("another run has the folder")
+    hub.put({"loss": 2.0}, 2)
+    deadline = time.monotonic() + 20
+    error = None
+    while error is None and time.monotonic() < deadline:
+        try:
+            hub.log({"loss": 3.0}, 3)
+            time.sleep(0.01)
+        except PermissionError as problem:
+            error = problem
+    assert str(error) == "another run has the folder"
+    hub.state_dict()
+    hub.finish("failed")
+    assert owner.rows == other.rows == [(1, {"loss": 1.0})]
+    assert ("finish", "failed") not in owner.calls  # it would write what it holds
+    assert ("finish", "failed") in other.calls
+    assert hub.report()["owner"].lost_rows > 0
+
+
+def test_a_permission_that_is_withdrawn_is_noticed_while_nothing_is_logged() -> None:
+    asked: list[None] = []
+
+    def ask() -> None:
+        asked.append(None)
+        if len(asked) > 5:
+            raise PermissionError("gone")
+
+    hub = TrackerHub([Recorder()], run=RUN, before_write=ask, flush_every_s=0.01)
+    hub.start()
+    deadline = time.monotonic() + 20
+    while len(asked) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    with pytest.raises(PermissionError, match="gone"):
+        hub.log({"loss": 1.0}, 1)
+    hub.finish("failed")
+    assert len(asked) == 6  # once is enough

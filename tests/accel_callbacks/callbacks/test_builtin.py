@@ -405,11 +405,11 @@ def test_going_back_to_an_older_checkpoint_makes_what_is_saved_then_the_newest(t
 
 def test_a_finished_run_that_is_started_again_does_nothing(tmp_path):
     fit(Checkpoint(tmp_path), epochs=2)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("[!.]*")}
     written = Written()
     fit(Checkpoint(tmp_path), written, epochs=2)
     assert written.steps == []
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("[!.]*")} == before
 
 
 def test_resume_false_starts_afresh(tmp_path):

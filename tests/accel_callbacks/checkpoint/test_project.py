@@ -25,7 +25,7 @@ def numbered(folder: Path | str, seed: int = 0, **options):
 
 
 def there(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return sorted(path.name for path in (folder / "checkpoints").glob("[!.]*"))
 
 
 def test_checkpoints_are_numbered_and_the_newest_is_found(tmp_path):

@@ -251,7 +251,7 @@ def test_save_model_writes_other_adapters_into_folders_of_their_names_and_to_url
 def test_a_trainable_only_checkpoint_holds_the_adapter_files_and_is_removed_with_them(tmp_path):
     job = Job(saver(tmp_path, keep_last=1))
     job.fit(3)
-    (checkpoint,) = tmp_path.iterdir()
+    (checkpoint,) = tmp_path.glob("[!.]*")
     assert checkpoint.name == "step-00000012"
     saved = load_file(checkpoint / FILES[1])
     assert torch.equal(

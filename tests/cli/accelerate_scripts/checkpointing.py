@@ -58,7 +58,7 @@ epoch(*everything)
 accelerator.save_state()
 before = accelerator.unwrap_model(model).weight.detach().clone()
 epoch(*everything)
-folder = sorted((Path(sys.argv[1]) / "checkpoints").iterdir())[0]
+folder = sorted((Path(sys.argv[1]) / "checkpoints").glob("checkpoint_*"))[0]
 accelerator.load_state(str(folder))
 print("back", torch.equal(before, accelerator.unwrap_model(model).weight), counter.seen)
 accelerator.wait_for_everyone()
