@@ -214,7 +214,7 @@ class SaveJob:
         self._plan = plan
         self._group = group
         self._next_generation = next_generation
-        self._before_write = before_write or _always
+        self._before_write = before_write
         self._ran = False
 
     @property
@@ -276,11 +276,8 @@ class SaveJob:
         shown = progress if group.rank == 0 else False
         self._plan.encode()
         with TransferProgress("saving", self.nbytes, shown) as bar:
-            plan = self._plan
-            commit = Commit(
-                self._store, self.save_id, plan.run_id, plan.metadata, self._before_write
-            )
-            run = Run(self.url, self.save_id, self._store, plan, group, commit, bar.add)
+            parts = (self._store, self._plan, group, bar.add, self._before_write)
+            run = Run(self.url, self.save_id, *parts)
             return run.save(self._next_generation)
 
 
@@ -303,8 +300,8 @@ class Run:
         store: Store,
         plan: RankPlan,
         group: ProcessGroupLike,
-        commit: Commit,
         on_written: Callable[[int], None],
+        before_write: Callable[[], None] | None = None,
     ) -> None:
         self._url = url
         self._save_id = save_id
@@ -312,7 +309,7 @@ class Run:
         self._group = group
         self._store = store
         self._writer = RankWriter(store, save_id, group.rank, on_written)
-        self._commit = commit
+        self._commit = Commit(store, save_id, plan.run_id, plan.metadata, before_write or _always)
         self._headline = failure_headline(url)
 
     def save(self, next_generation: NextGeneration) -> Manifest:

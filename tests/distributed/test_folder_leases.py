@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +19,63 @@ from checkpoint_io import Lease
 from checkpoint_io.storage.lease import LEASE
 from loggers import read_jsonl
 from tests.distributed.conftest import Pool
+from tests.support import warm
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.distributed
+
+
+#: Its rank 0 is killed in the second step of the first attempt.
+SCRIPT = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+from accel_callbacks import Accelerator
+from accel_callbacks.callbacks import Checkpoint
+
+accel = Accelerator(
+    cpu=True,
+    project_dir=sys.argv[1],
+    log_with="jsonl",
+    callbacks=[Checkpoint(every_n_steps=1, async_save=False)],
+    timeout=timedelta(seconds=30),
+)
+model = torch.nn.Linear(1, 1)
+data = torch.utils.data.DataLoader(torch.ones(8, 1), 1)
+model, optimizer, data = accel.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+with accel.run("restarts") as run:
+    for epoch in run.epochs(1):
+        for batch in data:
+            accel.backward(model(batch).mean())
+            if accel.is_main_process and run.global_step == 1 and run.resumed_from is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+            accel.log({"loss": 1.0})
+accel.print("ended at", run.global_step)
+accel.end_training()
+"""
+
+
+def test_a_restart_after_a_kill_waits_for_nobody(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ["--cpu", "--num_processes", "2", "--max_restarts", "1"]
+    done = warm.run(
+        [sys.executable, "-m", "accel_callbacks.cli", "launch", *options, str(script), "runs"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        warm_children=True,
+    )
+    assert "ended at 4" in done.stdout, done.stderr
+    assert "waiting" not in done.stderr
+    assert [row["step"] for row in read_jsonl(tmp_path / "runs/metrics.jsonl")] == [1, 2, 3, 4]
+    number = json.loads((tmp_path / "runs" / LEASE).read_text())["number"]
+    assert number == 2  # the second attempt followed the first
 
 
 def accelerator(folder: str, on_conflict: str = "refuse", **options) -> Accelerator:

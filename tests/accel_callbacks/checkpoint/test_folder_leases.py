@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -349,3 +350,20 @@ def test_ckpt_leaves_a_folder_alone_that_is_held(
 def test_an_unknown_way_to_act_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"on_conflict='takeover' .* Did you mean 'take_over'\?"):
         ProjectConfiguration(on_conflict="takeover")  # type: ignore[arg-type]
+
+
+@pytest.mark.s3
+def test_a_folder_in_a_store_is_held_and_given_back(s3_options: dict[str, Any]) -> None:
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    saver = Checkpoint(url, storage_options=s3_options)
+    lease = Lease(url, storage_options=s3_options)
+    accel = Accelerator(cpu=True, callbacks=[saver])
+    accel.prepare(torch.nn.Linear(1, 1))
+    with accel.run("stored") as run:
+        found = lease.find_holder()
+        assert found is not None
+        assert (found.run_name, found.run_id) == ("stored", run.run_id)
+        for _ in run.epochs(1):
+            pass
+    assert saver.last_path == f"{url}/step-00000000"
+    assert lease.find_holder() is None
