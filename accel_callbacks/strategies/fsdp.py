@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from accel_callbacks import collectives
-from accel_callbacks.distributed.abort import explain_in_place
 from accel_callbacks.distributed.rank_subset import needs_all_ranks, refuse_on_subset
 from accel_callbacks.distributed.topology import DistributedType, Topology
 from accel_callbacks.gradients import has_gradients, local_part
@@ -47,6 +45,13 @@ from accel_callbacks.strategies.fsdp_groups import (
     parameter_groups,
     reduce_held,
     reducing,
+)
+from accel_callbacks.strategies.sharded_calls import (
+    begin_at_root,
+    explain_backward,
+    explain_forward,
+    explain_layers,
+    refuse_copies,
 )
 from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.shared_buffers import SharedBuffers
@@ -245,8 +250,10 @@ class FSDP(Sharding):
         if self._buffers is not None and any(True for _ in model.buffers()):
             self._buffers.watch(model)
         needs_all_ranks(filter(_is_sharded, model.modules()))
+        refuse_copies(model)
         if not is_compiled(model):  # whose code would leave the hook out, or break there
-            model.register_forward_hook(_explain_forward, always_call=True)
+            model.register_forward_hook(explain_forward, always_call=True)
+            explain_layers(model)
         if callable(getattr(model, "generate", None)):
             self.mark_forward_methods(model, ["generate"])
         return model
@@ -306,6 +313,7 @@ class FSDP(Sharding):
         with whole_parameters_freed(model):
             fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
         self._lingering[model] = list(map(ref, lingering))
+        begin_at_root(model)
         if options.forward_prefetch:
             _prefetch([unit.modules[0] for unit in units if len(unit.modules) == 1][::-1])
         _tell_precision(model, policy, upcast)
@@ -367,7 +375,11 @@ class FSDP(Sharding):
         for groups in self._groups.values():
             for group in groups:
                 _admit_unfrozen(group())
-        super().backward(loss, **kwargs)
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            explain_backward(error)
+            raise
         self._units.finish_backward()
         for model, whole in self._whole.items():
             trained = [parameter for parameter in whole if parameter.requires_grad]
@@ -554,14 +566,6 @@ def _checked(
 
     checked._gathers = True  # type: ignore[attr-defined]
     return checked
-
-
-def _explain_forward(model: torch.nn.Module, args: Any, output: Any) -> None:
-    """Say which rank did not come to a forward that has failed, and where it is."""
-    error = sys.exc_info()[1]
-    if output is None and isinstance(error, RuntimeError):
-        name = class_of(model).__name__
-        explain_in_place(error, f"the forward of {name}, which gathers weights from all ranks")
 
 
 # --- helpers of sharding ----------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +23,15 @@ from accel_callbacks.strategies.replica_agreement import ReplicaAgreement
 from accel_callbacks.warning import warn
 
 __all__ = ["Sharding"]
+
+_Reasons = Mapping[str, str]
+#: Why optimizers step with other numbers than one process would, or not at all.
+_OF_ALL_PARAMETERS: _Reasons = {"LBFGS": "it looks at all parameters as one vector"}
+_OF_WHOLE_PARAMETERS: _Reasons = {
+    "Adafactor": "it averages over rows and columns of whole matrices",
+    "Muon": "it makes whole matrices orthogonal",
+    "Rprop": "torch has its step for whole parameters alone",
+}
 
 
 class Sharding(Strategy):
@@ -58,12 +68,14 @@ class Sharding(Strategy):
                     "sharded already: put both models into one module, and prepare that."
                 )
 
-    def _refuse_lbfgs(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
+    def _refuse_optimizer(self, optimizer: torch.optim.Optimizer, reasons: _Reasons) -> None:
+        """Refuse an optimizer whose step is one of these; a step of the user's own is theirs."""
+        step = inspect.unwrap(type(optimizer).step)
+        name = step.__qualname__.partition(".")[0]
+        if name in reasons and step.__module__.partition(".")[0] in ("torch", "transformers"):
             raise ValueError(
-                "LBFGS does not work with sharded models: it looks at all parameters as one "
-                "vector, and each rank has only a part. Choose another optimizer, or "
-                f"{self._plainer}."
+                f"{name} does not work with sharded models: {reasons[name]}, and each rank has "
+                f"only a part. Choose another optimizer, or {self._plainer}."
             )
 
     def _replace(self, before: dict[str, torch.nn.Parameter], model: torch.nn.Module) -> None:
@@ -109,7 +121,7 @@ class Sharding(Strategy):
         """Shard the models, and let all optimizers step with the shards."""
         if self.topology.world_size > 1:
             for optimizer in optimizers:
-                self._refuse_lbfgs(optimizer)
+                self._refuse_optimizer(optimizer, _OF_ALL_PARAMETERS)
         done = super().setup(models, optimizers, schedulers)
         self._optimizers.update(dict.fromkeys(optimizers))
         # Those of earlier calls too: their model may have come only now.
@@ -122,6 +134,8 @@ class Sharding(Strategy):
         shard = self._shard_of
         for group in optimizer.param_groups:
             group["params"][:] = map(shard, group["params"])
+            if any(map(collectives.is_sharded, group["params"])):
+                self._refuse_optimizer(optimizer, _OF_WHOLE_PARAMETERS)
             _fit_kernels(optimizer, group)
         if not len(self._sharded):
             return
