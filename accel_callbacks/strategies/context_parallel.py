@@ -20,6 +20,13 @@ from accel_callbacks.warning import warn
 __all__ = ["ContextParallel", "token_order"]
 
 _WHAT = "maybe_context_parallel"
+_ADVICE = {
+    "attention.* does not have a sharding strategy": (
+        "{size}: torch computes attention over several ranks with the kernels of GPUs alone, and "
+        "this is {device}. Pass ParallelismConfig(sp_size=...), whose ranks exchange heads and "
+        "compute attention with any kernel, or train on GPUs."
+    ),
+}
 # Names of models of transformers that pool the tokens.
 _OF_SEQUENCES = (
     "ForSequenceClassification",
@@ -245,7 +252,14 @@ class ContextParallel:
             if torch.is_grad_enabled():
                 self._pending = self._pending or query.requires_grad or value.requires_grad
             assert self._over_ranks is not None
-            return self._over_ranks(query, key, value, is_causal=is_causal, **options)
+            try:
+                return self._over_ranks(query, key, value, is_causal=is_causal, **options)
+            except NotImplementedError as error:
+                # Imported here, because most runs need no advice.
+                from accel_callbacks.strategies.advice import advise
+
+                advise(error, _ADVICE, size=self._size, device=query.device.type)
+                raise
 
         return attention
 

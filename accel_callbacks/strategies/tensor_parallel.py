@@ -22,6 +22,8 @@ from accel_callbacks.strategies.checks import is_of_transformers, is_plain, refu
 from accel_callbacks.strategies.cut_dropout import CutDropout, draws_random_numbers
 from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.tensor_plan import (
+    check_heads,
+    check_pairs,
     first_pattern,
     is_cut_after,
     matched_styles,
@@ -321,6 +323,8 @@ def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> N
     chosen = list(matched_styles(model, plan))
     for name, module, style in chosen:
         _check_layer(name, module, style, mesh.size())
+    check_pairs(chosen)
+    check_heads(model, chosen, mesh.size())
     for name, module, style in chosen:
         if style == "replicated_with_grad_allreduce":
             _replicate(module, mesh)

@@ -13,6 +13,8 @@ from accel_callbacks.errors import nearest
 
 __all__ = [
     "STYLES",
+    "check_heads",
+    "check_pairs",
     "first_pattern",
     "is_cut_after",
     "matched_styles",
@@ -65,6 +67,13 @@ _COLWISE_IN = ("intermediate.dense",)
 _ROWWISE_IN = ("output.dense",)
 # One linear layer for several: its columns are not those of a head, so cutting them is wrong.
 _PACKED = ("qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj", "gate_up_proj", "Wqkv")
+# Layers of attention whose output has the features of one head after the other.
+_OF_KEYS = ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin", "wk", "wv", "to_k", "to_v")
+_OF_HEADS = ("q_proj", "query", "q_lin", "wq", "to_q", *_OF_KEYS)
+# What attention calls the features of a head, its heads, and those of keys and values.
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head")
+_HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 # Norms of the heads of a rank: their weights are whole, and their gradients parts of sums.
 _HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
 _HEADS = ("lm_head", "head", "output", "embed_out", "unembed")
@@ -153,6 +162,146 @@ def is_cut_after(style: Any) -> bool | None:
         return None
     each = layouts if isinstance(layouts, (tuple, list)) else (layouts,)
     return any(one is not None and one.is_shard() for one in each)
+
+
+def check_pairs(chosen: Iterable[tuple[str, torch.nn.Module, Any]]) -> None:
+    """Refuse a layer that leaves each rank a part of its features, if no layer takes such parts.
+
+    And one that takes parts which no layer leaves. Layers belong together that have the innermost
+    module around both in common.
+
+    Args:
+        chosen: what :func:`matched_styles` yields.
+
+    Raises:
+        ValueError: a layer has no other that goes with it.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_plan import check_pairs
+        >>> check_pairs([("up", torch.nn.Linear(2, 4), "colwise")])
+        Traceback (most recent call last):
+        ValueError: 'up' leaves each rank a part of its output ('colwise'), and the plan of tensor \
+parallelism has no layer that takes parts: give the layer after it "rowwise", or 'up' \
+"colwise_gather_output", after which its output is whole on each rank.
+    """
+    leaving: dict[str, Any] = {}
+    taking: dict[str, Any] = {}
+    for name, module, style in chosen:
+        role = _role(style)
+        if role == "unknown":  # a style of the user's own may join what others cut
+            return
+        if role == "takes" and isinstance(module, torch.nn.Embedding):
+            raise ValueError(
+                f"{name!r} is an Embedding, which takes whole tokens: give it "
+                '"embedding_rowwise" in place of "rowwise".'
+            )
+        if role is not None:
+            (leaving if role == "leaves" else taking)[name] = style
+    _drop_pairs(leaving, taking)
+    for name, style in leaving.items():
+        raise ValueError(
+            f"{name!r} leaves each rank a part of its output ({style!r}), and the plan of tensor "
+            'parallelism has no layer that takes parts: give the layer after it "rowwise", or '
+            f'{name!r} "colwise_gather_output", after which its output is whole on each rank.'
+        )
+    for name, style in taking.items():
+        raise ValueError(
+            f"{name!r} takes a part of its input on each rank ({style!r}), and the plan of tensor "
+            'parallelism has no layer that leaves parts: give the layer before it "colwise", or '
+            f"leave {name!r} out of the plan."
+        )
+
+
+def _role(style: Any) -> str | None:
+    """Return whether a layer ``"leaves"`` or ``"takes"`` parts of features, None for neither."""
+    if isinstance(style, str):
+        if style.startswith("packed") or style in ("colwise", "colwise_sequence"):
+            return "leaves"
+        return "takes" if style in ("rowwise", "rowwise_sequence") else None
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    if type(style) is SequenceParallel:
+        return None
+    if type(style) is ColwiseParallel and style.use_local_output:
+        return "leaves" if is_cut_after(style) else None
+    if type(style) is RowwiseParallel:
+        return "takes" if any(one.is_shard() for one in style.input_layouts) else None
+    return "unknown"
+
+
+def _drop_pairs(leaving: dict[str, Any], taking: dict[str, Any]) -> None:
+    """Remove the layers that have one of the other kind in the innermost module around both."""
+    depth = max((name.count(".") for name in (*leaving, *taking)), default=0)
+    for level in range(depth, -1, -1):
+        around: dict[tuple[str, ...], set[str]] = {}
+        for name in (*leaving, *taking):
+            parts = tuple(name.split("."))
+            if len(parts) > level:
+                around.setdefault(parts[:level], set()).add(name)
+        for names in around.values():
+            if not names.isdisjoint(leaving) and not names.isdisjoint(taking):
+                for name in names:
+                    leaving.pop(name, None)
+                    taking.pop(name, None)
+
+
+def check_heads(
+    model: torch.nn.Module, chosen: Iterable[tuple[str, torch.nn.Module, Any]], ranks: int
+) -> None:
+    """Refuse to cut a layer of attention inside of a head.
+
+    Args:
+        model: the model.
+        chosen: what :func:`matched_styles` yields.
+        ranks: number of ranks that share the heads.
+
+    Raises:
+        ValueError: they cannot; the message names the attention, its heads and ``tp_size``.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_plan import check_heads
+        >>> attention = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(6, 6)})
+        >>> attention.head_dim = 2
+        >>> check_heads(attention, [("q_proj", attention["q_proj"], "colwise")], 3)
+    """
+    for name, module, style in chosen:
+        parent, _, last = name.rpartition(".")
+        packed = isinstance(style, str) and style.startswith("packed") and last in _PACKED
+        if _role(style) != "leaves" or not (packed or last in _OF_HEADS):
+            continue
+        attention = model.get_submodule(parent)
+        heads = _heads(attention, module, style, of_keys=last in _OF_KEYS)
+        if heads is not None and heads % ranks:
+            what = ("head" if heads == 1 else "heads") + " of keys and values" * (last in _OF_KEYS)
+            raise ValueError(
+                f"{parent or type(model).__name__!r} ({type(attention).__name__}) has {heads} "
+                f"{what}, which tp_size={ranks} does not divide, so that {name!r} would be cut "
+                "inside of a head: choose a tp_size that does, or leave the layers of the "
+                "attention out of the plan."
+            )
+
+
+def _heads(
+    attention: torch.nn.Module, layer: torch.nn.Module, style: Any, *, of_keys: bool
+) -> int | None:
+    """Return how many heads a layer computes the features of, None if nothing tells."""
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    # Conv1D of transformers has its weight the other way round.
+    features: int = getattr(layer, "nf", None) or weight.shape[0]
+    features //= parts_of(style) if isinstance(style, str) else 1
+    places = [attention, getattr(attention, "config", None)]
+    size = _number(places[:1], _HEAD_SIZES)
+    if size is not None and features % size == 0:
+        return features // size
+    return (_number(places, _KEY_COUNTS) if of_keys else None) or _number(places, _HEAD_COUNTS)
+
+
+def _number(places: Iterable[Any], names: Iterable[str]) -> int | None:
+    found = (getattr(place, name, None) for place in places for name in names)
+    return next((one for one in found if type(one) is int and one > 0), None)
 
 
 def _known(pattern: str, style: Any) -> Any:

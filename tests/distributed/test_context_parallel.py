@@ -252,6 +252,26 @@ def test_what_would_be_wrong_is_refused_and_nothing_is_left_behind(pool, case):
         assert re.search(REFUSALS[case], text), text
 
 
+def on_a_cpu(size: str) -> str:
+    """The error of a step without the kernels that stand in for those of GPUs."""
+    accel = accelerator({size: 2})
+    model = accel.prepare(LanguageModel())
+    tokens, positions = torch.ones(1, LENGTH, dtype=torch.long), torch.arange(LENGTH).view(1, -1)
+    try:
+        with accel.maybe_context_parallel([tokens, positions], [1, 1]):
+            accel.backward(model(tokens, positions).sum())
+    except NotImplementedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_attention_on_a_cpu_says_what_computes_it_there(pool):
+    for text in pool.run(on_a_cpu, "cp_size"):
+        assert text.startswith("cp_size: torch computes attention over several ranks")
+        assert "ParallelismConfig(sp_size=...)" in text
+    assert pool.run(on_a_cpu, "sp_size") == ["no error"] * 2
+
+
 def warned() -> list[list[str]]:
     """What a step says outside of the context, twice, and one inside without attention."""
     accel, model, _ = pair()

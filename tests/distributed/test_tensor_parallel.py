@@ -540,6 +540,13 @@ def refusals(layout: str) -> list[str]:
     note(lambda: accelerator("tp2", {"down": "colwise"}).prepare(odd))
     conv = torch.nn.ModuleDict({"up": torch.nn.Conv1d(2, 2, 1)})
     note(lambda: accelerator("tp2", {"up": "colwise"}).prepare(conv))
+    alone = torch.nn.ModuleDict({"up": torch.nn.Linear(2, 4), "down": torch.nn.Linear(4, 2)})
+    note(lambda: accelerator("tp2", {"up": "colwise"}).prepare(alone))
+    heads = torch.nn.ModuleDict({key: torch.nn.Linear(6, 6) for key in ("q_proj", "o_proj")})
+    heads.num_heads = 3
+    attention = {"q_proj": "colwise", "o_proj": "rowwise"}
+    note(lambda: accelerator("tp2", attention).prepare(heads))
+    note(lambda: accel.prepare(torch.optim.Rprop(model.parameters())))
     replicas = ParallelismConfig(dp_replicate_size=2, tp_size=2)
     note(lambda: Accelerator(cpu=True, parallelism_config=replicas))
     return texts
@@ -560,6 +567,9 @@ def test_what_cannot_work_is_refused_with_what_to_do(pool):
                 "'colwise'",
                 "'down'",
                 "Conv1d",
+                "'up' leaves each rank a part of its output",
+                "has 3 heads, which tp_size=2 does not divide",
+                "Rprop does not work with sharded models",
                 "",
             ),
             strict=True,

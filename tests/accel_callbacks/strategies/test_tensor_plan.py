@@ -12,7 +12,15 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from accel_callbacks.strategies.tensor_plan import STYLES, is_cut_after, propose_plan
+from accel_callbacks.strategies.tensor_plan import (
+    STYLES,
+    check_heads,
+    check_pairs,
+    is_cut_after,
+    matched_styles,
+    plan_of,
+    propose_plan,
+)
 
 
 class Block(torch.nn.Module):
@@ -85,3 +93,143 @@ def test_what_is_cut_after_a_style_of_torch():
     split = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
     assert is_cut_after(split)
     assert is_cut_after(object()) is None
+
+
+# --- layers that go together ----------------------------------------------------------------------
+
+
+class MLP(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+
+class Mixed(torch.nn.Module):
+    """Attention and an MLP, whose layers have no name in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp, self.embed = Block(), MLP(), torch.nn.Embedding(5, 8)
+
+
+_ATTENTION = {"attention.q_proj": "colwise", "attention.o_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ({"mlp.up": "colwise"}, "'mlp.up' leaves each rank a part of its output"),
+        ({"mlp.up": ColwiseParallel()}, "'mlp.up' leaves each rank a part of its output"),
+        ({"mlp.down": "rowwise"}, "'mlp.down' takes a part of its input"),
+        ({"mlp.down": RowwiseParallel()}, "'mlp.down' takes a part of its input"),
+        ({**_ATTENTION, "mlp.up": "colwise"}, "'mlp.up' leaves each rank"),
+        ({**_ATTENTION, "mlp.down": "rowwise"}, "'mlp.down' takes a part"),
+        ({"attention.q_proj": "packed_colwise:2"}, "'attention.q_proj' leaves each rank"),
+        ({"embed": "rowwise"}, 'give it "embedding_rowwise"'),
+    ],
+)
+def test_a_layer_without_the_one_that_goes_with_it_is_refused(plan, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check_pairs(matched_styles(Mixed(), plan))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mlp.up": "colwise", "mlp.down": "rowwise"},
+        {"mlp.up": ColwiseParallel(), "mlp.down": "rowwise"},
+        {"mlp.up": "colwise_gather_output"},
+        {"mlp.up": ColwiseParallel(output_layouts=Replicate())},
+        {"mlp.down": RowwiseParallel(input_layouts=Replicate())},
+        {"mlp.down": "colwise_loss_parallel", **_ATTENTION},
+        {"mlp.up": ColwiseParallel(use_local_output=False)},
+        {"embed": "embedding_rowwise", "mlp.down": "colwise_gather_output"},
+        {"attention.q_proj": "colwise", "mlp.down": "rowwise"},  # all that there is
+    ],
+    ids=str,
+)
+def test_layers_that_go_together_are_not(plan):
+    check_pairs(matched_styles(Mixed(), plan))
+
+
+def test_the_parts_of_a_sequential_go_together():
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU())
+    model = torch.nn.Sequential(inner, torch.nn.Sequential(torch.nn.Linear(8, 4)))
+    check_pairs(matched_styles(model, {"0.0": "colwise", "1.0": "rowwise"}))
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+
+class Heads(torch.nn.Module):
+    def __init__(self, **numbers: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = torch.nn.Linear(12, 12), torch.nn.Linear(12, 4)
+        self.o_proj = torch.nn.Linear(12, 12)
+        vars(self).update(numbers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ranks", "sentence"),
+    [
+        ({"head_dim": 4}, 2, r"'attn' \(Heads\) has 3 heads, which tp_size=2 does not divide"),
+        ({"head_dim": 2}, 3, "has 2 heads of keys and values, which tp_size=3"),
+        ({"head_dim": 4}, 3, "has 1 head of keys and values, which tp_size=3"),
+        ({"num_heads": 3}, 2, "has 3 heads"),
+        ({"num_heads": 4, "num_key_value_heads": 1}, 2, "has 1 head of keys and values"),
+    ],
+)
+def test_heads_that_the_ranks_do_not_divide_are_refused(numbers, ranks, sentence):
+    model = torch.nn.ModuleDict({"attn": Heads(**numbers)})
+    with pytest.raises(ValueError, match=sentence):
+        check_heads(model, list(matched_styles(model, propose_plan(model))), ranks)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{}, {"head_dim": 2}, {"num_heads": 4}, {"num_heads": 4, "n_kv_heads": 2}], ids=str
+)
+def test_heads_that_they_divide_or_that_nobody_counts_are_not(numbers):
+    model = torch.nn.ModuleDict({"attn": Heads(**numbers)})
+    check_heads(model, list(matched_styles(model, propose_plan(model))), 2)
+
+
+def of_transformers(kind: str, heads: int, key_heads: int | None = None) -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=24, n_layer=1, n_head=heads, vocab_size=8)
+        return transformers.GPT2LMHeadModel(config)
+    common = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 8}
+    if kind == "bert":
+        config = transformers.BertConfig(num_attention_heads=heads, **common)
+        return transformers.BertForMaskedLM(config)
+    config = transformers.LlamaConfig(
+        num_attention_heads=heads, num_key_value_heads=key_heads, **common
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+_GPT2 = {"*.h.*.attn.c_attn": "packed_colwise:3", "*.h.*.attn.c_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "sentence"),
+    [
+        ("llama", (3, 3), r"self_attn' \(LlamaAttention\) has 3 heads, which tp_size=2"),
+        ("llama", (4, 1), r"\(LlamaAttention\) has 1 head of keys and values, which tp_size=2"),
+        ("bert", (3,), r"\(BertSelfAttention\) has 3 heads"),
+        ("gpt2", (3,), r"\(GPT2Attention\) has 3 heads"),
+        ("llama", (4, 2), ""),
+        ("bert", (4,), ""),
+        ("gpt2", (4,), ""),
+    ],
+)
+def test_heads_of_models_of_transformers(kind, heads, sentence):
+    model = of_transformers(kind, *heads)
+    plan = _GPT2 if kind == "gpt2" else plan_of(model) or propose_plan(model)
+    chosen = list(matched_styles(model, plan))
+    check_pairs(chosen)
+    if not sentence:
+        check_heads(model, chosen, 2)
+        return
+    with pytest.raises(ValueError, match=sentence):
+        check_heads(model, chosen, 2)
