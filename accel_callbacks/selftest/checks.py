@@ -6,9 +6,9 @@ import os
 import platform
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from checkpoint_io.storage import open_store
 
 __all__ = [
     "CHECKS",
+    "Trainee",
     "accumulation_equals_one_batch",
     "collectives_carry_values",
     "differing_ranks",
@@ -53,14 +54,27 @@ _SAVE_AFTER = 2
 _BATCHES = 5
 
 
-def small_model(seed: int = 3, dropout: float = 0.0) -> nn.Module:
-    """Return a small model whose initial weights depend on the seed alone."""
+def small_model(seed: int = 3, dropout: float = 0.0, stages: int = 1) -> nn.Sequential:
+    """Return a small model whose initial weights depend on the seed alone.
+
+    Args:
+        seed: of the weights.
+        dropout: probability of the dropout layer.
+        stages: number of stages of a pipeline that its layers must be enough for.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = nn.Sequential(
             nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4)
         )
+        _lengthen(model, stages, width=4)
     return _with_plan(model, first="0", last="4")
+
+
+def _lengthen(model: nn.Sequential, stages: int, width: int) -> None:
+    """Append layers until each stage of a pipeline can have one."""
+    while len(model) < stages:
+        model.append(nn.Linear(width, width))
 
 
 def _with_plan(model: nn.Sequential, first: str, last: str) -> nn.Sequential:
@@ -78,10 +92,10 @@ def samples(count: int) -> TensorDataset:
 
 
 def train_plainly(
-    windows: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    windows: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device, stages: int = 1
 ) -> torch.Tensor:
     """Train in plain torch on one process, a step per window; return the weights."""
-    model = small_model().to(device)
+    model = small_model(stages=stages).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in windows:
         loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
@@ -92,15 +106,63 @@ def train_plainly(
 
 
 def flat_weights(model: nn.Module) -> torch.Tensor:
-    """Return all parameters, flattened; collective if they are sharded."""
-    return torch.cat([_whole(one).float().flatten() for one in model.parameters()])
+    """Return all parameters of a model that is whole on this rank, flattened."""
+    return _flat(model.parameters())
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter, gathered if it is a shard."""
-    one: Any = parameter.detach()
-    whole: torch.Tensor = one.full_tensor() if hasattr(one, "full_tensor") else one
-    return whole
+def _flat(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
+
+
+class Trainee(NamedTuple):
+    """A model as this run trains it: in stages under a pipeline, else as ``prepare`` returns it.
+
+    Attributes:
+        model: prepared.
+        loss: the mean squared error of a batch of inputs and targets.
+    """
+
+    model: nn.Module
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def prepare(cls, accel: Accelerator, model: nn.Sequential, *others: Any) -> tuple[Any, ...]:
+        """Collective: return the trainee of a model, and prepared what is trained with it.
+
+        Args:
+            accel: of the run.
+            model: with at least as many layers as there are stages.
+            *others: its optimizer, and loaders.
+        """
+        stages = _stages(accel)
+        if stages == 1:
+            prepared, *ready = accel.prepare(model, *others)
+            return cls(prepared, lambda inputs, targets: _error(prepared(inputs), targets)), *ready
+        points = [str(number * len(model) // stages) for number in range(1, stages)]
+        pipeline = accel.prepare_pipeline(model, points, _error)
+        ready = [accel.prepare(other) for other in others]
+        return cls(pipeline, lambda inputs, targets: pipeline(inputs, target=targets)), *ready
+
+    def weights(self, accel: Accelerator) -> torch.Tensor:
+        """Collective: return all parameters, gathered and flattened, on the device."""
+        state = accel.get_state_dict(self.model, all_ranks=True)
+        named = accel.unwrap_model(self.model).named_parameters()
+        return _flat(state[name] for name, _ in named).to(accel.device)
+
+
+def _error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs.float(), targets)
+
+
+def _stages(accel: Accelerator) -> int:
+    """Return the number of stages of a pipeline, 1 without one."""
+    parallelism = accel.parallelism_config
+    return parallelism.sizes["pp"] if parallelism is not None and parallelism.pp_enabled else 1
+
+
+def _rows(accel: Accelerator) -> int:
+    """Return the rows of a batch, of which each stage of a pipeline has some at a time."""
+    return _BATCH * _stages(accel)
 
 
 def differing_ranks(rows: torch.Tensor) -> Iterator[int]:
@@ -339,34 +401,35 @@ def precision_holds(lab: Lab) -> str:
 def _train(accel: Accelerator) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """Take twelve steps on one batch; return the weights before and after, and the losses."""
     layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    _lengthen(layers, _stages(accel), width=16)
     inner = _with_plan(layers, first="0", last="2").to(accel.device)
-    model, optimizer = accel.prepare(inner, torch.optim.Adam(inner.parameters(), lr=0.02))
-    before = flat_weights(inner).clone()
+    adam = torch.optim.Adam(inner.parameters(), lr=0.02)
+    trainee, optimizer = Trainee.prepare(accel, inner, adam)
+    before = trainee.weights(accel)
     generator = torch.Generator(device="cpu").manual_seed(4)
     batch = torch.randn(32, 16, generator=generator, device="cpu").to(accel.device)
     losses = []
     for _ in range(12 * accel.config.gradient_accumulation_steps):
-        with accel.accumulate(model):
+        with accel.accumulate(trainee.model):
             with accel.autocast():
-                loss = nn.functional.mse_loss(model(batch).float(), batch)
+                loss = trainee.loss(batch, batch)
             accel.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return before, flat_weights(inner), losses
+    return before, trainee.weights(accel), losses
 
 
 def gradients_average(lab: Lab) -> str:
     """Check that training on shares gives the weights of one process with the whole batch."""
     accel = lab.accelerator()
-    world = accel.data_world
-    count = 4 * _BATCH * world
+    step = _rows(accel) * accel.data_world
+    count = 4 * step
     expect = Expectations()
     mine, rows = _trained(accel, count)
-    whole = [samples(count)[n : n + _BATCH * world] for n in range(0, count, _BATCH * world)]
-    expect.close(
-        "weights and those of one process", mine, train_plainly(whole, accel.device), _ROUNDING
-    )
+    whole = [samples(count)[n : n + step] for n in range(0, count, step)]
+    alone = train_plainly(whole, accel.device, _stages(accel))
+    expect.close("weights and those of one process", mine, alone, _ROUNDING)
     differ = list(differing_ranks(rows))
     expect.that(not differ, f"ranks {differ} have other weights than rank 0")
     expect.done()
@@ -377,29 +440,29 @@ def accumulation_equals_one_batch(lab: Lab) -> str:
     """Check that micro-batches give the weights of whole windows, with a short last window."""
     window = max(2, lab.config.gradient_accumulation_steps)
     accel = lab.accelerator(gradient_accumulation_steps=window)
-    step = _BATCH * accel.data_world
+    step = _rows(accel) * accel.data_world
     count = step * (window + window // 2)
     expect = Expectations()
     mine, _ = _trained(accel, count)
     whole = [samples(count)[n : n + step * window] for n in range(0, count, step * window)]
-    expect.close(
-        "weights and those of whole windows", mine, train_plainly(whole, accel.device), _ROUNDING
-    )
+    alone = train_plainly(whole, accel.device, _stages(accel))
+    expect.close("weights and those of whole windows", mine, alone, _ROUNDING)
     expect.done()
     return f"windows of {window} and {window // 2} micro-batches, as whole batches"
 
 
 def _trained(accel: Accelerator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Train for an epoch; return the weights, and those of all ranks."""
-    inner = small_model()
-    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-    model, optimizer, loader = accel.prepare(inner, optimizer, DataLoader(samples(count), _BATCH))
+    inner = small_model(stages=_stages(accel))
+    sgd = torch.optim.SGD(inner.parameters(), lr=0.1)
+    batches = DataLoader(samples(count), _rows(accel))
+    trainee, optimizer, loader = Trainee.prepare(accel, inner, sgd, batches)
     for inputs, targets in loader:
-        with accel.accumulate(model):
-            accel.backward(nn.functional.mse_loss(model(inputs), targets))
+        with accel.accumulate(trainee.model):
+            accel.backward(trainee.loss(inputs, targets))
             optimizer.step()
             optimizer.zero_grad()
-    weights = flat_weights(accel.unwrap_model(model))
+    weights = trainee.weights(accel)
     return weights, accel.gather(weights[None])
 
 
@@ -429,29 +492,30 @@ def resume_is_exact(lab: Lab) -> str:
     return f"saved in mid-epoch, verified, resumed bit by bit ({files} files in {lab.folder})"
 
 
-def _prepare(accel: Accelerator, seed: int) -> Any:
+def _prepare(accel: Accelerator, seed: int) -> tuple[Any, ...]:
     """Prepare a model, an optimizer and a shuffled loader."""
-    model = small_model(seed, dropout=0.5)
+    model = small_model(seed, dropout=0.5, stages=_stages(accel))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    data = samples(_BATCH * _BATCHES * accel.data_world)
-    return accel.prepare(model, optimizer, DataLoader(data, _BATCH, shuffle=True))
+    data = samples(_rows(accel) * _BATCHES * accel.data_world)
+    loader = DataLoader(data, _rows(accel), shuffle=True)
+    return Trainee.prepare(accel, model, optimizer, loader)
 
 
 def _train_and_save(
-    accel: Accelerator, parts: Any, save_to: str | None = None
+    accel: Accelerator, parts: tuple[Any, ...], save_to: str | None = None
 ) -> tuple[torch.Tensor, list[float]]:
     """Train to the end of the epoch; return the weights, and the batch sums since the save."""
-    model, optimizer, loader = parts
+    trainee, optimizer, loader = parts
     seen = []
     for number, (inputs, targets) in enumerate(loader, 1):
-        accel.backward(nn.functional.mse_loss(model(inputs), targets))
+        accel.backward(trainee.loss(inputs, targets))
         optimizer.step()
         optimizer.zero_grad()
         seen.append(float(inputs.sum()))
         if save_to is not None and number == _SAVE_AFTER:
             accel.save_state(save_to)
             seen.clear()
-    return flat_weights(accel.unwrap_model(model)), seen
+    return trainee.weights(accel), seen
 
 
 @contextmanager

@@ -140,6 +140,26 @@ def test_all_holds_on_two_processes(warm_accel: Run, tmp_path: Path) -> None:
     assert list((tmp_path / "kept").iterdir()) == []
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("shards", [1, 2])
+def test_all_holds_for_stages_of_a_pipeline(warm_accel: Run, shards: int) -> None:
+    words = ["--use_parallelism_config", "--parallelism_config_pp_size=2"]
+    words += ["--cpu", f"--num_processes={2 * shards}"]
+    words += [f"--parallelism_config_dp_shard_size={shards}"] * (shards > 1)
+    done = warm_accel("test", *words, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["ok", name] for name in NAMES]
+    assert "pp 2" in lines[0]
+    assert last == "9 checks hold"
+
+
+def test_a_model_has_a_layer_for_each_stage() -> None:
+    short, long = checks.small_model(), checks.small_model(stages=7)
+    assert (len(short), len(long)) == (5, 7)
+    assert torch.equal(short[0].weight, long[0].weight)
+
+
 @pytest.mark.slow  # by default: in this process, below
 @pytest.mark.distributed
 def test_a_failed_check_is_reported_with_advice(accel: Run, tmp_path: Path) -> None:
