@@ -27,8 +27,6 @@ FORBIDDEN_ARROWS = {
 MAY_UNPICKLE_TENSORS = {"checkpoint_io/weights/torch_pickle.py"}
 MAY_WRITE_ENVIRON = {"accel_callbacks/launch/environment.py"}
 RENAMES_AND_SYNCS = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync"}
-#: Runs before this package can be imported, and falls back.
-MAY_RENAME = {"accel_callbacks/launch/worker.py"}
 #: Files that import each other, those imports included that run late or only for type checkers.
 #: Each entry is one whole circle. The list only shrinks.
 ALLOWED_CIRCLES: list[set[str]] = [
@@ -514,7 +512,7 @@ def test_the_packages_agree_on_local_files() -> None:
 def test_renames_and_syncs_are_those_of_local_files(name: str) -> None:
     # Windows needs patience for a rename, and macOS a call of its own for a sync.
     uses = system_calls(parse(FILES[name]))
-    if name in MAY_RENAME or name.endswith("/local_files.py"):
+    if name.endswith("/local_files.py"):
         assert uses
     else:
         assert uses == [], f"{name}: use {name.partition('/')[0]}.local_files"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import posixpath
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.async_save import SaveGroup
+from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.logging import notice
 
@@ -141,9 +141,9 @@ class _Report(NamedTuple):
 def _report(error: Exception | None, changes: bool) -> _Report:
     if error is None:
         return _Report("", "", damaged=True, changed=changes)
-    details = "".join(traceback.format_exception(error))
     changed = changes and _half_done(error)
-    return _Report(f"{type(error).__name__}: {error}", details, _is_damage(error), changed)
+    summary, details = f"{type(error).__name__}: {error}", published_text(error)
+    return _Report(summary, details, _is_damage(error), changed)
 
 
 def _is_damage(error: Exception) -> bool:

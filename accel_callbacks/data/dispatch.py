@@ -8,7 +8,6 @@ that share a model get the same part.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from accel_callbacks.data.order import Generators, Record
 from accel_callbacks.data.shard import ShareSource
 from accel_callbacks.data.sources import Delivery, Setting
 from accel_callbacks.data.stream import State, StatefulSource, StreamSource
+from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
 
 __all__ = [
@@ -545,7 +545,7 @@ class DispatchSource(StatefulSource):
             raise sent.problem from None
         except Exception as problem:
             with suppress(Exception):  # the others may be gone; this error is the one to be seen
-                sender.failure("".join(traceback.format_exception(problem)))
+                sender.failure(published_text(problem))
             raise
         sender.end()
 

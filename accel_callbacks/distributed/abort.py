@@ -13,7 +13,6 @@ import json
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from accel_callbacks.distributed.heartbeat import (
     stop_heartbeat,
 )
 from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import DistributedOperationException, LostRankError, RemoteError
 
 __all__ = [
@@ -187,7 +187,7 @@ def _wait_for_report() -> RemoteError | None:
 
 
 def _encode(error: BaseException, where: str) -> str:
-    details = "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
+    details = published_text(error)[-_LONGEST_REPORT:]
     return json.dumps({"rank": rank(), "where": where, "details": details})
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,6 +24,7 @@ from accel_callbacks.distributed.abort import abort_run
 from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import current_heartbeat, stop_heartbeat
 from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import DistributedOperationException, RemoteError
 
 __all__ = ["leave", "meet", "share_failure", "shared_failure"]
@@ -109,8 +109,7 @@ def _report(error: BaseException, where: str) -> None:
     with suppress(Exception):  # if the others are gone, this error is the one to be seen
         _arrive_at(point)
         if _others_arrive_at(point):
-            text = "".join(traceback.format_exception(error))
-            collectives.all_objects(text, operation=where)
+            collectives.all_objects(published_text(error), operation=where)
             return
     first = abort_run(error, where)
     with suppress(Exception):

@@ -40,6 +40,7 @@ from accel_callbacks.distributed.process_group import (
     store_outlives,
 )
 from accel_callbacks.distributed.xla import has_xla, xla_device
+from accel_callbacks.rank_report import install_excepthook
 from accel_callbacks.warning import warn
 
 __all__ = [
@@ -201,6 +202,7 @@ def resolve_topology(
         if collectives.join_control_group():
             _leave_group_at_exit()
     register_daemon_thread()
+    install_excepthook()
     group = _default_group()
     _group = None if group is None else ref(group)
     return _current

@@ -14,7 +14,7 @@ from typing import Any
 from accel_callbacks.launch import worker
 from accel_callbacks.launch.option import SettingsError
 from accel_callbacks.launch.plan import AgentPlan, escaped
-from accel_callbacks.launch.report import exit_code, failure_report, root_cause
+from accel_callbacks.launch.report import code_of, exit_code, failure_report, root_cause
 
 _REPORTED_HERE = ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent")
 
@@ -49,7 +49,7 @@ def run_agent(plan: AgentPlan) -> int:
         if not plan.quiet:
             text = failure_report(failures, plan.program.name, plan.log_dir)
             print(text, file=sys.stderr, flush=True)
-        return exit_code(failures[root_cause(failures)].exitcode)
+        return exit_code(code_of(failures[root_cause(failures)]))
     except SignalException as stop:
         print(f"accel launch: stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
         return 128 + int(stop.sigval)

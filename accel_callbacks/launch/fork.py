@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from accel_callbacks.distributed.topology import destroy_topology
+from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import RemoteError
 from accel_callbacks.launch.environment import (
     OWN_STORES,
@@ -474,7 +475,7 @@ class ErrorReports:
         trace = error.__traceback__
         while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == _HERE:
             trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        text = published_text(error, trace).rstrip()
         summary = traceback.format_exception_only(type(error), error)[-1].strip()
         # A killed peer loses its connections, which raised here, just before it becomes a zombie.
         time.sleep(0.05)

@@ -6,7 +6,9 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from accel_callbacks.rank_report import CONSEQUENCES
 
 _MOST_LINES = 60
 _SIGKILL = 9  # the name is missing on Windows, and so is that of SIGBUS
@@ -34,17 +36,6 @@ _STATUSES = {
     0xC0000409: ("an abort", 6),
     0xE06D7363: ("an exception of C++ that was not caught", 6),
 }
-# In the errors of collectives and of this library on the peers of a failed rank.
-_CONSEQUENCES = (
-    "RemoteError",
-    "LostRankError",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "remote process exited",
-    "Failed to recv",
-)
 
 
 class Failure(Protocol):
@@ -96,6 +87,13 @@ def status_of(code: int) -> int | None:
     return unsigned if unsigned >= _FIRST_STATUS and not -256 < code < 0 else None
 
 
+def code_of(failure: Failure) -> int:
+    """Return the exit code of a process; 1 if it was stopped while it ended with an error."""
+    code = failure.exitcode
+    stopped = code == -signal.SIGTERM or status_of(code) == _CTRL_C
+    return 1 if stopped and "told_by" in _extra(failure) else code
+
+
 def root_cause(failures: Mapping[int, Failure]) -> int:
     """Return the rank that most likely failed first.
 
@@ -106,28 +104,40 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
     candidates = {rank: failures[rank] for rank in seen if not _stopped(failures[rank])} or failures
     first = min(_seconds(failure) for failure in candidates.values())
 
-    def order(rank: int) -> tuple[bool, bool, float, int]:
+    def order(rank: int) -> tuple[bool, bool, bool, float, int]:
         failure = failures[rank]
         late = _seconds(failure) - first >= 2
         killed = _crashed(failure.exitcode) and not late
-        return late or _follows(failure), not killed, _seconds(failure), seen.index(rank)
+        kind = late or _follows(failure), not killed, _told_by(failure) >= 0
+        return *kind, _seconds(failure), seen.index(rank)
 
     return min(candidates, key=order)
 
 
 def _seconds(failure: Failure) -> float:
     """Return the time of the failure: as recorded by our worker, or torch's, in whole seconds."""
-    extra = failure.message.get("extraInfo") if isinstance(failure.message, Mapping) else None
     try:
-        return float(extra["seconds"]) if isinstance(extra, Mapping) else float(failure.timestamp)
-    except (KeyError, ValueError, TypeError):
+        return float(_extra(failure).get("seconds", failure.timestamp))
+    except (ValueError, TypeError):
         return float(failure.timestamp)
 
 
 def _follows(failure: Failure) -> bool:
     """Return whether the error is a consequence of the failure of another rank."""
     text = "\n".join(_message(failure))
-    return any(words in text for words in _CONSEQUENCES)
+    return any(words in text for words in CONSEQUENCES)
+
+
+def _told_by(failure: Failure) -> int:
+    """Return the rank that has shown the error of this one, or its cause; -1 if it has itself."""
+    rank = _extra(failure).get("told_by")
+    return rank if isinstance(rank, int) else -1
+
+
+def _extra(failure: Failure) -> Mapping[str, Any]:
+    """Return what our worker has recorded; empty for another program's record, or none."""
+    extra = failure.message.get("extraInfo") if isinstance(failure.message, Mapping) else None
+    return extra if isinstance(extra, Mapping) else {}
 
 
 def _crashed(code: int) -> bool:
@@ -137,7 +147,7 @@ def _crashed(code: int) -> bool:
 
 def _stopped(failure: Failure) -> bool:
     """Return whether the process ended by the signal with which the launcher stops processes."""
-    code = failure.exitcode
+    code = code_of(failure)
     return code == -signal.SIGTERM or status_of(code) == _CTRL_C
 
 
@@ -146,20 +156,34 @@ def failure_report(failures: Mapping[int, Failure], script: str, log_dir: str | 
     rank = root_cause(failures)
     failure = failures[rank]
     others = [peer for peer in sorted(failures) if peer != rank]
-    failed = [f"rank {p} {_how(failures[p].exitcode)}" for p in others if not _stopped(failures[p])]
+    failed = [
+        f"rank {peer} {_how(code_of(failures[peer]))}{_relation(failures[peer])}"
+        for peer in others
+        if not _stopped(failures[peer])
+    ]
     stopped = [f"rank {p}" for p in others if _stopped(failures[p])]
     lines = [
-        f"accel launch: {script} failed: rank {rank} {_how(failure.exitcode)} "
+        f"accel launch: {script} failed: rank {rank} {_how(code_of(failure))} "
         f"(local rank {failure.local_rank}, pid {failure.pid})"
     ]
-    log = _log_file(log_dir, failure.local_rank)
+    teller = _told_by(failure)  # the rank that shows the error
+    teller = rank if teller not in failures or _follows(failure) else teller
+    told = failures[teller]
+    log = _log_file(log_dir, told.local_rank)
     # A single traceback on the screen is easy to find; among several, or in a log, it is not.
-    shown = _traceback(failure) if failed or log is not None else []
-    lines += [f"  {text}" for text in shown or _message(failure)]
+    loud = [peer for peer in others if peer != teller and _told_by(failures[peer]) < 0]
+    several = any(not _stopped(failures[peer]) for peer in loud)
+    shown = _traceback(told) if several or log is not None else []
+    lines += [f"  {text}" for text in shown or _summary(failure)]
     named = {"also failed": failed, "then stopped by the launcher": stopped}
     lines += [f"  {title}: {', '.join(ranks)}" for title, ranks in named.items() if ranks]
-    lines.append(f"  {_where(rank, failure, log, bool(shown))}")
+    lines.append(f"  {_where(teller, told, log, bool(shown))}")
     return "\n".join(lines)
+
+
+def _relation(failure: Failure) -> str:
+    same = _told_by(failure) >= 0 and not _follows(failure)
+    return " with the same error" if same else ""
 
 
 def _how(code: int) -> str:
@@ -185,11 +209,15 @@ def _message(failure: Failure) -> list[str]:
     return []
 
 
+def _summary(failure: Failure) -> list[str]:
+    """Return the first line of the message, which is whole in the output of the rank."""
+    lines = _message(failure)
+    return [f"{lines[0]} ..."] if len(lines) > 1 else lines
+
+
 def _traceback(failure: Failure) -> list[str]:
     """Return the recorded traceback of the rank; the end of a very long one."""
-    extra = failure.message.get("extraInfo") if isinstance(failure.message, Mapping) else None
-    text = str(extra.get("py_callstack", "")) if isinstance(extra, Mapping) else ""
-    lines = text.splitlines()
+    lines = str(_extra(failure).get("py_callstack", "")).splitlines()
     return lines if len(lines) <= _MOST_LINES else ["...", *lines[-_MOST_LINES:]]
 
 
@@ -197,7 +225,7 @@ def _where(rank: int, failure: Failure, log: Path | None, shown: bool) -> str:
     """Describe where to read the output of the rank."""
     if log is not None:
         return f"its output: {log}"
-    what = "traceback" if _message(failure) and failure.exitcode > 0 else "output"
+    what = "traceback" if _message(failure) and code_of(failure) > 0 else "output"
     above = "" if shown else f"its {what} is above, on standard error of rank {rank}; "
     return f"{above}to keep the output of each rank apart, add --log_dir logs --tee 3"
 

@@ -175,6 +175,12 @@ class Running:
     start_method: str | None = option(
         None, "how Python makes processes", choices=("spawn", "fork", "forkserver"), torchrun=True
     )
+    full_traceback: bool = option(
+        False,
+        "show all frames of an error, and the tracebacks of all processes",
+        variable="ACCEL_FULL_TRACEBACK",
+        child=True,
+    )
     numa_binding: str | None = option(
         None,
         "bind processes to cores",

@@ -95,24 +95,13 @@ def _run_module(name: str, alter_argv: bool) -> None:
 
 def _report(error: Exception) -> None:
     """Print an error under its rank, and write it for the launcher."""
-    import traceback
-
     own = _script_frames(error.__traceback__)
-    text = "".join(traceback.format_exception(type(error), error, own))
-    _write_record(traceback.format_exception_only(type(error), error)[-1].strip(), text)
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    local = os.environ.get("LOCAL_RANK", rank)
-    title = f"rank {rank} of {world} failed (local rank {local}, pid {os.getpid()}):\n"
-    if sys.stderr is None:
-        return
+    here = os.path.abspath(__file__)
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(here))))  # scripts change it
     try:
-        if sys.excepthook is sys.__excepthook__:
-            # In one call, as other ranks write to the same screen.
-            sys.stderr.write(title + text)
-        else:
-            sys.stderr.write(title)
-            sys.excepthook(type(error), error, own)
-        sys.stderr.flush()
+        from accel_callbacks.rank_report import report_error
+
+        report_error(error, own)
     except Exception:
         sys.__excepthook__(type(error), error, own)
 
@@ -137,30 +126,6 @@ def _script_frames(found: TracebackType | None) -> TracebackType | None:
             return found
         found = found.tb_next
     return None
-
-
-def _write_record(message: str, text: str) -> None:
-    """Write the error file that torch's launcher reads, unless the script has written one."""
-    import json
-    import time
-
-    try:
-        from accel_callbacks import local_files
-
-        rename: Any = local_files.replace
-    except ImportError:  # the script has changed sys.path
-        rename = os.replace
-
-    path, now = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time()
-    if not path or os.path.exists(path):
-        return
-    extra = {"py_callstack": text, "timestamp": str(int(now)), "seconds": f"{now:.6f}"}
-    try:
-        with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as out:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, out)
-        rename(f"{path}.part", path)
-    except OSError:
-        return  # such as a full disk: the traceback is still printed
 
 
 if __name__ == "__main__":

@@ -22,12 +22,46 @@ TWO = ["launch", "--cpu", "--num_processes", "2"]
 BROKEN = """
 import os, signal, sys, time
 def deep():
-    raise ValueError("boom on one")
+    raise ValueError("boom on " + (os.environ["RANK"] if "all" in sys.argv else "one"))
 if "all" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that it fails before it is stopped
 if os.environ["RANK"] == "1" or "all" in sys.argv:
     deep()
 time.sleep(60)
+"""
+
+TRAINS = """
+import sys, time
+import torch
+from accel_callbacks import Accelerator
+
+how = sys.argv[1]
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(5 if how == "shape" else 4, 1)
+    def forward(self, x):
+        return self.layer(x)
+
+def train():
+    for index, batch in enumerate(data):
+        loss = model(batch).sum()
+        if index == 1 and accel.process_index == 1:
+            raise ValueError("a broken image")
+        accel.backward(loss)
+
+accel = Accelerator(cpu=True)
+model, data = accel.prepare(Net(), torch.utils.data.DataLoader(torch.ones(8, 4), 2))
+if how == "plain":
+    train()
+try:
+    with accel.run("demo", resume=False):
+        train()
+except ValueError:
+    if how == "caught":
+        time.sleep(60)
+    raise
 """
 
 HOOKED = """
@@ -96,6 +130,66 @@ def test_of_several_tracebacks_the_first_is_shown_again(
     done = warm_accel(*TWO, write("breaks.py", BROKEN), "all")
     report = done.stderr[done.stderr.index("accel launch: ") :]
     assert report.count("in deep") == 1
+
+
+@pytest.mark.distributed
+def test_an_error_of_all_ranks_is_told_once(
+    warm_accel: Run, write: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    done = warm_accel(*TWO, "--log_dir", "logs", write("trains.py", TRAINS), "shape")
+    text = done.stderr
+    assert done.returncode == 1
+    lines = text[: text.index("accel launch: ")].splitlines()
+    assert len(lines) <= 18, text
+    assert [lines.count("Traceback (most recent call last):"), text.count("in forward")] == [1, 2]
+    first, other = ("0", "1") if lines[0].startswith("rank 0 of 2 failed (") else ("1", "0")
+    same = f"rank {other}: the same error as rank {first}, at trains.py:13"
+    assert same in lines or f"then stopped by the launcher: rank {other}" in text
+    assert f"failed: rank {first} exited with code 1" in text
+    (whole,) = tmp_path.glob("logs/*/attempt_0/*/traceback.txt")
+    assert str(whole.relative_to(tmp_path)) in text
+    assert "in _call_impl" in whole.read_text()
+    assert "in _call_impl" not in text
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["run", "plain"])
+def test_a_rank_that_only_lost_another_is_a_line(
+    warm_accel: Run, write: Callable[[str, str], str], how: str
+) -> None:
+    done = warm_accel(*TWO, write("trains.py", TRAINS), how)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    line = "rank 0: lost rank 1 in backward, at trains.py:20\n"
+    assert line in done.stderr or "then stopped by the launcher: rank 0" in done.stderr
+    assert "\nValueError: a broken image\n" in done.stderr
+    assert "failed: rank 1 exited with code 1" in done.stderr
+
+
+@pytest.mark.distributed
+def test_the_error_of_a_rank_that_does_not_show_it_is_told_by_the_others(
+    warm_accel: Run, write: Callable[[str, str], str]
+) -> None:
+    done = warm_accel(*TWO, write("trains.py", TRAINS), "caught")
+    assert done.stderr.startswith("rank 0 of 2 failed ("), done.stderr
+    error = done.stderr[done.stderr.index("accel_callbacks.errors.RemoteError: rank 1 failed in") :]
+    assert "ValueError: a broken image" in error
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_all_frames_of_all_ranks_are_shown_where_they_are_asked_for(
+    warm_accel: Run, write: Callable[[str, str], str], how: str
+) -> None:
+    flags, variables = [], {}
+    if how == "flag":
+        flags = ["--full_traceback"]
+    else:
+        variables = {"ACCEL_FULL_TRACEBACK": "1"}
+    done = warm_accel(*TWO, *flags, write("trains.py", TRAINS), "run", **variables)
+    assert "lost rank" not in done.stderr
+    assert "RemoteError: rank 1 failed" in done.stderr
+    assert "step.py" in done.stderr
 
 
 @pytest.mark.distributed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_callbacks.launch.report import exit_code, failure_report, root_cause
+from accel_callbacks.launch.report import code_of, exit_code, failure_report, root_cause
 
 
 @dataclass
@@ -49,6 +49,47 @@ def test_report_has_the_message_of_the_rank() -> None:
     assert "ValueError: boom" in text
     assert "also failed: rank 0 exited with code 7" in text
     assert "To enable traceback" not in text
+
+
+def record(text: str, told_by: int | None = None) -> dict[str, object]:
+    extra = {"py_callstack": f"Traceback\n{text}", "told_by": told_by}
+    return {"message": text, "extraInfo": extra}
+
+
+def test_an_error_that_one_rank_has_shown_is_not_shown_again() -> None:
+    failures = {
+        0: Failed(1, message=record("RuntimeError: lost", told_by=1)),
+        1: Failed(1, message=record("ValueError: boom")),
+    }
+    text = failure_report(failures, "s.py", None)
+    assert "Traceback" not in text
+    assert "s.py failed: rank 1 exited with code 1" in text
+    assert "also failed: rank 0 exited with code 1 with the same error" in text
+    failures[0] = Failed(1, message=record("OSError: another"))
+    assert failure_report(failures, "s.py", None).count("Traceback") == 1
+
+
+def test_a_rank_that_was_stopped_while_it_ended_with_an_error_has_failed() -> None:
+    failures = {
+        0: Failed(1, timestamp=100, message=record("RemoteError: rank 1 failed", told_by=1)),
+        1: Failed(
+            -signal.SIGTERM, timestamp=101, message=record("ValueError: boom\nfirst\nsecond")
+        ),
+    }
+    assert root_cause(failures) == 1
+    assert code_of(failures[1]) == 1
+    text = failure_report(failures, "s.py", None)
+    assert "s.py failed: rank 1 exited with code 1" in text
+    assert "  ValueError: boom ...\n" in text
+    assert "also failed: rank 0 exited with code 1\n" in text
+    assert "its traceback is above, on standard error of rank 1;" in text
+
+
+def test_the_traceback_is_where_the_rank_is_that_has_shown_it() -> None:
+    failures = {0: Failed(-signal.SIGTERM), 1: Failed(1, message=record("OSError: a", told_by=0))}
+    text = failure_report(failures, "s.py", None)
+    assert "s.py failed: rank 1 exited with code 1" in text
+    assert "on standard error of rank 0;" in text
 
 
 def test_report_points_to_the_log_of_the_rank(tmp_path: Path) -> None:
