@@ -407,9 +407,10 @@ def process_data_rank() -> int:
     """
     copies = _copies
     if copies is None:
-        names = [f"ACCEL_PARALLELISM_{axis}_SIZE" for axis in ("CP", "SP", "TP")]
+        names = [f"ACCEL_PARALLELISM_{axis}_SIZE" for axis in ("PP", "CP", "SP", "TP")]
         if os.environ.get("ACCEL_DISTRIBUTED_TYPE") == "MEGATRON_LM":
-            names = ["ACCEL_MEGATRON_LM_TP_DEGREE", "ACCEL_MEGATRON_LM_CONTEXT_PARALLEL_SIZE"]
+            degrees = ("TP_DEGREE", "PP_DEGREE", "CONTEXT_PARALLEL_SIZE")
+            names = [f"ACCEL_MEGATRON_LM_{degree}" for degree in degrees]
         copies = math.prod(max(_number(os.environ, name, 1), 1) for name in names)
     return process_rank()[0] // copies
 

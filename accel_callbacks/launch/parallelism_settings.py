@@ -414,7 +414,13 @@ class MegatronConfig:
         variable="ACCEL_MEGATRON_LM_TP_DEGREE",
         child=True,
     )
-    megatron_lm_pp_degree: int = option(1, "stages of pipeline parallelism", least=1)
+    megatron_lm_pp_degree: int = option(
+        1,
+        "processes of a pipeline",
+        least=1,
+        variable="ACCEL_MEGATRON_LM_PP_DEGREE",
+        child=True,
+    )
     megatron_lm_num_micro_batches: int | None = option(
         None,
         "micro-batches of a batch",

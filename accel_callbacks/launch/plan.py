@@ -201,12 +201,15 @@ def _check_degrees(settings: LaunchSettings, processes: int) -> None:
     block = settings.megatron_lm_config
     if settings.distributed_type != "MEGATRON_LM" or block is None:
         return
-    tp, cp = block.megatron_lm_tp_degree, block.megatron_lm_context_parallel_size or 1
-    if processes % (tp * cp):
+    tp, pp = block.megatron_lm_tp_degree, block.megatron_lm_pp_degree
+    cp = block.megatron_lm_context_parallel_size or 1
+    group = tp * pp * cp
+    if processes % group:
         raise SettingsError(
-            f"megatron_lm_config: megatron_lm_tp_degree: {tp}, megatron_lm_context_parallel_size: "
-            f"{cp} arrange groups of {tp * cp} processes, and this launch has {processes}: give "
-            f"degrees whose product divides {processes}, or --num_processes {tp * cp}"
+            f"megatron_lm_config: megatron_lm_tp_degree: {tp}, megatron_lm_pp_degree: {pp}, "
+            f"megatron_lm_context_parallel_size: {cp} arrange groups of {group} processes, and "
+            f"this launch has {processes}: give degrees whose product divides {processes}, or "
+            f"--num_processes {group}"
         )
 
 

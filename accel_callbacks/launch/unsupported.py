@@ -129,7 +129,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
         _of_hosts,
         ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
     ),
-    *map(_megatron, ("pp_degree", "expert_model_parallel_size", "expert_tensor_parallel_size")),
+    *map(_megatron, ("expert_model_parallel_size", "expert_tensor_parallel_size")),
     _fsdp("fsdp_sharding_strategy", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp("fsdp_reshard_after_forward", "NO_SHARD", "FSDP2 always shards", _DDP),
     _fsdp(

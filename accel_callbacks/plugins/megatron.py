@@ -45,7 +45,7 @@ _MODEL = "the model is the script's, and so is this option of it"
 _SCHEDULE = "the scheduler is the script's, and steps once an optimizer step"
 _GROUPS = "the optimizer is the script's: give it parameter groups"
 _EVALUATION = "the loop is the script's, and evaluates where it does"
-_STAGES = "there is one pipeline stage"
+_STAGES = "stages have about as many parameters each, or prepare_pipeline(split_points=)"
 _LOOP = (
     "there is no adapter to the training loop of Megatron-LM: write it into the script's own loop, "
     "and leave the option out"
@@ -56,10 +56,9 @@ _EXPERTS = "experts are not shared out: leave it out, and each rank has all expe
 #: prefix ``megatron_lm_``.
 MEGATRON: Mapping[str, MegatronRule] = {
     "tp_degree": _mapped("ParallelismConfig(tp_size=), by the plan of the model or a proposed one"),
-    "pp_degree": _refused(
-        "pipeline stages are not made from a config: give tp_degree, context_parallel_size or "
-        "use_distributed_optimizer instead",
-        1,
+    "pp_degree": _mapped(
+        "ParallelismConfig(pp_size=); prepare() cuts a model at its blocks, and trains it by the "
+        "loss of its outputs"
     ),
     "context_parallel_size": _mapped(
         "ParallelismConfig(cp_size=); the loop wraps forward and backward in "
@@ -143,7 +142,10 @@ MEGATRON: Mapping[str, MegatronRule] = {
     "custom_loss_function": _refused(_LOOP),
     "other_megatron_args": _idle("there is no Megatron-LM that would read them"),
 }
-_SIZES = ("tp_degree", "context_parallel_size", "num_micro_batches", "recompute_num_layers")
+_SIZES = (
+    *("tp_degree", "pp_degree", "context_parallel_size"),
+    *("num_micro_batches", "recompute_num_layers"),
+)
 _FLAGS = (
     *("sequence_parallelism", "use_distributed_optimizer", "use_custom_fsdp"),
     *("optimizer_cpu_offload", "recompute_activations"),
@@ -170,7 +172,7 @@ class MegatronLMPlugin(KwargsHandler):
 
     Args:
         tp_degree: ranks that share each layer, 1 by default.
-        pp_degree: 1.
+        pp_degree: ranks of a pipeline, of which each has some layers; 1 by default.
         use_custom_fsdp: shard weights, gradients and optimizer states; off by default.
         overlap_cpu_optimizer_d2h_h2d: has no effect.
         no_load_optim: has no effect.
@@ -237,7 +239,8 @@ class MegatronLMPlugin(KwargsHandler):
         other_megatron_args: has no effect.
 
     Raises:
-        ValueError: an option asks for what is not there, such as ``pp_degree=2``, or has an unknown
+        ValueError: an option asks for what is not there, such as
+            ``expert_model_parallel_size=2``, or has an unknown
             value.
         TypeError: an option has another type.
 
@@ -394,20 +397,23 @@ class MegatronLMPlugin(KwargsHandler):
             >>> MegatronLMPlugin().arranged(2).parallelism.get_mesh()
             (('dp_replicate',), (2,))
         """
-        tp, cp = self.tp_degree or 1, self.context_parallel_size or 1
-        if world_size % (tp * cp):
+        tp, cp, pp = self.tp_degree or 1, self.context_parallel_size or 1, self.pp_degree or 1
+        group = tp * cp * pp
+        if world_size % group:
+            stages = f"pp_degree={pp}, " if pp > 1 else ""
             raise ValueError(
-                f"MegatronLMPlugin(tp_degree={tp}, context_parallel_size={cp}) arranges groups of "
-                f"{tp * cp} ranks, and this run has {world_size}: give degrees whose product "
-                f"divides {world_size}, or `accel launch --num_processes {tp * cp}`."
+                f"MegatronLMPlugin(tp_degree={tp}, {stages}context_parallel_size={cp}) arranges "
+                f"groups of {group} ranks, and this run has {world_size}: give degrees whose "
+                f"product divides {world_size}, or `accel launch --num_processes {group}`."
             )
-        data = world_size // (tp * cp)
-        shards = data * cp > 1 and (self._shards or tp > 1)
+        data = world_size // group
+        shards = data * cp > 1 and (self._shards or tp * pp > 1)
         words = "proposed_sequence" if self.sequence_parallelism else "proposed"
         parallelism = ParallelismConfig(
             dp_replicate_size=1 if shards else data,
             dp_shard_size=data if shards else 1,
             tp_size=tp,
+            pp_size=pp,
             cp_size=cp,
             sp_size=1,
             tp_handler=TorchTensorParallelConfig(plan=words) if tp > 1 else None,
@@ -429,7 +435,7 @@ class MegatronLMPlugin(KwargsHandler):
             1.0
         """
         usual: dict[str, Any] = {
-            **dict.fromkeys((*_SIZES, "pp_degree"), 1),
+            **dict.fromkeys(_SIZES, 1),
             **dict.fromkeys(_FLAGS, False),
             "gradient_clipping": 1.0,
         }

@@ -114,7 +114,7 @@ def create_strategy(
 
 
 def _refuse_in_pipeline(parallelism: ParallelismConfig) -> None:
-    for axis in ("dp_replicate", "cp", "sp", "tp"):
+    for axis in ("dp_replicate", "cp", "sp"):
         if parallelism.sizes[axis] > 1:
             raise ValueError(
                 f"pp_size={parallelism.pp_size} does not go with {axis}_size="

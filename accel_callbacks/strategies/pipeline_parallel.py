@@ -33,6 +33,12 @@ from accel_callbacks.strategies.pipeline_runner import (
 from accel_callbacks.strategies.pipeline_stages import Stage, StagePlan
 from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.shared_buffers import SharedBuffers
+from accel_callbacks.strategies.tensor_parallel import (
+    parallelize,
+    reduce_partial_gradients,
+    required_plan,
+    separate_dropout,
+)
 from accel_callbacks.strategies.unit_agreement import UnitAgreement
 from accel_callbacks.strategies.units import find_units
 
@@ -68,7 +74,7 @@ class PipelinedModel(torch.nn.Module):
 
 
 class PipelineParallel(Sharding):
-    """A strategy whose ranks each have some layers, under FSDP2 too.
+    """A strategy whose ranks each have some layers, sharded by FSDP2 or cut too.
 
     Args:
         topology: the rank and device of this process.
@@ -169,6 +175,7 @@ class PipelineParallel(Sharding):
                 f"{type(model).__name__} customizes how its state is saved, of which each rank "
                 "would have a part: a pipeline needs models whose state is their tensors."
             )
+        layers = self._plan_of_layers(model)
         plan = StagePlan(model, options.split_points or [])
         rehearsal = Rehearsal(plan, model, self.topology.device)
         stages = {
@@ -180,6 +187,12 @@ class PipelineParallel(Sharding):
         self._plans[model] = plan
         self._owners[model] = {name: n % self._ranks for name, n in plan.owner.items()}
         self._drop_others(model, plan)
+        if layers:
+            mesh = self.device_mesh["tp"]
+            with whole_parameters_freed(model):
+                parallelize(model, layers, mesh)
+            reduce_partial_gradients(model)
+            separate_dropout(model, self.parallelism, mesh, self.topology.device)
         replicas = None
         if self._fsdp is not None:
             replicas = self._stage_replicas()
@@ -211,6 +224,20 @@ class PipelineParallel(Sharding):
             replicas,
         )
         return PipelinedModel(model, runner)
+
+    def _plan_of_layers(self, model: torch.nn.Module) -> Mapping[str, Any]:
+        """Return the plan of tensor parallelism, empty without it."""
+        if self.parallelism is None or not self.parallelism.tp_enabled:
+            return {}
+        plan = required_plan(model, self.parallelism)
+        for name, style in plan.items():
+            if "sequence" in str(style) or str(style).endswith("loss_parallel"):
+                raise ValueError(
+                    f"{name}: the style {style!r} of tensor parallelism leaves activations cut "
+                    "between the layers, and stages of a pipeline pass on whole ones: use "
+                    '"colwise", "rowwise", "embedding_rowwise" and "colwise_gather_output".'
+                )
+        return plan
 
     def _stage_replicas(self) -> StageReplicas:
         options = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
@@ -314,7 +341,13 @@ class PipelineParallel(Sharding):
         if known is None:
             from torch.distributed.device_mesh import DeviceMesh
 
-            ranks = list(range(owner, self.topology.world_size, self._ranks))
+            assert self.parallelism is not None
+            arrangement = self.parallelism
+            ranks = [
+                rank
+                for rank in range(self.topology.world_size)
+                if arrangement.coordinate(rank)["pp"] == owner
+            ]
             known = DeviceMesh(device_type, ranks, _init_backend=False)
             self._meshes[device_type, owner] = known
         return known
@@ -344,16 +377,15 @@ class PipelineParallel(Sharding):
     def local_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the state under the names of the whole model: of other ranks, where it is."""
         inner = self.unwrap(model)
-        owners = self._owners[inner]
-        return {
-            name: self._placed(
-                owners[name],
-                one if owners[name] == self._index else None,
-                tuple(one.shape),
-                one.dtype,
-            )
-            for name, one in inner.state_dict().items()
-        }
+        owners, canonical = self._owners[inner], self._plans[inner].canonical
+        placed: dict[str, torch.Tensor] = {}  # one for the names of tied tensors, on all ranks
+        state = inner.state_dict()
+        for name, tensor in state.items():
+            first = canonical[name]
+            if first not in placed:
+                local = tensor if owners[name] == self._index else None
+                placed[first] = self._placed(owners[name], local, tuple(tensor.shape), tensor.dtype)
+        return {name: placed[canonical[name]] for name in state}
 
     def stored(self, tree: Any, models: Sequence[torch.nn.Module]) -> Any:
         """Return a state in which tensors by the names of parameters are where their stages are."""
@@ -399,7 +431,8 @@ class PipelineParallel(Sharding):
                 full = torch.empty(one.shape, dtype=one.dtype, device=self.topology.device)
             else:
                 full = collectives.full_tensor(one)
-            full = collectives.broadcast(full, owners[name])
+            source = int(self._mesh_of(owners[name], self.topology.device.type).mesh[0])
+            full = collectives.broadcast(full, source)
             if keep:
                 gathered[prefix + name] = full.to("cpu", copy=True)
         return gathered

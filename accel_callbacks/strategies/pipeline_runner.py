@@ -295,20 +295,19 @@ class PipelineRunner:
         loans: dict[str, torch.Tensor] = {}
         for name, owner, borrowers in self._lenders(route):
             parameter = self._model.get_parameter(name)
-            shape, requires_grad = parameter.shape, parameter.requires_grad
+            part = _part_of_stage(parameter)
             if self._rank == owner:
-                whole = collectives.full_tensor(parameter.detach()).contiguous()
                 for rank in borrowers:
                     if rank != owner:
-                        dist.send(whole, dst=self._global(rank), group=self._group)
+                        dist.send(part, dst=self._global(rank), group=self._group)
                 if owner in borrowers and collectives.is_sharded(parameter):
-                    loans[name] = whole.clone()
+                    loans[name] = _as_cut(part.clone(), parameter)
             elif self._rank in borrowers:
-                empty = torch.empty(shape, dtype=parameter.dtype, device=self._device)
-                dist.recv(empty, src=self._global(owner), group=self._group)
-                loans[name] = empty
+                received = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+                dist.recv(received, src=self._global(owner), group=self._group)
+                loans[name] = _as_cut(received, parameter)
             if name in loans:
-                loans[name].requires_grad_(requires_grad and torch.is_grad_enabled())
+                loans[name].requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
         return loans
 
     def _return_loans(self, route: Route, loans: Mapping[str, torch.Tensor]) -> None:
@@ -320,12 +319,12 @@ class PipelineRunner:
             loan = loans.get(name)
             gradient = None
             if loan is not None:
-                gradient = torch.zeros_like(loan) if loan.grad is None else loan.grad
+                gradient = _part_of_gradient(loan)
             if self._rank != owner:
                 if gradient is not None:
                     dist.send(gradient.contiguous(), dst=self._global(owner), group=self._group)
                 continue
-            total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
+            total = torch.zeros_like(_part_of_stage(parameter))
             if gradient is not None:
                 total += gradient
             for rank in borrowers:
@@ -333,8 +332,7 @@ class PipelineRunner:
                     part = torch.empty_like(total)
                     dist.recv(part, src=self._global(rank), group=self._group)
                     total += part
-            if collectives.is_sharded(parameter):
-                total = _averaged_shard(total, parameter)
+            total = _averaged(total, parameter)
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
     def _lenders(self, route: Route) -> Iterator[tuple[str, int, list[int]]]:
@@ -572,14 +570,17 @@ def _own_gradients(
     parameters: Sequence[Any],
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Context manager: set the gradients of parameters aside, and the hooks that see new ones."""
-    before = [(one.grad, one._post_accumulate_grad_hooks) for one in parameters]
+    hooks = [one._post_accumulate_grad_hooks or {} for one in parameters]
+    before = [(one.grad, dict(known)) for one, known in zip(parameters, hooks, strict=True)]
     try:
-        for parameter in parameters:
-            parameter.grad = parameter._post_accumulate_grad_hooks = None
+        for parameter, known in zip(parameters, hooks, strict=True):
+            parameter.grad = None
+            known.clear()  # in place, because torch keeps the dictionary
         yield [(parameter, parameter) for parameter in parameters if parameter.requires_grad]
     finally:
-        for parameter, (gradient, hooks) in zip(parameters, before, strict=True):
-            parameter.grad, parameter._post_accumulate_grad_hooks = gradient, hooks
+        for parameter, known, (gradient, set_aside) in zip(parameters, hooks, before, strict=True):
+            parameter.grad = gradient
+            known.update(set_aside)
 
 
 def _free_gathered(stages: Iterable[torch.nn.Module]) -> None:
@@ -591,13 +592,75 @@ def _free_gathered(stages: Iterable[torch.nn.Module]) -> None:
                 reshard()
 
 
-def _averaged_shard(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Return this rank's shard of a gradient, averaged over the ranks that share a parameter."""
+def _cut_dimensions(parameter: Any) -> list[int]:
+    """Return the dimensions of a mesh over which a parameter is cut by tensor parallelism."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return [number for number, name in enumerate(names) if name == "tp"]
+
+
+def _part_of_stage(parameter: Any) -> torch.Tensor:
+    """Collective over ranks that share a stage: return what one of them computes with."""
+    whole = parameter.detach()
+    part: torch.Tensor
+    if not collectives.is_sharded(parameter):
+        part = whole.contiguous()
+        return part
+    from torch.distributed.tensor import Replicate
+
+    cut = _cut_dimensions(parameter)
+    placements = [
+        placement if number in cut else Replicate()
+        for number, placement in enumerate(parameter.placements)
+    ]
+    part = whole.redistribute(placements=placements).to_local().contiguous()
+    return part
+
+
+def _as_cut(part: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return a part of a parameter as a layer takes it that is cut by tensor parallelism."""
+    if not collectives.is_sharded(parameter) or not _cut_dimensions(parameter):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    (number,) = _cut_dimensions(parameter)
+    mesh = parameter.device_mesh
+    if mesh.ndim > 1:
+        mesh = mesh["tp"]
+    return DTensor.from_local(
+        part, mesh, [parameter.placements[number]], run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def _part_of_gradient(loan: Any) -> torch.Tensor:
+    gradient = loan.grad
+    if gradient is None:
+        return torch.zeros_like(local_part(loan))
+    if collectives.is_sharded(gradient):
+        gradient = gradient.redistribute(placements=loan.placements)
+    return local_part(gradient)
+
+
+def _averaged(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return this rank's shard of a gradient, averaged over the ranks that share the stage."""
+    if not collectives.is_sharded(parameter):
+        return gradient
     from torch.distributed.tensor import DTensor, Partial
 
-    mesh = parameter.device_mesh
-    parts = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim)
-    return parts.redistribute(mesh, parameter.placements)
+    cut, mesh = _cut_dimensions(parameter), parameter.device_mesh
+    data = [number for number in range(mesh.ndim) if number not in cut]
+    for number in data:
+        gradient = gradient / mesh.size(number)
+    placements = [
+        Partial() if number in data else placement
+        for number, placement in enumerate(parameter.placements)
+    ]
+    parts = DTensor.from_local(
+        gradient, mesh, placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+    shard: torch.Tensor = parts.redistribute(placements=parameter.placements)
+    return shard
 
 
 def _pieces(tree: Any, count: int, rows: int, what: str = "an input has") -> list[Any]:

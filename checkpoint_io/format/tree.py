@@ -183,8 +183,10 @@ class TreeEncoder:
         """Store a tensor; encode its key."""
         if value.dtype not in NAMES or value.layout is not _STRIDED or value.is_meta:
             raise self._unsupported_tensor(value, path)
-        # A state has many tensors, most of them detached already.
-        plain = type(value) is _TENSOR and not value.requires_grad
+        # A state has many tensors, most of them detached already. To detach a DTensor of other
+        # ranks makes a new one, so that tied ones would no longer be.
+        whole = type(value) is _TENSOR or hasattr(value, "device_mesh")
+        plain = whole and not value.requires_grad
         return {"$tensor": self._store(path, value if plain else value.detach())}
 
     def _dtensor(self, value: Any, path: Path) -> Any:

@@ -32,7 +32,10 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def local_of(tensor: Any) -> torch.Tensor:
     """Return the local tensor of a DTensor, which shares its memory."""
-    local: torch.Tensor = tensor.detach().to_local()
+    # Without detach(), which makes a new local tensor on ranks outside of the mesh: what is tied
+    # could not be told there.
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
     wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor: its collective may be pending
     return wait() if callable(wait) else local
 

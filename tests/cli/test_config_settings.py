@@ -266,10 +266,6 @@ def test_one_place_that_contradicts_itself_is_an_error(tmp_path: Path, text: str
             "deepspeed_config.deepspeed_inclusion_filter: worker-0",
         ),
         (
-            "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_pp_degree: 2}",
-            "megatron_lm_config.megatron_lm_pp_degree: 2",
-        ),
-        (
             "distributed_type: MEGATRON_LM\n"
             "megatron_lm_config: {megatron_lm_expert_model_parallel_size: 2}",
             "megatron_lm_config.megatron_lm_expert_model_parallel_size: 2",

@@ -103,12 +103,12 @@ def test_keys_without_a_meaning_are_named_one_by_one_in_one_line(
 def test_keys_have_no_effect_in_another_kind_of_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = written(tmp_path, pp_degree=2, attention_dropout=0.1)
+    file = written(tmp_path, expert_model_parallel_size=2, attention_dropout=0.1)
     assert dry_run(file, "--distributed_type", "MULTI_CPU") == 0
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["pp_degree", "expert_model_parallel_size"])
+@pytest.mark.parametrize("name", ["expert_tensor_parallel_size", "expert_model_parallel_size"])
 def test_what_is_refused_stops_with_one_sentence(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

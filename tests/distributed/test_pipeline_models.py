@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from accel_callbacks import Accelerator, ParallelismConfig
+from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
 from tests.support.rounding import assert_reordered
 
 pytestmark = pytest.mark.distributed
@@ -119,11 +119,17 @@ def batches(kind: str, count: int = 4) -> Iterator[dict[str, torch.Tensor]]:
         yield batch
 
 
-def trains(kind: str, stages: int, shards: int = 1, window: int = 1, **options: Any) -> Any:
+def arrangement(stages: int, shards: int = 1, cuts: int = 1) -> ParallelismConfig:
+    """Stages whose weights are sharded over ranks, or whose layers are cut, by ``cuts``."""
+    handler = TorchTensorParallelConfig(plan="proposed") if cuts > 1 else None
+    return ParallelismConfig(pp_size=stages, dp_shard_size=shards, tp_size=cuts, tp_handler=handler)
+
+
+def trains(kind: str, stages: int, shards: int = 1, window: int = 1, cuts: int = 1) -> Any:
     """Losses, norms, weights and outputs."""
-    options = {"cpu": True, "timeout": timedelta(seconds=6), **options}
+    options: dict[str, Any] = {"cpu": True, "timeout": timedelta(seconds=30)}
     if stages > 1:
-        options["parallelism_config"] = ParallelismConfig(pp_size=stages, dp_shard_size=shards)
+        options["parallelism_config"] = arrangement(stages, shards, cuts)
     accel = Accelerator(gradient_accumulation_steps=window, **options)
     torch.manual_seed(0)
     build, points = MODELS[kind]
@@ -183,21 +189,31 @@ def test_tied_weights_are_sharded_and_have_windows(pool_of_4, kind):
     assert_reordered(results[0], alone(kind, 2))
 
 
-def goes_on(stages: int, folder: str, load: bool) -> Any:
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_layers_of_stages_are_cut_too(pool_of_4, kind):
+    """Two stages of two ranks, each of which has a part of each layer; LLaMA is tied."""
+    results = pool_of_4.run(trains, kind, 2, 1, 2, 2)
+    assert all(result == results[0] for result in results)
+    assert_reordered(results[0], alone(kind, 2))
+
+
+def goes_on(stages: int, folder: str, load: bool, kind: str = "scaled", cuts: int = 1) -> Any:
     """Train four batches, or the last two from a checkpoint."""
     options: dict[str, Any] = {}
     if stages > 1:
-        options["parallelism_config"] = ParallelismConfig(pp_size=stages)
-    accel = Accelerator(cpu=True, timeout=timedelta(seconds=6), **options)
+        options["parallelism_config"] = arrangement(stages, 1, cuts)
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
     torch.manual_seed(int(load))
-    model: Any = Scaled()
-    model = accel.prepare_pipeline(model, ["blocks.1"]) if stages > 1 else accel.prepare(model)
+    build, points = MODELS[kind]
+    model = build()
+    model = accel.prepare_pipeline(model, points) if stages > 1 else accel.prepare(model)
     optimizer = accel.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3))
-    inner = accel.unwrap_model(model)
     if load:
-        inner.offset.fill_(7.0)
+        if kind == "scaled":
+            accel.unwrap_model(model).offset.fill_(7.0)
         accel.load_state(folder)
-    for number, batch in enumerate(batches("scaled")):
+    for number, batch in enumerate(batches(kind)):
         if load and number < 2:
             continue
         accel.backward(model(**batch).loss)
@@ -209,14 +225,15 @@ def goes_on(stages: int, folder: str, load: bool) -> Any:
     return {name: tensor.tolist() for name, tensor in state.items()}
 
 
-def test_a_checkpoint_of_shared_weights_goes_on_elsewhere(pool, tmp_path):
+@pytest.mark.parametrize("kind", ["scaled", "llama"])
+def test_a_checkpoint_of_shared_weights_goes_on_elsewhere(pool, tmp_path, kind):
     for saver, loader in ((2, 1), (1, 2), (2, 2)):
         folder = str(tmp_path / f"{saver}-{loader}")
 
         def run(stages: int, *args: Any) -> Any:
             if stages == 1:
-                return goes_on(1, *args)
-            first, second = pool.run(goes_on, stages, *args)
+                return goes_on(1, *args, kind)
+            first, second = pool.run(goes_on, stages, *args, kind)
             assert first == second
             return first
 
@@ -228,10 +245,22 @@ def test_a_checkpoint_of_shared_weights_goes_on_elsewhere(pool, tmp_path):
             assert_reordered(resumed, wanted)
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_cut_stages_goes_on_elsewhere(pool_of_4, tmp_path):
+    wanted = goes_on(1, str(tmp_path / "whole"), False, "llama")
+    saved = pool_of_4.run(goes_on, 2, str(tmp_path / "cut"), False, "llama", 2)
+    assert_reordered(saved[0], wanted)
+    assert_reordered(goes_on(1, str(tmp_path / "cut"), True, "llama"), wanted)
+    for folder in ("cut", "whole"):
+        resumed = pool_of_4.run(goes_on, 2, str(tmp_path / folder), True, "llama", 2)
+        assert all(one == resumed[0] for one in resumed)
+        assert_reordered(resumed[0], wanted)
+
+
 def with_dropout() -> Any:
     """The losses of a model with dropout, and outputs that are asked for in vain."""
     accel = Accelerator(
-        cpu=True, timeout=timedelta(seconds=6), parallelism_config=ParallelismConfig(pp_size=2)
+        cpu=True, timeout=timedelta(seconds=30), parallelism_config=ParallelismConfig(pp_size=2)
     )
     torch.manual_seed(0)
     model = accel.prepare_pipeline(gpt2(dropout=0.5), microbatches=2)
