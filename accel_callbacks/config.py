@@ -124,6 +124,7 @@ def _switch(text: str) -> bool | int | str:
 
 _MEGATRON: dict[str, Callable[[str], Any]] = {
     "tp_degree": int,
+    "pp_degree": int,
     "context_parallel_size": int,
     "sequence_parallelism": _boolean,
     "num_micro_batches": int,

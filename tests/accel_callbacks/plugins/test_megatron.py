@@ -328,3 +328,11 @@ def test_ranks_that_share_a_model_have_one_seed_before_any_accelerator(
     assert topology.process_data_rank() == 3  # of a block that another kind of run has no use for
     monkeypatch.setenv("ACCEL_DISTRIBUTED_TYPE", "MEGATRON_LM")
     assert topology.process_data_rank() == 1
+
+
+def test_a_pipeline_of_shards_and_cut_layers() -> None:
+    arranged = MegatronLMPlugin(pp_degree=2, tp_degree=2).arranged(8)
+    assert arranged.parallelism.get_mesh() == (("dp_shard", "pp", "tp"), (2, 2, 2))
+    assert arranged.fsdp is not None  # data ranks of a pipeline are shards
+    with pytest.raises(ValueError, match=r"pp_degree=3, .* groups of 3 ranks, and this run has 4"):
+        MegatronLMPlugin(pp_degree=3).arranged(4)
