@@ -53,11 +53,8 @@ class ReplicaAgreement:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._inputs:
             return
         self._inputs -= 1
-        rows = self._all([_summary((args, kwargs))])
-        found = [row[0] for row in rows]
-        if all(map(math.isfinite, found)) and max(found) - min(found) > _INPUT * max(
-            map(abs, found)
-        ):
+        summaries = self._of_all(_summary((args, kwargs)))
+        if _are_apart(summaries, _INPUT):
             self._inputs = 0
             warn(
                 f"the ranks of one tensor-parallel model gave {type(model).__name__} different "
@@ -70,12 +67,10 @@ class ReplicaAgreement:
         if not self._losses:
             return
         self._losses -= 1
-        found = [row[0] for row in self._all([float(local_part(loss).detach().double().sum())])]
-        if not all(map(math.isfinite, found)):
-            return
-        if max(found) - min(found) > _LOSS * max(map(abs, found)):
+        losses = self._of_all(float(local_part(loss).detach().double().sum()))
+        if _are_apart(losses, _LOSS):
             self._losses = 0
-            shown = ", ".join(f"{value:.6g}" for value in found)
+            shown = ", ".join(f"{value:.6g}" for value in losses)
             warn(
                 f"the ranks of one tensor-parallel model have different losses ({shown}): they "
                 "must get the same batches (those of a loader that prepare() returned), draw the "
@@ -113,6 +108,10 @@ class ReplicaAgreement:
                 "between the ranks have the same effect."
             )
 
+    def _of_all(self, value: float) -> list[float]:
+        """Return one value of each rank."""
+        return [own for (own,) in self._all([value])]
+
     def _all(self, values: Sequence[float]) -> list[list[float]]:
         """Return the values of all ranks."""
         mine = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -127,6 +126,12 @@ class ReplicaAgreement:
         if kind == "cpu":
             return torch.device("cpu")
         return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _are_apart(values: Sequence[float], tolerance: float) -> bool:
+    """Return whether values differ; not where one is no number, as of a loss that overflows."""
+    largest = max(map(abs, values))
+    return all(map(math.isfinite, values)) and max(values) - min(values) > tolerance * largest
 
 
 def _summary(value: Any, place: int = 1) -> float:

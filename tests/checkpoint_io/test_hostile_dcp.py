@@ -57,6 +57,16 @@ def sized(metadata: Metadata, *shape: int, length: int) -> None:
     metadata.storage_data = {MetadataIndex("w", origin): place}
 
 
+def of_rank(metadata: Metadata, offsets: int, sizes: int) -> None:
+    """Claim that the piece of the tensor has other numbers of dimensions."""
+    entry = metadata.state_dict_metadata["w"]
+    assert isinstance(entry, TensorStorageMetadata)
+    origin, size = torch.Size([0] * offsets), torch.Size([4, 4, 1][:sizes])
+    entry.chunks = [ChunkStorageMetadata(origin, size)]
+    (place,) = metadata.storage_data.values()
+    metadata.storage_data = {MetadataIndex("w", origin): place}
+
+
 def repeated(metadata: Metadata, count: int, pieces: int) -> None:
     """Claim that many names have the pieces of one."""
     entry = metadata.state_dict_metadata["w"]
@@ -93,6 +103,10 @@ HOSTILE: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "a terabyte": (lambda m: sized(m, 2**38, length=2**40), "is cut off, or not of this folder"),
     "names for one piece": (lambda m: repeated(m, 300, 1), "is cut off, or not of this folder"),
     "lists of pieces": (lambda m: repeated(m, 2000, 2000), "names more than is stored"),
+    "offsets of more dimensions": (lambda m: of_rank(m, 3, 2), "another number of dimensions"),
+    "offsets of fewer dimensions": (lambda m: of_rank(m, 1, 2), "another number of dimensions"),
+    "sizes of more dimensions": (lambda m: of_rank(m, 2, 3), "another number of dimensions"),
+    "sizes of fewer dimensions": (lambda m: of_rank(m, 2, 1), "another number of dimensions"),
     "a path 2**60 long": (nested, "is not where its name says"),
     "a deep path": (of(planner_data={"w": ("model",) * 10**5}), "is not where its name says"),
     "another path": (of(planner_data={"w": ("v",)}), "is not where its name says"),

@@ -134,6 +134,23 @@ def unmarked(name: str) -> str:
     return str(caught.value)
 
 
+def partly_frozen(frozen: tuple[str, ...]) -> bool:
+    coder = Coder()
+    for name in frozen:
+        coder.get_parameter(f"inside.{name}").requires_grad_(False)
+    model = accelerator().prepare(coder)
+    try:
+        model.encode(DATA)
+    except RuntimeError as error:
+        return "past Distributed" not in str(error)
+    return True
+
+
+def test_b6_a_layer_is_trained_if_one_of_its_parameters_is(pool):
+    for frozen, runs in (("bias",), False), (("weight",), False), (("weight", "bias"), True):
+        assert pool.run(partly_frozen, frozen) == [runs, runs]
+
+
 def test_b6_an_unmarked_method_that_would_train_is_refused_with_what_to_do(pool):
     for text in pool.run(unmarked, "encode"):
         assert text.startswith("Coder.encode() runs layers of the model past Distributed")

@@ -18,6 +18,7 @@ import torch
 import checkpoint_io
 from accel_callbacks import Accelerator, ResumeError
 from accel_callbacks.strategies.single_device import SingleDevice
+from tests.support.rounding import reordered
 from tests.support.strategies import strategy
 
 pytestmark = pytest.mark.distributed
@@ -220,6 +221,48 @@ def test_a_run_goes_on_on_another_number_of_processes(pool, pool_of_4, tmp_path,
     if before != after:
         for (text,) in on(after, loads_all, path, True):
             assert "pass strict=False" in text
+
+
+# --- inside of a gradient window ---------------------------------------------------------------
+
+
+def in_a_window(seed: int) -> tuple:
+    return job(seed, steps=0, layers=1, gradient_accumulation_steps=4)
+
+
+def saves_in_a_window(path: str, ranks_apart: bool) -> list:
+    accel, model, _ = in_a_window(0)
+    with accel.accumulate(model):
+        inputs = torch.ones(2, 16) * (1 + ranks_apart * accel.process_index)
+        accel.backward(model(inputs).square().mean())
+    accel.save_state(path)
+    return accel.unwrap_model(model)[0].weight.grad.flatten().tolist()
+
+
+def loads_in_a_window(path: str) -> list:
+    accel, model, _ = in_a_window(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accel.load_state(path)
+    gradient = accel.unwrap_model(model)[0].weight.grad
+    return [accel.loop.window.position, gradient.flatten().tolist()]
+
+
+def test_the_gradients_of_a_window_are_each_rank_s_own_and_elsewhere_their_mean(
+    alone, pool, tmp_path
+):
+    path = str(tmp_path / "c")
+    own = pool.run(saves_in_a_window, path, True)
+    assert own[0] != own[1]
+    assert pool.run(loads_in_a_window, path) == [[1, gradient] for gradient in own]
+    mean = torch.tensor(own).mean(0).tolist()
+    assert alone.run(loads_in_a_window, path) == [[1, reordered(mean)]]
+
+
+def test_two_ranks_go_on_in_a_window_of_one(alone, pool, tmp_path):
+    path = str(tmp_path / "c")
+    (gradient,) = alone.run(saves_in_a_window, path, False)
+    assert pool.run(loads_in_a_window, path) == [[1, gradient]] * 2
 
 
 # --- DTensors --------------------------------------------------------------------------------

@@ -60,6 +60,11 @@ def test_a_save_that_nobody_makes_is_a_warning_once():
     assert run.epochs_done == 2
 
 
+def test_a_save_that_a_callback_makes_is_no_warning(recwarn):
+    ask(Tells(), "save_now")
+    assert not any("no callback saves" in str(warning.message) for warning in recwarn)
+
+
 def test_a_save_is_made_by_checkpoint(tmp_path):
     saver = Checkpoint(tmp_path, every_n_epochs=100, async_save=False)
     accel = Accelerator(cpu=True, callbacks=[saver])

@@ -25,6 +25,7 @@ from accel_callbacks import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
+from accel_callbacks.offload.offload_index import stored_in_index
 from accel_callbacks.offload.placeholder import AbsentWeight, AbsentWeightError
 from accel_callbacks.offload.residence import OffloadOptions
 from accel_callbacks.offload.source import WeightReadError
@@ -193,6 +194,33 @@ def test_a_folder_of_accelerate_is_read(tmp_path: Path) -> None:
     os.truncate(folder / "head.bias.dat", 79)
     with pytest.raises(WeightReadError, match=r"head\.bias\.dat has 79 bytes, and by the index 80"):
         disk_offload(empty(), folder, offload_buffers=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "fits"),
+    [
+        ([4], 4, True),
+        ([4], 3, False),
+        ([4], 5, False),
+        ([], 1, True),
+        ([1], 0, False),
+        ([0], 0, True),
+        ([0], 1, True),  # no empty file can be mapped, so Accelerate writes one byte
+        ([0], 2, False),
+    ],
+)
+def test_a_raw_file_has_the_size_of_its_tensor(
+    tmp_path: Path, shape: list[int], size: int, fits: bool
+) -> None:
+    (tmp_path / "a.dat").write_bytes(bytes(size))
+    index = {"a": {"dtype": "int8", "shape": shape}}
+    if fits:
+        weights = stored_in_index(index, tmp_path)
+        assert weights is not None
+        assert weights.tensors["a"].shape == tuple(shape)
+    else:
+        with pytest.raises(WeightReadError, match=rf"a\.dat has {size} bytes, and by the index"):
+            stored_in_index(index, tmp_path)
 
 
 def test_a_folder_of_another_model(tmp_path: Path) -> None:

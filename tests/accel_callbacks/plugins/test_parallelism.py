@@ -23,6 +23,7 @@ from accel_callbacks import (
     TorchTensorParallelPlugin,
 )
 from accel_callbacks.strategies import create_strategy
+from accel_callbacks.strategies.single_device import SingleDevice
 
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 4, "cp_size": 5}
 
@@ -227,6 +228,11 @@ def test_data_ranks_are_those_of_the_mesh(copies):
         assert (strategy.data_rank, strategy.data_world) == (rank // copies, 8 // copies)
         assert strategy.averaged_over == 8 // copies
         assert list(strategy.data_ranks) == list(range(0, 8, copies))
+
+
+def test_what_does_not_synchronize_gradients_averages_over_no_ranks():
+    alone = SingleDevice(Topology(torch.device("cpu"), rank=1, world_size=2))
+    assert (alone.loss_world, alone.averaged_over) == (2, 1)
 
 
 def test_losses_of_ranks_that_share_a_sequence_are_of_different_tokens():
