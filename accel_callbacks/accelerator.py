@@ -305,6 +305,14 @@ class Accelerator(ProcessControl, MediaLogging):
             self.schedulers,
             leases,
         )
+        if collectives.has_peers():
+            # Imported here, because one process has nothing to compare.
+            from accel_callbacks.loop.pass_ends import PassEnds
+
+            loop, strategy = self.loop, self.strategy
+            loop.pass_ends = PassEnds(
+                loop.position, lambda: strategy.trains_together and loop.in_lockstep
+            )
         self.passes = Passes(self.loop)
         self.tracking = Tracking(
             _as_list(log_with),

@@ -5,6 +5,7 @@ All functions also work on one process, where at most the container is a new one
 
 from accel_callbacks.collectives.debug import begin as begin
 from accel_callbacks.collectives.group import adopt_store as adopt_store
+from accel_callbacks.collectives.group import before_collectives as before_collectives
 from accel_callbacks.collectives.group import control_group as control_group
 from accel_callbacks.collectives.group import current_turn as current_turn
 from accel_callbacks.collectives.group import expect_group as expect_group
@@ -18,6 +19,7 @@ from accel_callbacks.collectives.group import leave_control_group as leave_contr
 from accel_callbacks.collectives.group import on_backend as on_backend
 from accel_callbacks.collectives.group import rank as rank
 from accel_callbacks.collectives.group import refuse_in_turn as refuse_in_turn
+from accel_callbacks.collectives.group import run_before as run_before
 from accel_callbacks.collectives.group import store as store
 from accel_callbacks.collectives.group import turn as turn
 from accel_callbacks.collectives.group import world_size as world_size

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_callbacks.collectives.group import exchange, refuse_in_turn, world_size
+from accel_callbacks.collectives.group import exchange, refuse_in_turn, run_before, world_size
 from accel_callbacks.collectives.nested import is_number, is_tensor, leaves
 from accel_callbacks.errors import DistributedOperationException
 
@@ -42,11 +42,12 @@ def begin(
 
     Raises:
         DistributedOperationException: on all ranks, if their calls differ.
-        RuntimeError: in a block in which the ranks take turns.
+        RuntimeError: in a block in which the ranks take turns; or another rank still trains.
     """
     if world_size() == 1:
         return
     refuse_in_turn(operation)
+    run_before(operation)
     if not (_debug_from_environment() if debug is None else debug):
         return
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())

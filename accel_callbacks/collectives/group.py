@@ -17,6 +17,7 @@ from accel_callbacks.collectives.store import BoundedStore
 
 __all__ = [
     "adopt_store",
+    "before_collectives",
     "control_group",
     "current_turn",
     "exchange",
@@ -31,6 +32,7 @@ __all__ = [
     "on_backend",
     "rank",
     "refuse_in_turn",
+    "run_before",
     "send_object",
     "source_of",
     "store",
@@ -47,6 +49,8 @@ _count = itertools.count()
 _control: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # Finds the cause of a failed collective: this room does not know the one that watches the ranks.
 _explain: Callable[[BaseException, str], BaseException] | None = None
+# Called with the name of each collective that begins; of the loop that trains, as above.
+_before: Callable[[str], None] | None = None
 # Ranks of the group that this process has joined, 1 without one. Global, as the default group is.
 _expected = 1
 T = TypeVar("T")
@@ -114,6 +118,18 @@ def explains_with(explain: Callable[[BaseException, str], BaseException]) -> Non
     """Set the function that returns the error from which that of a collective follows."""
     global _explain
     _explain = explain
+
+
+def before_collectives(check: Callable[[str], None]) -> None:
+    """Set what is called before each collective of several ranks, with its name."""
+    global _before
+    _before = check
+
+
+def run_before(operation: str) -> None:
+    """Call what :func:`before_collectives` has set."""
+    if _before is not None:
+        _before(operation)
 
 
 class explained(ContextDecorator):

@@ -81,6 +81,7 @@ def share_failure(error: BaseException | None, where: str) -> None:
             _report(error, where)
         return
     collectives.refuse_in_turn(where)
+    collectives.run_before(where)
     point = _next_point(where)
     try:
         _arrive_at(point)
@@ -138,6 +139,7 @@ def meet(where: str) -> None:
     if collectives.world_size() == 1:
         return
     collectives.refuse_in_turn(where)
+    collectives.run_before(where)
     point = _next_point(where)
     deadline = time.monotonic() + collectives.group_timeout().total_seconds()
     try:

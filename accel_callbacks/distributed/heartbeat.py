@@ -52,6 +52,7 @@ __all__ = [
     "LostRank",
     "current_heartbeat",
     "is_disconnect",
+    "report_progress",
     "start_heartbeat",
     "start_join_heartbeat",
     "stop_heartbeat",
@@ -256,6 +257,15 @@ class Heartbeat:
                 return LostRank(rank, (peer.status or "has ended") + (left or ""), peer.place)
         return None
 
+    def progress_of(self, ranks: Iterable[int]) -> dict[int, tuple[int, list[int]]]:
+        """Return how far ranks are, see :func:`report_progress`, with the number of the heartbeat.
+
+        What is known is up to two heartbeats old.
+        """
+        self._everyone = True  # of many ranks each reads few by itself
+        beats = ((rank, self._peers[rank].beat) for rank in ranks)
+        return {rank: (beat["count"], beat["progress"]) for rank, beat in beats if beat}
+
     def error_of(self, lost: LostRank, where: str, place: str | None = None) -> LostRankError:
         """Return the error for a rank that was lost, which names what waited for it here.
 
@@ -335,6 +345,7 @@ class Heartbeat:
             "process": [host_id(), os.getpid()],
             "left": left,
             "stuck": self._saving,
+            "progress": list(_progress()),
             "time": time.time(),
         }
         store.set(f"{_BEAT}/{self._rank}", json.dumps(beat))
@@ -520,6 +531,16 @@ def current_heartbeat() -> Heartbeat | None:
     if _current is None or _current[1] is None or not dist.is_initialized():
         return None
     return _current[0] if _current[1]() is dist.group.WORLD else None
+
+
+# Returns how far the training of this process is, as numbers. Global, as the heartbeat is.
+_progress: Callable[[], Iterable[int]] = tuple
+
+
+def report_progress(progress: Callable[[], Iterable[int]]) -> None:
+    """Set what heartbeats tell of this process; their thread calls it."""
+    global _progress
+    _progress = progress
 
 
 def _outlives_group(watch: Heartbeat) -> bool:

@@ -392,9 +392,11 @@ def join_uneven_inputs(
     # A rank without a batch takes part in the hooks of the start and the end too.
     loop.withdraw_consumed_stop()
     loop.begin_training()
-    with loaders.even_batches(even_batches), strategy.join(list(joinables), follow):
-        counts.closed = strategy.topology.world_size > 1
-        try:
+    try:
+        with loaders.even_batches(even_batches), strategy.join(list(joinables), follow):
+            counts.closed = strategy.topology.world_size > 1
             yield
-        finally:
-            counts.closed = False
+    finally:
+        counts.closed = False
+        if loop.pass_ends is not None:
+            loop.pass_ends.begin_evenly()

@@ -7,7 +7,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -32,6 +32,9 @@ from accel_callbacks.loop.own_batches import OwnBatches
 from accel_callbacks.loop.run import TrainingRun, length_of
 from accel_callbacks.loop.unprepared_steps import UnpreparedSteps
 from accel_callbacks.precision.base import StepFinding
+
+if TYPE_CHECKING:
+    from accel_callbacks.loop.pass_ends import PassEnds
 
 __all__ = ["LoaderProgress", "Loop", "UsedLoaders"]
 
@@ -171,6 +174,7 @@ class Loop:
         stepped: optimizers that stepped since the global step was last counted.
         progress: training loaders that delivered since the last micro-batch began.
         deferred: hooks to be fired by the next call of the script.
+        pass_ends: compares the lengths of passes over several ranks, None on one.
         drain_votes: carries out a vote that is under way at the end of a run.
         check_parameters: checks at each training pass for parameters that models have got since.
         saves: saves of the training state, also in the background.
@@ -229,6 +233,7 @@ class Loop:
         self.unprepared_steps = UnpreparedSteps(optimizers)
         self.require_prepared_steps: Callable[[], None] = lambda: None
         self.own = OwnBatches(optimizers, schedulers)
+        self.pass_ends: PassEnds | None = None
         self.drain_votes: Callable[[], None] = lambda: None
         self.check_parameters: Callable[[], None] = lambda: None
         self._cut_short = self._passed = self._ignores_stop = False
@@ -291,6 +296,10 @@ class Loop:
     def in_lockstep(self) -> bool:
         """False in a block of ``join_uneven_inputs``, where ranks take unequal numbers of steps."""
         return not self.window.normalizer.closed
+
+    def position(self) -> tuple[int, int, int]:
+        """Return the epoch, the batches of it that were begun, and the steps of the run."""
+        return self.run.current_epoch, self.run.batch_idx + 1, self.run._global_step
 
     @property
     def savers(self) -> list[Any]:
@@ -463,6 +472,8 @@ load_state() takes the newest valid one.
         """Begin the run with its first evaluation; one after its end fires no ``setup`` again."""
         if self._ended is not self.run:
             self.begin_fit()
+        if self.pass_ends is not None:
+            self.pass_ends.check("evaluate")
 
     def begin_training(self) -> None:
         """Fire ``on_train_start``, once a run, before the first training batch."""

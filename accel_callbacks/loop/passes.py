@@ -76,6 +76,8 @@ class Passes:
                 if not run.epoch_open:
                     loop.open_epoch(counted=True)
                 yield epoch
+                if loop.pass_ends is not None:
+                    loop.pass_ends.end()
                 loop.settle()
                 loop.end_epoch(epoch, counted=True)
                 self.boundary.poll()
@@ -127,6 +129,8 @@ class Passes:
         if run.should_stop:
             return
         loop.begin_training()
+        if loop.pass_ends is not None:
+            loop.pass_ends.begin()
         run.votes.withdraw("end_epoch")  # of the epoch before, whose end came first
         token = loop.enter(loader, outer=True)
         done, loader.done = loader.done, False
@@ -187,6 +191,8 @@ class Passes:
             raise
         finally:
             if loop.leave(loader, token) and not peeked:
+                if loop.pass_ends is not None:
+                    loop.pass_ends.end()
                 loader.done = loader.finished
                 loop.close_plain_epoch(loader.epoch)
         loop.settle()

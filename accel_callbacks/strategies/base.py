@@ -177,6 +177,11 @@ class Strategy(ABC):
         return None
 
     @property
+    def trains_together(self) -> bool:
+        """True if no rank can take a step with a prepared model without the others."""
+        return False
+
+    @property
     def keeps_weights_apart(self) -> bool:
         """True if parameters are empty outside of a forward and of :meth:`full_parameters`."""
         return False

@@ -142,6 +142,11 @@ class DDP(Strategy):
         """True with ``find_unused_parameters``; else gradients of frozen ones must be there."""
         return bool(self.options.find_unused_parameters)
 
+    @property
+    def trains_together(self) -> bool:
+        """True once a model is averaged, unless ranks train it apart, as in LocalSGD."""
+        return self._group is not None and not self._apart
+
     def check(self, model: torch.nn.Module) -> None:
         """Refuse models that are already distributed over devices or processes."""
         super().check(model)

@@ -60,6 +60,11 @@ class Sharding(Strategy):
         """The sharded models, in the same order on all ranks."""
         raise NotImplementedError
 
+    @property
+    def trains_together(self) -> bool:
+        """True once a model is sharded."""
+        return self.topology.world_size > 1 and bool(self._models)
+
     def _refuse_shared(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter in self._sharded:
