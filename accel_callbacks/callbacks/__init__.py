@@ -27,7 +27,7 @@ _HOME = {
     "Preemption": "preemption",
     "Profiler": "profiler",
     "ProgressBar": "progress_bar",
-    "RichProgressBar": "rich_progress",
+    "RichProgressBar": "progress_bar",
     "SampleLogger": "sample_logger",
     "Summary": "model_summary",
     "Throughput": "throughput",
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from accel_callbacks.callbacks.preemption import Preemption as Preemption
     from accel_callbacks.callbacks.profiler import Profiler as Profiler
     from accel_callbacks.callbacks.progress_bar import ProgressBar as ProgressBar
-    from accel_callbacks.callbacks.rich_progress import RichProgressBar as RichProgressBar
+    from accel_callbacks.callbacks.progress_bar import RichProgressBar as RichProgressBar
     from accel_callbacks.callbacks.sample_logger import SampleLogger as SampleLogger
     from accel_callbacks.callbacks.throughput import Throughput as Throughput
     from accel_callbacks.callbacks.timer import Timer as Timer

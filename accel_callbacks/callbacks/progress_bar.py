@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO
 
 from accel_callbacks.callbacks.base import Callback
+from accel_callbacks.callbacks.progress_display import Display, Line, display_on
+from accel_callbacks.utils.text import printable
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
 
-__all__ = [
-    "Bar",
-    "BarSpec",
-    "BatchCounter",
-    "Display",
-    "LineDisplay",
-    "MetricText",
-    "ProgressBar",
-    "TqdmDisplay",
-]
+__all__ = ["LoaderPass", "MetricText", "ProgressBar", "RichProgressBar"]
 
-_DEFAULT_SIZE = (80, 24)  # columns and rows of terminals that do not report theirs
 _STALL_FRACTION = 0.1  # of the time spent waiting for data, above which the bar shows it
 _MIN_SECONDS = 1.0  # before which that fraction is not significant
-_LINE_WIDTH = 100  # where there is no terminal, and no COLUMNS
+_BAR_SHARE = 8  # of the columns of the terminal, one eighth is the bar's
+_BAR_COLUMNS = (10, 40)
+_INDENT = "  "  # of the second line of a pass
 _NAME_LIMITS = (24, 16)  # characters of a long name, where not all metrics fit otherwise
 _LEAST_NAME = 10  # where not even one fits otherwise
 
 
 class ProgressBar(Callback):
-    """Show epoch, batches, speed and the last logged values, on the main process only.
+    """Show epoch, batches, speed, time and the last logged values, on the main process only.
 
-    On a terminal it is a tqdm bar, with a second one below it during an evaluation; elsewhere (a
-    file, a CI log) it prints one line every ``seconds_between_lines`` and one at the end of each
-    epoch. If training waits for its data for more than a tenth of the time, the bar shows that. A
-    loop over data of its own, without ``run.epochs``, has one bar for all of its batches.
+    On a terminal it is a bar, with a second one below it during an evaluation: drawn by rich where
+    that is installed, else by tqdm. Elsewhere (a file, a CI log, a terminal that cannot move its
+    cursor) it prints one line every ``seconds_between_lines`` and one at the end of each epoch. If
+    training waits for its data for more than a tenth of the time, the bar shows that. A loop over
+    data of its own, without ``run.epochs``, has one bar for all of its batches.
 
-    The bar, epoch, count and speed come first, and metrics take what is left of the line: those of
-    the loop before those of callbacks, with long names shortened in the middle. ``+3`` at the end
-    counts those without room. Lines are at most ``COLUMNS`` wide, 100 by default.
+    Columns keep their places. Metrics follow the bar: those of the loop before those of callbacks,
+    on a second line where the first is full, with long names shortened in the middle. ``+3`` at the
+    end counts those without room. Where there is no terminal, lines are at most ``COLUMNS`` wide,
+    100 by default.
 
     Args:
         refresh_every: seconds between updates of the bar, 0.2 by default.
@@ -53,6 +48,10 @@ class ProgressBar(Callback):
         file: to write to; standard error if ``None``.
         metrics: names or patterns (``"val/*"``) of the metrics to show, in this order; all if
             ``None``.
+        rich: draw with rich on a terminal; if it is installed where ``None``.
+
+    Raises:
+        ImportError: ``rich=True``, and rich is not installed.
 
     Example:
         >>> import sys, torch
@@ -71,17 +70,24 @@ class ProgressBar(Callback):
         seconds_between_lines: float = 10.0,
         file: TextIO | None = None,
         metrics: Sequence[str] | None = None,
+        rich: bool | None = None,
     ) -> None:
         if isinstance(metrics, str):
             raise TypeError(f"metrics is a list of names: write metrics=[{metrics!r}]")
+        installed = find_spec("rich") is not None
+        if rich and not installed:
+            raise ImportError("rich=True needs rich: pip install rich, or leave rich=True out.")
         self.refresh_every = refresh_every
         self.seconds_between_lines = seconds_between_lines
         self._file = file
         self._patterns = None if metrics is None else list(metrics)
-        self._bar: BatchCounter | None = None
-        self._inner: BatchCounter | None = None
-        self._inner_loader = 0
-        self._started = self._waited = 0.0
+        self._rich = installed if rich is None else rich
+        self._display: Display | None = None
+        self._training: LoaderPass | None = None
+        self._evaluation: LoaderPass | None = None
+        self._evaluated_loader = 0
+        self._waited = 0.0
+        self._value_widths: dict[str, int] = {}
 
     # --- training -----------------------------------------------------------------------------
 
@@ -89,38 +95,39 @@ class ProgressBar(Callback):
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int
     ) -> None:
         """Start the bar with the first batch of an epoch, or of the rest of a resumed one."""
-        if self._bar is None and run.is_global_zero:
-            self._started, self._waited = time.monotonic(), run.data_wait_s
+        if self._training is None and run.is_global_zero:
+            self._waited = run.data_wait_s
             title = _epoch(run) if run.epoch_open else "training"
-            spec = BarSpec(title, _known(run.num_training_batches), first=batch_idx)
-            self._bar = BatchCounter(self._new_display(), spec)
+            self._training = LoaderPass(title, _known(run.num_training_batches), batch_idx)
+            self._start(self._training)
 
     def on_train_batch_end(
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch."""
-        if self._bar is not None:
-            self._bar.count(batch_idx + 1, lambda: self._values(run))
+        if self._training is not None and self._is_due(self._training, batch_idx + 1):
+            self._draw(self._training, self._metrics(run))
 
     def on_train_epoch_end(self, run: TrainingRun, model: Any) -> None:
         """Show the end of the epoch, with the values logged by its validation."""
-        self._finish_bar(run)
+        self._finish_training(run)
 
     def on_train_end(self, run: TrainingRun, model: Any) -> None:
         """Show the end of a training without epochs."""
-        self._finish_bar(run)
+        self._finish_training(run)
 
-    def _finish_bar(self, run: TrainingRun) -> None:
-        if self._bar is not None:
-            self._bar.finish(lambda: self._values(run))
-            self._bar = None
+    def _finish_training(self, run: TrainingRun) -> None:
+        if self._training is not None:
+            self._draw(self._training, self._metrics(run))
+            self._close()
 
-    def _values(self, run: TrainingRun) -> MetricText:
-        spent = time.monotonic() - self._started
+    def _metrics(self, run: TrainingRun) -> MetricText:
+        assert self._training is not None
+        spent = self._training.seconds
         waited = min(1.0, (run.data_wait_s - self._waited) / max(spent, 1e-9))
         stalled = spent > _MIN_SECONDS and waited > _STALL_FRACTION
         note = f"(waits for data {waited:.0%})" if stalled else ""
-        return MetricText(self._chosen(run), note)
+        return MetricText(self._chosen(run), note, self._value_widths)
 
     def _chosen(self, run: TrainingRun) -> dict[str, Any]:
         """Return the metrics to show, in their order."""
@@ -136,7 +143,7 @@ class ProgressBar(Callback):
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Start a bar for each loader of the validation."""
-        self._start_inner(run, "validation", run.num_val_batches, batch_idx, dataloader_idx)
+        self._start_evaluation(run, "validation", run.num_val_batches, batch_idx, dataloader_idx)
 
     def on_validation_batch_end(
         self,
@@ -148,17 +155,17 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
-        self._count_inner(batch_idx)
+        self._count_evaluation(batch_idx)
 
     def on_validation_end(self, run: TrainingRun, model: Any) -> None:
         """Finish the bar of the evaluation."""
-        self._finish_inner()
+        self._finish_evaluation()
 
     def on_test_batch_start(
         self, run: TrainingRun, model: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Start a bar for each loader of the test."""
-        self._start_inner(run, "test", run.num_test_batches, batch_idx, dataloader_idx)
+        self._start_evaluation(run, "test", run.num_test_batches, batch_idx, dataloader_idx)
 
     def on_test_batch_end(
         self,
@@ -170,34 +177,68 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
-        self._count_inner(batch_idx)
+        self._count_evaluation(batch_idx)
 
     def on_test_end(self, run: TrainingRun, model: Any) -> None:
         """Finish the bar of the evaluation."""
-        self._finish_inner()
+        self._finish_evaluation()
 
-    def _start_inner(
+    def _start_evaluation(
         self, run: TrainingRun, stage: str, totals: Any, batch_idx: int, loader: int
     ) -> None:
-        if not run.is_global_zero or (self._inner is not None and self._inner_loader == loader):
+        started = self._evaluation is not None and self._evaluated_loader == loader
+        if started or not run.is_global_zero:
             return
-        self._finish_inner()
-        self._inner_loader = loader
+        self._finish_evaluation()
+        self._evaluated_loader = loader
         total = _known(totals[loader]) if loader < len(totals) else None
-        inner = self._bar is not None
-        title = f"{_epoch(run)}, {stage}" if inner else stage
-        self._inner = BatchCounter(
-            self._new_display(), BarSpec(title, total, first=batch_idx, inner=inner)
-        )
+        title = stage if self._training is None else f"{_epoch(run)}, {stage}"
+        self._evaluation = LoaderPass(title, total, batch_idx)
+        self._start(self._evaluation)
 
-    def _count_inner(self, batch_idx: int) -> None:
-        if self._inner is not None:
-            self._inner.count(batch_idx + 1, MetricText)
+    def _count_evaluation(self, batch_idx: int) -> None:
+        if self._evaluation is not None and self._is_due(self._evaluation, batch_idx + 1):
+            self._draw(self._evaluation, MetricText())
 
-    def _finish_inner(self) -> None:
-        if self._inner is not None:
-            self._inner.finish(MetricText)
-            self._inner = None
+    def _finish_evaluation(self) -> None:
+        evaluation, display = self._evaluation, self._display
+        if evaluation is None or display is None:
+            return
+        if self._training is None:
+            self._draw(evaluation, MetricText())
+            self._close()
+        else:  # the end of an evaluation between lines of the training is no line of its own
+            if display.redraws:
+                self._draw(evaluation, MetricText())
+            self._evaluation = None
+
+    # --- drawing ------------------------------------------------------------------------------
+
+    def _start(self, loader_pass: LoaderPass) -> None:
+        if self._display is None:
+            file = self._file or sys.stderr
+            self._display = display_on(
+                file, self.refresh_every, self.seconds_between_lines, self._rich
+            )
+        if self._display.redraws:
+            self._draw(loader_pass, MetricText())
+
+    def _is_due(self, loader_pass: LoaderPass, done: int) -> bool:
+        """Set the number of batches done, and return whether it is time to draw."""
+        loader_pass.done = done
+        now = time.monotonic()
+        assert self._display is not None
+        if now - loader_pass.drawn_at < self._display.seconds:
+            return False
+        loader_pass.drawn_at = now
+        return True
+
+    def _draw(self, loader_pass: LoaderPass, metrics: MetricText) -> None:
+        assert self._display is not None
+        bar = self._display.bar
+        loader_pass.lines = loader_pass.compose(self._display.width(), bar, metrics)
+        passes = (self._training, self._evaluation)
+        self._display.draw([each.lines for each in passes if each is not None])
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -210,19 +251,13 @@ class ProgressBar(Callback):
         self._close()
 
     def _close(self) -> None:
-        for counter in (self._inner, self._bar):
-            if counter is not None:
-                counter.close()
-        self._bar = self._inner = None
+        if self._display is not None:
+            self._display.close()
+        self._display = self._training = self._evaluation = None
 
-    def _new_display(self) -> Display:
-        file = self._file or sys.stderr
-        if file.isatty():
-            return self._terminal_display(file)
-        return LineDisplay(file, self.seconds_between_lines)
 
-    def _terminal_display(self, file: TextIO) -> Display:
-        return TqdmDisplay(file, self.refresh_every)
+#: Lightning's name of it. There is one bar: with rich where it is installed.
+RichProgressBar = ProgressBar
 
 
 def _epoch(run: TrainingRun) -> str:
@@ -238,17 +273,115 @@ def _rank(name: str, patterns: Sequence[str] | None) -> int | None:
     """Return the index of the first pattern that a name matches, or None."""
     if patterns is None:
         return 0
-    return next((i for i, one in enumerate(patterns) if fnmatchcase(name, one)), None)
+    return next((i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), None)
+
+
+class LoaderPass:
+    """One pass over a loader, and its lines of text.
+
+    Args:
+        title: such as ``"epoch 1/3"``.
+        total: batches, ``None`` if unknown.
+        first: batches done by the run that this one resumes.
+
+    Attributes:
+        done: batches so far.
+        drawn_at: when it was drawn, by the monotonic clock.
+        lines: those last drawn.
+    """
+
+    def __init__(self, title: str, total: int | None, first: int = 0) -> None:
+        self.title, self.total = title, total
+        self.done = self._first = first
+        self._started = self.drawn_at = time.monotonic()
+        self.lines: list[Line] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it started."""
+        return time.monotonic() - self._started
+
+    def compose(self, width: int, bar: tuple[str, str] | None, metrics: MetricText) -> list[Line]:
+        """Return one line, and a second one where the metrics need it.
+
+        Args:
+            width: columns of a line.
+            bar: characters of the done and of the open part of a bar; ``None`` for no bar.
+            metrics: the values to show.
+        """
+        head = self._sentence() if bar is None else self._columns(width, *bar)
+        used = sum(len(text) for text, _ in head)
+        first, *rest = metrics.fit(width - used - 1, width - len(_INDENT))
+        lines = [[*head, (f" {first}", "")] if first else head]
+        return lines + [[(_INDENT + text, "")] for text in rest]
+
+    def _sentence(self) -> Line:
+        """Return what a log shows, where nothing is drawn again."""
+        counted = f"{self._count_text()} batches, {self._speed_text():>10}, {self._clock_text()}"
+        return [(f"{self.title}: {counted}", "")]
+
+    def _columns(self, width: int, done_character: str, open_character: str) -> Line:
+        """Return what stands before the metrics on a terminal, all of a constant width."""
+        least, most = _BAR_COLUMNS
+        length = min(most, max(least, width // _BAR_SHARE))
+        full = min(length, length * self.done // self.total) if self.total else 0
+        columns: Line = [
+            (self.title, "bold"),
+            (f" {done_character * full}", "bar.complete"),
+            (open_character * (length - full), "bar.back"),
+            (f" {self._count_text()}", "progress.download"),
+            (f" {self._speed_text():>10}", "progress.data.speed"),
+            (f" {self._clock_text()}", "progress.elapsed"),
+        ]
+        if self.total is None:
+            del columns[1:3]
+        # A terminal narrower than that loses the clock first, and the title last.
+        while len(columns) > 1 and sum(len(text) for text, _ in columns) > width:
+            columns.pop()
+        return [(columns[0][0][:width], "bold"), *columns[1:]]
+
+    def _count_text(self) -> str:
+        """Return ``" 3/10"``, or ``"3"`` if the total is unknown."""
+        if self.total is None:
+            return f"{self.done}"
+        return f"{self.done:>{len(str(self.total))}}/{self.total}"
+
+    def _speed_text(self) -> str:
+        """Return batches a second, or seconds a batch where that is the larger number."""
+        speed = (self.done - self._first) / max(self.seconds, 1e-9)
+        if 0 < speed < 1:
+            return f"{_three_digits(1 / speed)}s/batch"
+        return f"{_three_digits(speed)}/s"
+
+    def _clock_text(self) -> str:
+        """Return the time so far, and what is left of it if the total is known."""
+        elapsed = self.seconds
+        if self.total is None:
+            return _duration(elapsed)
+        done = self.done - self._first
+        left = _duration(elapsed / done * (self.total - self.done)) if done else "-:--:--"
+        return f"{_duration(elapsed)}<{left}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.1f}" if number < 100 else f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}"
 
 
 class MetricText:
-    """Metrics as text that fits into a width.
+    """Metrics as text that fits into the room of some lines.
 
     Formatting a tensor waits for its device, so make one only when a bar is drawn.
 
     Args:
         metrics: the values by name, the most important first.
-        note: shown after them, whatever the width.
+        note: shown after those of the first line, whatever the room.
+        widths: the widest text of each value so far, to which later ones are padded; updated.
 
     Example:
         >>> from accel_callbacks.callbacks.progress_bar import MetricText
@@ -256,28 +389,47 @@ class MetricText:
         ...     {"loss": 0.25, "gradients/layers.11.attention.weight": 1.5, "lr": 0.1}
         ... )
         >>> text.fit(80)
-        'loss=0.25 gradients/layers.11.attention.weight=1.5 lr=0.1'
+        ['loss=0.25 gradients/layers.11.attention.weight=1.5 lr=0.1']
+        >>> text.fit(20, 50)
+        ['loss=0.25', 'gradients/layers.11.attention.weight=1.5 lr=0.1']
         >>> text.fit(50)
-        'loss=0.25 gradients/l..tion.weight=1.5 lr=0.1'
+        ['loss=0.25 gradients/l..tion.weight=1.5 lr=0.1']
         >>> text.fit(16)
-        'loss=0.25 +2'
+        ['loss=0.25 +2']
     """
 
-    def __init__(self, metrics: Mapping[str, Any] | None = None, note: str = "") -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        note: str = "",
+        widths: MutableMapping[str, int] | None = None,
+    ) -> None:
         self._values = {name: _formatted(value) for name, value in (metrics or {}).items()}
         self._note = note
+        if widths is not None:
+            for name, text in self._values.items():
+                widths[name] = max(len(text), widths.get(name, 0))
+                self._values[name] = text.ljust(widths[name])
 
-    def fit(self, width: int) -> str:
-        """Return what fits: names are shortened first, then the last metrics are left out."""
-        room = width - len(self._note) - 1 if self._note else width
-        parts = self._parts(None)
-        for limit in _NAME_LIMITS:
-            if len(" ".join(parts)) <= room:
-                break
+    def fit(self, *rooms: int) -> list[str]:
+        """Return a text for each line that is needed, the first even if it is empty.
+
+        Names are shortened where not all metrics fit, then the last ones are left out and counted.
+
+        Args:
+            rooms: characters that each line has.
+        """
+        first, *others = rooms
+        rooms = (first - len(self._note) - 1 if self._note else first, *others)
+        lines: list[str] = []
+        for limit in (None, *_NAME_LIMITS, _LEAST_NAME):
             parts = self._parts(limit)
-        if parts and not _first_that_fit(parts, room).startswith(parts[0]):
-            parts = self._parts(_LEAST_NAME)
-        return " ".join(part for part in (_first_that_fit(parts, room), self._note) if part)
+            lines, left_out = _packed(parts, rooms)
+            some = left_out < len(parts)
+            if not left_out or (some and limit == _NAME_LIMITS[-1]):
+                break
+        lines[0] = " ".join(text for text in (lines[0], self._note) if text)
+        return lines
 
     def _parts(self, limit: int | None) -> list[str]:
         """Return ``name=value`` of each metric, with names of at most ``limit`` characters."""
@@ -293,7 +445,7 @@ def _formatted(value: Any) -> str:
     try:
         return f"{float(value):.4g}"
     except (TypeError, ValueError):
-        return " ".join(str(value).split())  # on one line
+        return printable(" ".join(str(value).split()))  # on one line
 
 
 def _shortened(name: str, limit: int) -> str:
@@ -304,207 +456,26 @@ def _shortened(name: str, limit: int) -> str:
     return f"{name[: limit - 2 - end]}..{name[-end:]}"
 
 
-def _first_that_fit(parts: Sequence[str], room: int) -> str:
-    """Join the first parts as far as there is room, and count the others."""
+def _packed(parts: Sequence[str], rooms: Sequence[int]) -> tuple[list[str], int]:
+    """Fill lines with the first parts, and count those without room at the end of the last line."""
     for count in range(len(parts), 0, -1):
         left = [f"+{len(parts) - count}"] if count < len(parts) else []
-        text = " ".join([*parts[:count], *left])
-        if len(text) <= room:
-            return text
-    return f"+{len(parts)}" if parts and room > len(f"+{len(parts)}") else ""
+        lines = _filled([*parts[:count], *left], rooms)
+        if lines is not None:
+            return lines, len(parts) - count
+    counted = _filled([f"+{len(parts)}"], rooms) if parts else None
+    return counted or [""], len(parts)
 
 
-class BatchCounter:
-    """Count the batches of one pass, and update its bar at the display's interval.
-
-    Args:
-        display: draws the bar.
-        spec: of the bar.
-
-    Example:
-        >>> import sys
-        >>> from accel_callbacks.callbacks.progress_bar import (
-        ...     BarSpec,
-        ...     BatchCounter,
-        ...     LineDisplay,
-        ...     MetricText,
-        ... )
-        >>> counter = BatchCounter(LineDisplay(sys.stdout, 0.0), BarSpec("epoch 1", 3))
-        >>> counter.count(1, lambda: MetricText({"loss": 0.5}))
-        epoch 1: 1/3 batches, ... loss=0.5
-    """
-
-    def __init__(self, display: Display, spec: BarSpec) -> None:
-        self._display, self._spec = display, spec
-        self._bar = display.start(spec)
-        self._done = spec.first
-        self._shown_at = time.monotonic()
-
-    def count(self, done: int, values: Callable[[], MetricText]) -> None:
-        """Set the number of batches done; ``values`` is only called if the bar is drawn."""
-        self._done = done
-        now = time.monotonic()
-        if now - self._shown_at >= self._display.seconds:
-            self._shown_at = now
-            self._bar.show(done, values())
-
-    def finish(self, values: Callable[[], MetricText]) -> None:
-        """Draw the end of the pass, and close the bar."""
-        if self._display.shows_end or not self._spec.inner:
-            self._bar.show(self._done, values())
-        self.close()
-
-    def close(self) -> None:
-        """Close the bar."""
-        self._bar.close()
-
-
-@dataclass(frozen=True)
-class BarSpec:
-    """The title and the range of a bar.
-
-    Args:
-        title: such as ``"epoch 1/3"``.
-        total: batches, ``None`` if unknown.
-        first: batches done by the run that this one resumes.
-        inner: inside another bar.
-    """
-
-    title: str
-    total: int | None
-    first: int = 0
-    inner: bool = False
-
-    def count_text(self, done: int) -> str:
-        """Return ``"3/10"``, or ``"3"`` if the total is unknown."""
-        return f"{done}" if self.total is None else f"{done}/{self.total}"
-
-
-class Bar(Protocol):
-    """The bar of one pass over a loader."""
-
-    def show(self, done: int, values: MetricText) -> None:
-        """Draw the batches done so far, and the last logged values as far as there is room."""
-
-    def close(self) -> None:
-        """Restore the terminal."""
-
-
-class Display(Protocol):
-    """Draw bars."""
-
-    seconds: float  # between two updates
-    shows_end: bool  # draw an inner bar once more when it ends
-
-    def start(self, spec: BarSpec) -> Bar:
-        """Start the bar of a pass."""
-
-
-class LineDisplay:
-    """Print plain lines where there is no terminal.
-
-    Args:
-        file: to print to.
-        seconds: between two lines.
-    """
-
-    shows_end = False
-
-    def __init__(self, file: TextIO, seconds: float) -> None:
-        self.seconds = seconds
-        self._file = file
-
-    def start(self, spec: BarSpec) -> Bar:
-        """Start the lines of a pass."""
-        return _Lines(self._file, spec)
-
-
-class _Lines:
-    def __init__(self, file: TextIO, spec: BarSpec) -> None:
-        self._file, self._spec = file, spec
-        self._started = time.monotonic()
-
-    def show(self, done: int, values: MetricText) -> None:
-        speed = (done - self._spec.first) / max(time.monotonic() - self._started, 1e-9)
-        line = f"{self._spec.title}: {self._spec.count_text(done)} batches, {speed:.1f}/s"
-        fitting = values.fit(_line_width() - len(line) - 1)
-        print(f"{line} {fitting}".rstrip(), file=self._file, flush=True)
-
-    def close(self) -> None:
-        """Do nothing: lines need no end."""
-
-
-def _line_width() -> int:
-    """Return the width of lines that no terminal limits."""
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) else _LINE_WIDTH
-
-
-class TqdmDisplay:
-    """Draw bars with tqdm.
-
-    Args:
-        file: a terminal.
-        seconds: between two updates.
-    """
-
-    shows_end = True
-
-    def __init__(self, file: TextIO, seconds: float) -> None:
-        self.seconds = seconds
-        self._file = file
-
-    def start(self, spec: BarSpec) -> Bar:
-        """Start a bar, below the outer one if it is an inner one."""
-        return _TqdmBar(self._file, spec)
-
-
-class _TqdmBar:
-    def __init__(self, file: TextIO, spec: BarSpec) -> None:
-        from tqdm import tqdm
-
-        has_size = _has_size(file)
-        columns, rows = (None, None) if has_size else _DEFAULT_SIZE
-        self._bar = tqdm(
-            desc=spec.title,
-            total=spec.total,
-            initial=spec.first,
-            file=file,
-            dynamic_ncols=has_size,
-            ncols=columns,
-            nrows=rows,
-            mininterval=0,
-            position=1 if spec.inner else None,
-            leave=not spec.inner,
-            bar_format=_layout(spec, columns or _LINE_WIDTH, ""),
-        )
-        self._spec = spec
-
-    def show(self, done: int, values: MetricText) -> None:
-        state = {**self._bar.format_dict, "n": done}
-        columns = state.pop("ncols") or _DEFAULT_SIZE[0]
-        plain = _layout(self._spec, columns, "")
-        # Without a width, tqdm draws a bar of ten columns: what is left of the line is for metrics.
-        rest = self._bar.format_meter(**{**state, "bar_format": plain})
-        self._bar.bar_format = _layout(self._spec, columns, values.fit(columns - len(rest) - 1))
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def _layout(spec: BarSpec, columns: int, values: str) -> str:
-    """Return tqdm's template of a line: metrics at its end, so that they are what is cut."""
-    counted = "{n_fmt}it" if spec.total is None else "{bar} {n_fmt}/{total_fmt}"
-    clock = "{elapsed}" if spec.total is None or columns >= _LINE_WIDTH else ""
-    clock += "" if spec.total is None else "<{remaining}"
-    shown = values.replace("{", "{{").replace("}", "}}")
-    return f"{{desc}}: {counted} [{clock}, {{rate_fmt}}] {shown}".rstrip()
-
-
-def _has_size(terminal: TextIO) -> bool:
-    """Return whether a terminal reports its size; in some containers it reports 0 by 0."""
-    try:
-        return all(os.get_terminal_size(terminal.fileno()))
-    except (AttributeError, OSError, ValueError):  # not a file of the operating system
-        return False
+def _filled(words: Sequence[str], rooms: Sequence[int]) -> list[str] | None:
+    """Break words into lines of given rooms, or return None where they do not fit."""
+    lines = [""]
+    for word in words:
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        while len(longer.rstrip()) > rooms[len(lines) - 1]:
+            if len(lines) == len(rooms):
+                return None
+            lines.append("")
+            longer = word
+        lines[-1] = longer
+    return [line.rstrip() for line in lines]

@@ -1,16 +1,8 @@
-"""The built-in callbacks in real runs: EarlyStopping, ProgressBar, Checkpoint."""
+"""The built-in callbacks in real runs: EarlyStopping, Checkpoint."""
 
 from __future__ import annotations
 
-import fcntl
-import io
 import math
-import os
-import re
-import select
-import struct
-import termios
-from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -19,7 +11,7 @@ import torch
 
 import checkpoint_io
 from accel_callbacks import Accelerator, Callback
-from accel_callbacks.callbacks import Checkpoint, EarlyStopping, ProgressBar
+from accel_callbacks.callbacks import Checkpoint, EarlyStopping
 
 # --- EarlyStopping ----------------------------------------------------------------------------
 
@@ -123,96 +115,6 @@ def test_a_run_that_was_stopped_stays_stopped_when_it_is_resumed(tmp_path):
 def test_more_patience_lets_a_stopped_run_go_on(tmp_path):
     assert stopping_run(tmp_path, patience=2) == [0, 1, 2]
     assert stopping_run(tmp_path, patience=4) == [3, 4]
-
-
-# --- ProgressBar ------------------------------------------------------------------------------
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(range(6))
-
-
-def show(bar: ProgressBar, epochs: int = 2, data=range(6), fail_at: int | None = None) -> None:
-    accel = Accelerator(cpu=True, callbacks=[bar])
-    loader = accel.prepare(torch.utils.data.DataLoader(data, 2))
-    with accel.run("show") as run:
-        for _ in run.epochs(epochs):
-            for index, _ in enumerate(loader):
-                accel.log({"loss": torch.tensor(0.25), "note": "hi"})
-                if index == fail_at:
-                    raise ValueError("in the loop")
-
-
-def test_without_a_terminal_there_is_one_plain_line_an_epoch():
-    out = io.StringIO()
-    show(ProgressBar(file=out))
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 2
-    for number, line in enumerate(lines, start=1):
-        assert re.fullmatch(rf"epoch {number}/2: 3/3 batches, [\d.]+/s loss=0.25 note=hi", line), (
-            line
-        )
-
-
-def test_without_a_terminal_lines_come_at_intervals_too():
-    out = io.StringIO()
-    show(ProgressBar(seconds_between_lines=0, file=out), epochs=1)
-    shown = re.findall(r"(\d)/3 batches", out.getvalue())
-    assert shown[:3] == ["1", "2", "3"]
-
-
-def test_an_unknown_length_is_left_out():
-    out = io.StringIO()
-    show(ProgressBar(file=out), data=Stream())
-    assert "epoch 1/2: 3 batches, " in out.getvalue()
-    assert "inf" not in out.getvalue()
-
-
-def on_a_terminal(**options) -> str:
-    leader, follower = os.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    try:
-        with os.fdopen(follower, "w") as terminal:
-            bar = ProgressBar(file=terminal, **options.pop("bar", {}))
-            if "fail_at" in options:
-                with pytest.raises(ValueError, match="in the loop"):
-                    show(bar, **options)
-            else:
-                show(bar, **options)
-            assert bar._bar is None
-            terminal.flush()
-            return "".join(what_is_there(leader))
-    finally:
-        os.close(leader)
-
-
-def what_is_there(terminal: int) -> Iterator[str]:
-    """A terminal hands out what was written in pieces."""
-    while select.select([terminal], [], [], 0.2)[0]:
-        yield os.read(terminal, 1 << 16).decode()
-
-
-def test_on_a_terminal_there_is_a_bar():
-    text = on_a_terminal(bar={"refresh_every": 0})
-    assert re.search("epoch 1/2: █+ 3/3", text)
-    assert re.search("epoch 2/2: █+ 3/3", text)
-    assert "loss=0.25" in text
-
-
-def test_the_last_state_of_a_bar_is_full_and_has_the_values_whatever_the_refresh():
-    text = on_a_terminal(bar={"refresh_every": 1000})
-    assert re.search("epoch 2/2: █+ 3/3", text)
-    assert "loss=0.25" in text
-
-
-def test_a_bar_of_unknown_length_counts():
-    assert re.search(r"epoch 2/2: 3it", on_a_terminal(data=Stream()))
-
-
-def test_an_error_closes_the_bar():
-    text = on_a_terminal(fail_at=1, bar={"refresh_every": 0})
-    assert text.endswith("\n")
 
 
 # --- Checkpoint -------------------------------------------------------------------------------
