@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -13,12 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from accel_callbacks.callbacks.base import Callback
 from accel_callbacks.callbacks.flops import FlopCounter
+from accel_callbacks.callbacks.progress_display import can_redraw
 from accel_callbacks.collectives import tensors_in
 from accel_callbacks.modeling.original_class import class_of
 from accel_callbacks.modeling.undisturbed import undisturbed_eval
-from accel_callbacks.utils.text import table
+from accel_callbacks.utils.text import table, terminal_width, wrapped
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from accel_callbacks.loop.run import TrainingRun
 
 __all__ = [
@@ -33,12 +38,15 @@ __all__ = [
 ]
 
 Shapes = tuple[tuple[int, ...], ...]
+_STYLES = {"name": "cyan", "type": "green"}  # of columns, in the names of rich
 
 
 class ModelSummary(Callback):
-    """Print the layers, parameters and dtypes of each prepared model when a run starts.
+    """Print the layers, modes, parameters and dtypes of each prepared model when a run starts.
 
-    It prints once a run, on the main process.
+    It prints once a run, on the main process, and not again when the run is resumed with the same
+    model. On a terminal it is in colour if rich is installed, with frozen layers dim, and long
+    lines wrap at words.
 
     Args:
         max_depth: levels of modules to show, 2 by default; -1 for all, 0 for the totals only.
@@ -60,9 +68,10 @@ class ModelSummary(Callback):
         >>> model = accel.prepare(torch.nn.Sequential(torch.nn.Linear(1, 2)))
         >>> with accel.run("summary"):
         ...     pass
-        name  type    parameters  trainable  size  dtype
-        0     Linear  4           4          16 B  float32
+        name  type    mode   parameters  trainable  size  dtype
+        0     Linear  train  4           4          16 B  float32
         Sequential: 4 parameters (4 trainable, 0 frozen), 16 B, buffers 0 B
+        modules: 2 in train mode, 0 in eval mode
     """
 
     def __init__(
@@ -74,16 +83,38 @@ class ModelSummary(Callback):
         self.example = example
         self.summaries: list[Summary] = []
         self._file = file
+        self._printed = ""  # the run and the text, so that a resume does not print it again
 
     def on_fit_start(self, run: TrainingRun, model: Any) -> None:
         """Summarize the models, and print the tables."""
         self.summaries = []
-        for index, one in enumerate(run.models):
+        for index, prepared in enumerate(run.models):
             example = self.example if index == 0 else None
-            self.summaries.append(summarize(one, self.max_depth, example))
-        if run.is_global_zero:
+            self.summaries.append(summarize(prepared, self.max_depth, example))
+        text = "\n".join(map(str, self.summaries))
+        printed = f"{run.run_id} {zlib.crc32(text.encode()):08x}"
+        if printed != self._printed and run.is_global_zero:
             for summary in self.summaries:
-                print(summary, file=self._file or sys.stderr, flush=True)
+                _show(summary, self._file or sys.stderr)
+        self._printed = printed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was printed."""
+        return {"printed": self._printed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what was printed."""
+        self._printed = state_dict["printed"]
+
+
+def _show(summary: Summary, file: TextIO) -> None:
+    if not can_redraw(file) or find_spec("rich") is None:
+        print(wrapped(str(summary), file), file=file, flush=True)
+        return
+    from rich.console import Console
+
+    Console(file=file, force_terminal=True, width=terminal_width(file)).print(summary)
+    file.flush()
 
 
 def summarize(model: torch.nn.Module, max_depth: int = 2, example: Any = None) -> Summary:
@@ -105,10 +136,11 @@ def summarize(model: torch.nn.Module, max_depth: int = 2, example: Any = None) -
         >>> from accel_callbacks.callbacks import summarize
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
         >>> print(summarize(model, example=torch.ones(2, 4)))
-        name  type    parameters  trainable  size   dtype    input   output  FLOPs
-        0     Linear  40          40         160 B  float32  [2, 4]  [2, 8]  128
-        1     Linear  9           9          36 B   float32  [2, 8]  [2, 1]  32
+        name  type    mode   parameters  trainable  size   dtype    input   output  FLOPs
+        0     Linear  train  40          40         160 B  float32  [2, 4]  [2, 8]  128
+        1     Linear  train  9           9          36 B   float32  [2, 8]  [2, 1]  32
         Sequential: 49 parameters (49 trainable, 0 frozen), 196 B, buffers 0 B
+        modules: 3 in train mode, 0 in eval mode
         FLOPs of one forward pass with the example: 160
     """
     if max_depth < -1:
@@ -128,17 +160,22 @@ def summarize(model: torch.nn.Module, max_depth: int = 2, example: Any = None) -
     }
     total = rows.pop("")
     buffers = {id(one): one for one in model.buffers() if not is_lazy(one)}.values()
-    return Summary(total, tuple(rows.values()), sum(_bytes(one) for one in buffers))
+    in_train_mode = sum(module.training for module in model.modules())
+    in_eval_mode = sum(not module.training for module in model.modules())
+    buffer_bytes = sum(_bytes(one) for one in buffers)
+    return Summary(total, tuple(rows.values()), buffer_bytes, in_train_mode, in_eval_mode)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of :func:`summarize`; ``str()`` is the table.
+    """The result of :func:`summarize`; ``str()`` is the table, which rich prints in colour.
 
     Attributes:
         total: the model; a parameter shared by several modules counts once.
         layers: its modules down to ``max_depth``, in the model's order.
         buffer_bytes: memory of its buffers.
+        in_train_mode: number of its modules in train mode, itself included.
+        in_eval_mode: number of those in eval mode.
 
     Example:
         >>> import torch
@@ -150,8 +187,30 @@ class Summary:
     total: LayerSummary
     layers: tuple[LayerSummary, ...]
     buffer_bytes: int
+    in_train_mode: int = 0
+    in_eval_mode: int = 0
 
     def __str__(self) -> str:
+        columns = _columns(self.layers)
+        rows = list(zip(*columns.values(), strict=True))
+        totals = self._totals()
+        return "\n".join([table(tuple(columns), rows), *totals] if rows else totals)
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        columns = _columns(self.layers)
+        styled = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for title in columns:
+            styled.add_column(title, style=_STYLES.get(title), overflow="fold")
+        for layer, cells in zip(self.layers, zip(*columns.values(), strict=True), strict=True):
+            styled.add_row(*map(Text, cells), style="dim" if layer.frozen else None)
+        totals = [Text(line, style="bold") for line in self._totals()]
+        return Group(styled, *totals) if self.layers else Group(*totals)
+
+    def _totals(self) -> list[str]:
         total = self.total
         frozen = total.parameters - total.trainable
         lines = [
@@ -161,11 +220,11 @@ class Summary:
         ]
         if total.lazy:
             lines[0] += ", and lazy parameters, whose shapes depend on the first batch"
+        modes = f"{self.in_train_mode} in train mode, {self.in_eval_mode} in eval mode"
+        lines.append(f"modules: {modes}")
         if total.flops is not None:
             lines.append(f"FLOPs of one forward pass with the example: {count_text(total.flops)}")
-        columns = _columns(self.layers)
-        rows = list(zip(*columns.values(), strict=True))
-        return "\n".join([table(tuple(columns), rows), *lines] if rows else lines)
+        return lines
 
 
 @dataclass(frozen=True)
@@ -184,6 +243,7 @@ class LayerSummary:
         inputs: shapes of the input tensors of the first call; empty without an example.
         outputs: shapes of its output tensors.
         flops: of its forward pass, ``None`` without an example.
+        training: it is in train mode.
 
     Example:
         >>> import torch
@@ -204,6 +264,17 @@ class LayerSummary:
     inputs: Shapes = ()
     outputs: Shapes = ()
     flops: int | None = None
+    training: bool = True
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it has parameters, and none of them is trainable."""
+        return self.parameters > 0 and self.trainable == 0
+
+    @property
+    def mode(self) -> str:
+        """``"train"`` or ``"eval"``, and ``"frozen"`` beside it."""
+        return ("train" if self.training else "eval") + (", frozen" if self.frozen else "")
 
 
 def _summarize_layer(
@@ -225,6 +296,7 @@ def _summarize_layer(
         inputs=passed.inputs if passed else (),
         outputs=passed.outputs if passed else (),
         flops=passed.flops if passed else None,
+        training=module.training,
     )
 
 
@@ -316,6 +388,7 @@ def _columns(layers: Iterable[LayerSummary]) -> dict[str, list[str]]:
     columns = {
         "name": [row.name for row in rows],
         "type": [row.kind for row in rows],
+        "mode": [row.mode for row in rows],
         "parameters": [count_text(row.parameters) + ("?" if row.lazy else "") for row in rows],
         "trainable": [count_text(row.trainable) for row in rows],
         "size": [size_text(row.bytes) for row in rows],

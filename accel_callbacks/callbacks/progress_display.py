@@ -6,15 +6,24 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from accel_callbacks.utils.text import columns_variable, terminal_width
+
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-__all__ = ["Display", "Line", "LineDisplay", "RichDisplay", "TqdmDisplay", "display_on"]
+__all__ = [
+    "Display",
+    "Line",
+    "LineDisplay",
+    "RichDisplay",
+    "TqdmDisplay",
+    "can_redraw",
+    "display_on",
+]
 
 #: Texts and their styles, in the names of rich's theme.
 Line = list[tuple[str, str]]
 
-_TERMINAL_WIDTH = 80  # of terminals that do not report theirs
 _LINE_WIDTH = 100  # where there is no terminal, and no COLUMNS
 _ROWS = 24  # more than are ever drawn
 _NO_CURSOR = ("dumb", "unknown")  # TERM of terminals that only scroll
@@ -46,9 +55,14 @@ def display_on(file: TextIO, refresh_every: float, between_lines: float, rich: b
         between_lines: seconds between lines elsewhere.
         rich: it is installed, and wanted.
     """
-    if not file.isatty() or os.environ.get("TERM") in _NO_CURSOR:
+    if not can_redraw(file):
         return LineDisplay(file, between_lines)
     return (RichDisplay if rich else TqdmDisplay)(file, refresh_every)
+
+
+def can_redraw(file: TextIO) -> bool:
+    """Return whether a file is a terminal that can move its cursor, and show colours."""
+    return file.isatty() and os.environ.get("TERM") not in _NO_CURSOR
 
 
 class LineDisplay:
@@ -68,7 +82,7 @@ class LineDisplay:
 
     def width(self) -> int:
         """Return ``COLUMNS``, 100 by default."""
-        return _columns_variable() or _LINE_WIDTH
+        return columns_variable() or _LINE_WIDTH
 
     def draw(self, passes: Sequence[Sequence[Line]]) -> None:
         """Print the pass that has changed."""
@@ -96,7 +110,7 @@ class TqdmDisplay:
 
     def width(self) -> int:
         """Return the terminal's width."""
-        return _terminal_width(self._file)
+        return terminal_width(self._file)
 
     def draw(self, passes: Sequence[Sequence[Line]]) -> None:
         """Draw the lines, and clear those that are no longer there."""
@@ -150,7 +164,7 @@ class RichDisplay:
 
     def width(self) -> int:
         """Return the terminal's width."""
-        return _terminal_width(self._file)
+        return terminal_width(self._file)
 
     def draw(self, passes: Sequence[Sequence[Line]]) -> None:
         """Draw the lines."""
@@ -180,17 +194,3 @@ def _encodes(file: TextIO, character: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-def _terminal_width(file: TextIO) -> int:
-    """Return its columns but for the last, in which some terminals begin a new line."""
-    try:
-        columns = os.get_terminal_size(file.fileno()).columns  # 0 in some containers
-    except (AttributeError, OSError, ValueError):  # not a file of the operating system
-        columns = 0
-    return (columns or _columns_variable() or _TERMINAL_WIDTH) - 1
-
-
-def _columns_variable() -> int:
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() else 0

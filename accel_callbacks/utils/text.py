@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TextIO
 
+_TERMINAL_WIDTH = 80  # of terminals that do not report theirs
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -39,6 +42,47 @@ def printable(text: str) -> str:
 def _is_harmless(character: str) -> bool:
     """Return whether a character is printable or a space, such as that of Japanese names."""
     return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def terminal_width(file: TextIO) -> int:
+    """Return a terminal's columns but for the last, in which some begin a new line."""
+    try:
+        columns = os.get_terminal_size(file.fileno()).columns  # 0 in some containers
+    except (AttributeError, OSError, ValueError):  # not a file of the operating system
+        columns = 0
+    return (columns or columns_variable() or _TERMINAL_WIDTH) - 1
+
+
+def columns_variable() -> int:
+    """Return ``COLUMNS`` of the environment, 0 if it is no number."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() else 0
+
+
+def wrapped(text: str, file: TextIO) -> str:
+    """Break long lines at words for a terminal; what goes elsewhere keeps its lines.
+
+    Example:
+        >>> import io
+        >>> from accel_callbacks.utils.text import wrapped
+        >>> wrapped("a file is not a terminal", io.StringIO())
+        'a file is not a terminal'
+    """
+    if not file.isatty():
+        return text
+    width = max(20, terminal_width(file))  # a word a line helps nobody
+    return "\n".join(
+        line
+        if len(line) <= width
+        else textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,  # paths and names are to be copied
+            break_on_hyphens=False,
+        )
+        for line in text.split("\n")
+    )
 
 
 def size_of(nbytes: int) -> str:

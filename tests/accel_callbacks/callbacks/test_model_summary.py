@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from accel_callbacks import Accelerator
-from accel_callbacks.callbacks import ModelSummary, summarize
+from accel_callbacks.callbacks import Checkpoint, ModelSummary, model_summary, summarize
 
 
 class Tied(nn.Module):
@@ -83,7 +84,7 @@ def test_depth():
     assert [layer.name for layer in summarize(model).layers] == ["0", "0.0"]
     assert [layer.name for layer in summarize(model, -1).layers] == ["0", "0.0", "0.0.0"]
     assert summarize(model, 0).layers == ()
-    assert str(summarize(model, 0)).count("\n") == 0
+    assert str(summarize(model, 0)).count("\n") == 1
     for call in (lambda: summarize(model, -2), lambda: ModelSummary(-2)):
         with pytest.raises(ValueError, match="max_depth=-2"):
             call()
@@ -136,6 +137,59 @@ def test_it_is_printed_once_a_run(training):
                     kit.step(batch)
         assert text.getvalue().count("Linear: 2 parameters") == expected
     assert [one.total.flops for one in summary.summaries] == [2]
+
+
+def test_a_resume_prints_it_again_only_if_the_model_is_another(training, tmp_path):
+    def printed(freeze: bool = False, resume: bool = True) -> bool:
+        text = io.StringIO()
+        kit = training(ModelSummary(file=text), Checkpoint(tmp_path))
+        kit.model.bias.requires_grad_(not freeze)
+        with kit.accel.run("resumed", resume=resume) as run:
+            for batch in kit.train:
+                kit.step(batch)
+            assert (run.resumed_from is not None) == resumes
+        return "Linear: 2 parameters" in text.getvalue()
+
+    resumes = False
+    assert printed()
+    resumes = True
+    assert not printed()
+    assert printed(freeze=True)
+    resumes = False
+    assert printed(resume=False)
+
+
+def test_modes_and_what_is_frozen_are_told():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Sequential(nn.Dropout()))
+    model[1].eval().requires_grad_(False)
+    summary = summarize(model, 1)
+    rows = by_name(summary)
+    assert [rows[name].mode for name in "012"] == ["train", "eval, frozen", "train"]
+    assert (summary.in_train_mode, summary.in_eval_mode) == (4, 1)
+    assert str(summary).endswith("modules: 4 in train mode, 1 in eval mode")
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_on_a_terminal_it_is_in_colour_and_wraps_at_words(monkeypatch, rich):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if not rich:
+        monkeypatch.setattr(model_summary, "find_spec", lambda name: None)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    screen = Terminal()
+    model_summary._show(summarize(model), screen)
+    text = screen.getvalue()
+    frozen = next(line for line in text.splitlines() if "frozen" in line)
+    assert ("\x1b[2m" in frozen or "\x1b[2;" in frozen) == rich
+    lines = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
+    assert max(len(line.rstrip()) for line in lines) < 60
+    words = " ".join(lines).split()
+    assert not {"Sequential:", "parameters", "trainable,", "buffers", "modules:"} - set(words)
 
 
 def test_without_a_model_nothing_is_printed():
