@@ -82,9 +82,11 @@ class Job:
         return self.answer()
 
     def end(self) -> tuple[int, str]:
-        """Close its input, and return its exit code and the last line of its errors."""
+        """Close its input, and return its exit code and the line of its LeaseError, if any."""
         _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors.strip().splitlines()[-1] if errors.strip() else ""
+        found = [line for line in errors.splitlines() if "LeaseError: " in line]
+        assert bool(found) == bool(self.process.returncode), errors
+        return self.process.returncode, found[0] if found else ""
 
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -182,7 +184,7 @@ def test_a_stopped_run_that_goes_on_after_a_takeover_writes_nothing(
     assert "this process writes nothing more there, and ends" in error
     assert content(first.folder) == before
     assert second.train(1) == "at 4"
-    assert second.end()[0] == 0
+    assert second.end() == (0, "")
     names = [info.name for info in CheckpointFolder(first.folder / "checkpoints").list()]
     assert names == ["step-00000002", "step-00000004"]
 
