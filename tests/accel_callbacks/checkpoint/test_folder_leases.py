@@ -323,6 +323,30 @@ def test_who_has_lost_a_folder_saves_nothing_more(tmp_path: Path) -> None:
     process.communicate(timeout=20)
 
 
+def test_rows_of_a_lost_folder_are_not_written(tmp_path: Path) -> None:
+    accel = accelerator(tmp_path, log_with=["jsonl", "csv", "tensorboard"])
+    written: list[dict[str, bytes]] = []
+
+    def train() -> None:
+        with accel.run("loses"):
+            accel.log({"loss": 1.0})
+            assert accel.tracking.hub is not None
+            accel.tracking.hub.flush()
+            process = rival(tmp_path, "take_over")
+            time.sleep(0.3)  # a look that is not older counts
+            written.append(content(tmp_path))
+            try:
+                for _ in range(1000):
+                    accel.log({"loss": 2.0})
+                    time.sleep(0.02)
+            finally:
+                process.communicate(timeout=20)
+
+    with pytest.raises(LeaseError, match="was taken over by process"):
+        train()
+    assert written == [content(tmp_path)]  # no row, and no record of the end
+
+
 def test_ckpt_leaves_a_folder_alone_that_is_held(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
