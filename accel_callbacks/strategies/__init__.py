@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from accel_callbacks._lazy import lazy_names
@@ -41,6 +42,13 @@ _HOME = {
     "XLA": "xla",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOME)
+
+# The names of those that a kind of run has where no other is asked for.
+_REGISTRY: dict[DistributedType, str] = {
+    DistributedType.NO: "SingleDevice",
+    DistributedType.MULTI_CPU: "DDP",
+    DistributedType.MULTI_GPU: "DDP",
+}
 
 
 def create_strategy(
@@ -104,13 +112,8 @@ def create_strategy(
 
         _refuse_replicas(parallelism)
         return TensorParallel(topology, handlers, parallelism)
-    if topology.distributed_type is DistributedType.NO:
-        from accel_callbacks.strategies.single_device import SingleDevice
-
-        return SingleDevice(topology, handlers, parallelism)
-    from accel_callbacks.strategies.ddp import DDP
-
-    return DDP(topology, handlers, parallelism)
+    kind: type[Strategy] = getattr(sys.modules[__name__], _REGISTRY[topology.distributed_type])
+    return kind(topology, handlers, parallelism)
 
 
 def _refuse_in_pipeline(parallelism: ParallelismConfig) -> None:

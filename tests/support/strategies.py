@@ -13,8 +13,10 @@ def strategy(kind: type[strategies.Strategy]) -> Iterator[None]:
     """Accelerators made in the block on several CPU processes use this strategy."""
     registry = strategies._REGISTRY
     before = registry[DistributedType.MULTI_CPU]
-    registry[DistributedType.MULTI_CPU] = kind
+    registry[DistributedType.MULTI_CPU] = "OfTest"
+    vars(strategies)["OfTest"] = kind
     try:
         yield
     finally:
         registry[DistributedType.MULTI_CPU] = before
+        del vars(strategies)["OfTest"]
