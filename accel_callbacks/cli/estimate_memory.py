@@ -276,7 +276,9 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
     units = [unit.modules for unit in find_units(model, FullyShardedDataParallelPlugin())]
     plan = _plan(model, args) if sizes["tp"] > 1 else {}
     try:
-        found = sharded_memory(model, shards, units, dtypes, tensor_parallel=sizes["tp"], plan=plan)
+        found = sharded_memory(
+            model, shards, units, dtypes, tensor_parallel=sizes["tp"], plan=plan, stages=sizes["pp"]
+        )
     except ValueError as error:
         raise CommandError(str(error), 1) from error
     always = ("dp_replicate", "dp_shard")
@@ -292,7 +294,10 @@ def _sharded(args: Namespace, from_cache: bool) -> int:
     print(f"{args.model}: {count:,} parameters on {shown}, bytes of each process")
     largest = f"Largest unit: {found[0].unit_name}."
     if shards == 1:
-        largest = "Nothing is sharded" + (", layers are cut." if plan else ": DDP.")
+        engine = ", layers are cut" if plan else ": DDP" if sizes["pp"] == 1 else ""
+        largest = f"Nothing is sharded{engine}."
+    if sizes["pp"] > 1:
+        largest += " Each process has the layers of one stage; this is the largest."
     print(f"{table(head, rows)}\n{largest}\n{_SHARDED_NOTES}")
     return 0
 

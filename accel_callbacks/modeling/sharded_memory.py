@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from accel_callbacks.strategies.pipeline_stages import StagePlan, balanced_split_points
 from accel_callbacks.strategies.tensor_plan import matched_styles
 
 __all__ = ["ShardedMemory", "sharded_memory"]
@@ -58,6 +59,7 @@ def sharded_memory(
     *,
     tensor_parallel: int = 1,
     plan: Mapping[str, Any] | None = None,
+    stages: int = 1,
 ) -> list[ShardedMemory]:
     """Return the memory of the rank with the largest parts, by dtype; activations do not count.
 
@@ -72,9 +74,11 @@ def sharded_memory(
         tensor_parallel: ranks that share each layer.
         plan: how they do, as :class:`accel_callbacks.TorchTensorParallelConfig` takes it; styles
             by their names only.
+        stages: of a pipeline, which has the model's blocks as `prepare` cuts them.
 
     Raises:
-        ValueError: the plan does not fit the model, or has a style without a name.
+        ValueError: the plan does not fit the model, or has a style without a name; or the model
+            has fewer blocks than stages.
 
     Example:
         >>> import torch
@@ -90,9 +94,44 @@ def sharded_memory(
     """
     shapes = _cut_shapes(model, tensor_parallel, plan or {})
     kinds = [(name, masters) for name in dtypes for masters in dict.fromkeys(("fp32", name))]
-    sizes = dict(_units(model, units, shapes))
-    name = max(sizes, key=lambda one: sizes[one])
-    return [_memory(model, shards, shapes, *kind, sizes[name], name) for kind in kinds]
+    units = list(units)
+    estimates = []
+    for stage in _stages(model, stages):
+        sizes = dict(_units(model, units, shapes, stage))
+        name = max(sizes, key=lambda unit: sizes[unit])
+        estimates.append(
+            [_memory(stage, shards, shapes, *kind, sizes[name], name) for kind in kinds]
+        )
+    return max(estimates, key=lambda kinds_of_stage: kinds_of_stage[0].total)
+
+
+class _Stage(NamedTuple):
+    """The tensors of a rank of a pipeline.
+
+    Args:
+        parameters: that it trains.
+        borrowed: parameters of another stage, of which it has a copy with a gradient.
+        buffers: of its layers.
+    """
+
+    parameters: Sequence[torch.nn.Parameter]
+    borrowed: Sequence[torch.nn.Parameter]
+    buffers: Sequence[torch.Tensor]
+
+
+def _stages(model: torch.nn.Module, count: int) -> list[_Stage]:
+    if count == 1:
+        return [_Stage(list(model.parameters()), [], list(model.buffers()))]
+    plan = StagePlan(model, balanced_split_points(model, count))
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    return [
+        _Stage(
+            [parameter for name, parameter in named.items() if plan.owner[name] == stage],
+            [named[name] for name, borrowers in plan.shared.items() if stage in borrowers],
+            [b for name, b in buffers.items() if plan.keeps(name, stage, is_parameter=False)],
+        )
+        for stage in range(count)
+    ]
 
 
 _Shapes = Mapping[int, Sequence[int]]
@@ -129,7 +168,7 @@ def _cut_dimension(module: torch.nn.Module, key: str, style: str) -> int | None:
 
 
 def _memory(
-    model: torch.nn.Module,
+    stage: _Stage,
     shards: int,
     shapes: _Shapes,
     dtype: str,
@@ -137,20 +176,21 @@ def _memory(
     largest: int,
     name: str,
 ) -> ShardedMemory:
-    trained = [one for one in model.parameters() if one.requires_grad]
-    frozen = [one for one in model.parameters() if not one.requires_grad]
+    trained = [parameter for parameter in stage.parameters if parameter.requires_grad]
+    frozen = [parameter for parameter in stage.parameters if not parameter.requires_grad]
+    copies = sum(math.prod(shapes[id(one)]) * _size(one, masters) for one in stage.borrowed)
     states = sum(shard_elements(shapes[id(one)], shards) for one in trained) * _BYTES[masters]
     kept = sum(
         shard_elements(shapes[id(one)], shards)
         * (one.element_size() if masters != dtype else _size(one, dtype))
         for one in frozen
     )
-    buffers = sum(one.numel() * _size(one, masters) for one in model.buffers())
+    buffers = sum(one.numel() * _size(one, masters) for one in stage.buffers)
     return ShardedMemory(
         dtype,
         masters,
-        weights=states + kept + buffers,
-        gradients=states,
+        weights=states + kept + buffers + copies,
+        gradients=states + copies,
         optimizer=2 * states + _COUNTER * len(trained),
         largest_unit=largest * _BYTES[dtype] if shards > 1 else 0,
         unit_name=name,
@@ -175,11 +215,15 @@ def _size(tensor: torch.Tensor, dtype: str) -> int:
 
 
 def _units(
-    model: torch.nn.Module, units: Iterable[Sequence[torch.nn.Module]], shapes: _Shapes
+    model: torch.nn.Module,
+    units: Iterable[Sequence[torch.nn.Module]],
+    shapes: _Shapes,
+    stage: _Stage,
 ) -> Iterator[tuple[str, int]]:
     """Yield the name of each unit and its elements; a parameter is in its innermost unit."""
     names = {module: name for name, module in model.named_modules()}
-    seen: set[int] = set()
+    own = set(map(id, stage.parameters))
+    seen = {id(parameter) for parameter in model.parameters() if id(parameter) not in own}
     for unit in units:
         yield (
             ", ".join(names[one] for one in unit),

@@ -385,3 +385,34 @@ def test_a_folder_without_weights_is_named(
     (tmp_path / "model.safetensors").rename(tmp_path / "notes")
     assert main(["estimate-memory", str(tmp_path), "--plan"]) == 1
     assert "no model.safetensors" in capsys.readouterr().err
+
+
+STAGES = """
+import torch
+
+class Stages(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.head = torch.nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+"""
+
+
+def test_a_pipeline_has_a_stage_on_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "staged_model.py").write_text(STAGES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["estimate-memory", "staged_model:Stages", "--dtypes", "fp32", "--json"]
+    assert main([*words, "--parallelism", "pp=2"]) == 0
+    (fp32,) = json.loads(capsys.readouterr().out)["processes"]
+    block, embedding = 4 * 72, 4 * 80
+    # The first has the embedding, the second a copy of it for the head, and its gradient.
+    assert fp32["weights"] == fp32["gradients"] == embedding + 2 * block
+    assert main([*words, "--parallelism", "pp=2,dp_shard=4"]) == 0
+    (sharded,) = json.loads(capsys.readouterr().out)["processes"]
+    assert sharded["optimizer"] < fp32["optimizer"] / 2
+    assert main([*words, "--parallelism", "pp=8"]) == 1
+    assert "has 4 blocks in its ModuleLists, and 8 stages" in capsys.readouterr().err
