@@ -30,7 +30,7 @@ from accel_callbacks.strategies.pipeline_runner import (
     PipelineRunner,
     StageReplicas,
 )
-from accel_callbacks.strategies.pipeline_stages import Stage, StagePlan
+from accel_callbacks.strategies.pipeline_stages import Slot, Stage, StagePlan, slots_filled
 from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.shared_buffers import SharedBuffers
 from accel_callbacks.strategies.tensor_parallel import (
@@ -62,15 +62,63 @@ class PipelinedModel(torch.nn.Module):
         True
     """
 
-    def __init__(self, module: torch.nn.Module, runner: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, runner: Callable[..., Any], device: torch.device
+    ) -> None:
         super().__init__()
         self.module = module
-        self._runner = runner
+        self._runner, self._device = runner, device
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Return the loss, or under ``no_grad`` without a target the outputs, on all ranks."""
         with collectives.explained(f"the forward of {class_of(self.module).__name__}"):
             return self._runner(args, kwargs, target)
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``generate`` of the model, all forwards of which run through the stages.
+
+        Without a cache, so that each new token costs a forward of all before it: for samples
+        beside a training. On all ranks, which return the same.
+
+        Args:
+            *args: of the model's own ``generate``.
+            **kwargs: of it.
+
+        Raises:
+            ValueError: the model calls its encoder alone.
+        """
+        model: Any = self.module
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                f"generate: {class_of(model).__name__} calls its encoder alone, which no stage "
+                "does. Load the weights of save_model() into a model of one process for that."
+            )
+        absent = {
+            Slot(module, key): parameter
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_meta
+        }
+        # Models look for their device at the first parameter, which other stages do not have.
+        here = {
+            slot: torch.empty(0, dtype=parameter.dtype, device=self._device)
+            for slot, parameter in absent.items()
+        }
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with slots_filled(absent):
+                return self(*args, **{**kwargs, "use_cache": False})
+
+        before = model.__dict__.get("_compiled_call_impl")
+        model.__dict__["_compiled_call_impl"] = call
+        try:
+            with slots_filled(here):
+                return model.generate(*args, **{**kwargs, "use_cache": False})
+        finally:
+            del model.__dict__["_compiled_call_impl"]
+            if before is not None:
+                model.__dict__["_compiled_call_impl"] = before
 
 
 class PipelineParallel(Sharding):
@@ -223,7 +271,7 @@ class PipelineParallel(Sharding):
             self.topology.device,
             replicas,
         )
-        return PipelinedModel(model, runner)
+        return PipelinedModel(model, runner, self.topology.device)
 
     def _plan_of_layers(self, model: torch.nn.Module) -> Mapping[str, Any]:
         """Return the plan of tensor parallelism, empty without it."""

@@ -428,7 +428,8 @@ class Stage(torch.nn.Module):
         (model,) = self._model
         with slots_filled({**zeros, **self._loans}), calls_answered(layers, answer):
             try:
-                result = model(*args, **kwargs)
+                # Not its call, which `generate` has sent here.
+                result = model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
             except _EndOfStage:
                 received_too = route.passed[number]
                 return tuple(

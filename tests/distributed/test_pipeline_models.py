@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
+from accel_callbacks.callbacks import NonFinite
 from tests.support.rounding import assert_reordered
 
 pytestmark = pytest.mark.distributed
@@ -280,3 +282,85 @@ def test_dropout_draws_anew_in_training_only(pool):
     assert len(set(first)) == 3
     assert evaluated[0] == evaluated[1]
     assert all(map(math.isfinite, first))
+
+
+def generates(stages: int, kind: str) -> Any:
+    """What a model generates of prompts of two lengths, greedily and by draws."""
+    options = {"parallelism_config": arrangement(stages)} if stages > 1 else {}
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
+    torch.manual_seed(0)
+    model = accel.prepare(MODELS[kind][0]()).eval()
+    prompts = next(batches(kind))["input_ids"][:3, :4]
+    mask = torch.ones_like(prompts)
+    mask[0, :2] = 0
+    texts = [
+        model.generate(
+            prompts, attention_mask=mask, max_new_tokens=5, do_sample=draws, use_cache=False,
+            pad_token_id=0, eos_token_id=None,
+        )
+        for draws in (False, True)
+    ]  # fmt: skip
+    return [text.tolist() for text in texts]
+
+
+@pytest.mark.timeout(240)
+def test_a_pipeline_generates_what_one_process_does(pool):
+    first, second = pool.run(generates, 2, "gpt2")
+    assert first == second == generates(1, "gpt2")
+    for kind, text in pool.outcomes(generates, 2, "t5"):
+        assert kind == "ValueError"
+        assert "calls its encoder alone" in text
+
+
+class _Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, is_poisoned: bool) -> torch.Tensor:
+        ctx.factor = math.nan if is_poisoned else 1.0
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+class Poisoned(torch.nn.Linear):
+    """A layer whose gradient is not finite where the loop says so."""
+
+    is_poisoned = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _Poison.apply(super().forward(hidden), self.is_poisoned)
+
+
+def poisoned(stages: int) -> Any:
+    """Train with a gradient that is not finite in the first stage, in one step."""
+    options = {"parallelism_config": arrangement(stages)} if stages > 1 else {}
+    accel = Accelerator(
+        cpu=True, timeout=timedelta(seconds=30), callbacks=[NonFinite(action="skip")], **options
+    )
+    torch.manual_seed(0)
+    layers = [Poisoned(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)]
+    model: Any = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    cut = partial(accel.prepare_pipeline, split_points=["1"], loss_fn=F.mse_loss)
+    model = (accel.prepare if stages == 1 else cut)(model)
+    optimizer = accel.prepare(optimizer)
+    with accel.run("test", resume=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(4):
+            layers[0].is_poisoned = step == 2
+            inputs = torch.full((4, 4), 1.0 + step)
+            target = {"target": inputs} if stages > 1 else {}
+            outputs = model(inputs, **target)
+            accel.backward(outputs if stages > 1 else F.mse_loss(outputs, inputs))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accel.get_state_dict(model, all_ranks=True)
+    return {name: tensor.tolist() for name, tensor in state.items()}
+
+
+def test_a_gradient_that_is_not_finite_in_one_stage_skips_the_step_on_all(pool):
+    first, second = pool.run(poisoned, 2)
+    assert first == second
+    assert_reordered(first, poisoned(1))
+    assert all(map(math.isfinite, [*first["0.bias"], *first["2.bias"]]))
