@@ -32,6 +32,7 @@ SCHEDULES: Mapping[str, bool] = {
     "1F1B": False,
     "Interleaved1F1B": True,
     "LoopedBFS": True,
+    "InterleavedZeroBubble": True,
 }
 _KEPT_SCHEDULES = 8  # each has buffers to receive in
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -453,6 +454,12 @@ class PipelineRunner:
         failed = next((text for text in texts if text is not None), None)
         if route is None or failed is not None:
             raise RuntimeError(f"another stage of the pipeline has failed with {failed}")
+        if route.borrowed and self._options.schedule == "InterleavedZeroBubble":
+            raise ValueError(
+                f"{self._plan.name}: several stages read {next(iter(route.borrowed))!r}, whose "
+                "gradients InterleavedZeroBubble does not compute for the stages that borrow it: "
+                'use schedule="Interleaved1F1B".'
+            )
         return _Ready(self._built(count, route.outputs_on_meta(), training), count, route)
 
     @property

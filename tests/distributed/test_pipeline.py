@@ -71,6 +71,7 @@ SPLITS = {
     "1F1B": ["blocks.1"],
     "Interleaved1F1B": ["blocks.1", "blocks.2", "blocks.3"],
     "LoopedBFS": ["blocks.1", "blocks.2", "head"],
+    "InterleavedZeroBubble": ["blocks.1", "blocks.2", "blocks.3"],
 }
 
 
@@ -175,6 +176,7 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
         pytest.param("1F1B", 1, "norm", False, marks=pytest.mark.slow),
         pytest.param("Interleaved1F1B", 4, "value", False, marks=pytest.mark.slow),
         pytest.param("LoopedBFS", 4, "norm", True, marks=pytest.mark.slow),
+        ("InterleavedZeroBubble", 1, "norm", False),
     ],
 )
 def test_losses_gradients_and_weights_are_those_of_one_process(pool, schedule, window, clip, first):

@@ -115,7 +115,7 @@ def batches(kind: str, count: int = 4) -> Iterator[dict[str, torch.Tensor]]:
             continue
         tokens = torch.randint(1, WORDS, (8, 6), generator=generator)
         batch = {"input_ids": tokens, "labels": tokens}
-        if kind != "scaled":
+        if not kind.startswith("scaled"):
             batch["attention_mask"] = torch.ones_like(tokens)
             batch["attention_mask"][::2, -1] = int(kind == "t5")  # real masks, of equal losses
         yield batch
@@ -127,7 +127,14 @@ def arrangement(stages: int, shards: int = 1, cuts: int = 1) -> ParallelismConfi
     return ParallelismConfig(pp_size=stages, dp_shard_size=shards, tp_size=cuts, tp_handler=handler)
 
 
-def trains(kind: str, stages: int, shards: int = 1, window: int = 1, cuts: int = 1) -> Any:
+def trains(
+    kind: str,
+    stages: int,
+    shards: int = 1,
+    window: int = 1,
+    cuts: int = 1,
+    schedule: str = "1F1B",
+) -> Any:
     """Losses, norms, weights and outputs."""
     options: dict[str, Any] = {"cpu": True, "timeout": timedelta(seconds=30)}
     if stages > 1:
@@ -137,7 +144,7 @@ def trains(kind: str, stages: int, shards: int = 1, window: int = 1, cuts: int =
     build, points = MODELS[kind]
     inner = build()
     if stages > 1 and points is not None:
-        model = accel.prepare_pipeline(inner, points, microbatches=4)
+        model = accel.prepare_pipeline(inner, points, schedule=schedule, microbatches=4)
     else:
         model = accel.prepare(inner)
     optimizer = accel.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3))
@@ -172,14 +179,24 @@ def alone(kind: str, window: int = 1) -> Any:
 
 
 MODELS["scaled"] = (Scaled, ["blocks.2"])
+MODELS["scaled twice"] = (Scaled, ["blocks.1", "blocks.2", "blocks.3"])
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "scaled twice"])
 def test_models_train_and_evaluate_as_on_one_process(pool, kind):
     first, second = pool.run(trains, kind, 2)
     assert first == second
     assert_reordered(first, alone(kind))
+
+
+def test_several_stages_of_a_rank_share_weights(pool):
+    first, second = pool.run(trains, "scaled twice", 2, 1, 1, 1, "Interleaved1F1B")
+    assert first == second
+    assert_reordered(first, alone("scaled"))
+    for kind, text in pool.outcomes(trains, "scaled twice", 2, 1, 1, 1, "InterleavedZeroBubble"):
+        assert kind == "ValueError"
+        assert "several stages read 'embed.weight'" in text or "read 'scale'" in text
 
 
 @pytest.mark.timeout(240)
