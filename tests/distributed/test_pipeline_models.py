@@ -20,59 +20,9 @@ from tests.support.rounding import assert_reordered
 pytestmark = pytest.mark.distributed
 
 transformers = pytest.importorskip("transformers")
+known_models = pytest.importorskip("tests.support.known_models")
 
-WORDS, WIDTH = 48, 16
-SIZES: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def gpt2(dropout: float = 0.0) -> Any:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=WORDS, n_embd=WIDTH, n_layer=4, n_head=4, n_positions=16, bos_token_id=0,
-            eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-        )
-    )  # fmt: skip
-
-
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
-    )
-
-
-def bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT))
-
-
-def t5() -> Any:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=WORDS, d_model=WIDTH, d_ff=24, d_kv=4, num_layers=2, num_heads=4,
-            dropout_rate=0.0, tie_word_embeddings=True, decoder_start_token_id=0,
-        )
-    )  # fmt: skip
-
-
-def mixtral() -> Any:
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
-    )
-
-
-def resnet() -> Any:
-    """With the statistics of one process in its norms, which depend on how a batch is cut."""
-    return transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(
-            embedding_size=4, hidden_sizes=[4, 8], depths=[1, 2], num_labels=5, layer_type="basic"
-        )
-    ).eval()
+WORDS, WIDTH = known_models.WORDS, known_models.WIDTH
 
 
 class Scaled(torch.nn.Module):
@@ -96,28 +46,19 @@ class Scaled(torch.nn.Module):
         return transformers.modeling_outputs.MaskedLMOutput(loss=loss, logits=logits)
 
 
+#: Builders, and split points other than the default.
 MODELS: dict[str, tuple[Callable[[], Any], list[str] | None]] = {
-    "gpt2": (gpt2, None),
-    "llama": (llama, ["model.layers.1"]),
-    "bert": (bert, None),
-    "t5": (t5, ["decoder.block.0"]),
-    "mixtral": (mixtral, ["model.layers.2"]),
-    "resnet": (resnet, None),
+    **{name: (build, None) for name, build in known_models.BUILDERS.items()},
+    "llama": (known_models.llama, ["model.layers.1"]),
+    "t5": (known_models.t5, ["decoder.block.0"]),
+    "mixtral": (known_models.mixtral, ["model.layers.2"]),
 }
 
 
-def batches(kind: str, count: int = 4) -> Iterator[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        if kind == "resnet":
-            pixels = torch.randn(8, 3, 16, 16, generator=generator)
-            yield {"pixel_values": pixels, "labels": torch.arange(8) % 5}
-            continue
-        tokens = torch.randint(1, WORDS, (8, 6), generator=generator)
-        batch = {"input_ids": tokens, "labels": tokens}
-        if not kind.startswith("scaled"):
-            batch["attention_mask"] = torch.ones_like(tokens)
-            batch["attention_mask"][::2, -1] = int(kind == "t5")  # real masks, of equal losses
+def batches(kind: str) -> Iterator[dict[str, torch.Tensor]]:
+    for batch in known_models.batches(kind):
+        if kind.startswith("scaled"):
+            del batch["attention_mask"]
         yield batch
 
 
@@ -282,7 +223,7 @@ def with_dropout() -> Any:
         cpu=True, timeout=timedelta(seconds=30), parallelism_config=ParallelismConfig(pp_size=2)
     )
     torch.manual_seed(0)
-    model = accel.prepare_pipeline(gpt2(dropout=0.5), microbatches=2)
+    model = accel.prepare_pipeline(known_models.gpt2(dropout=0.5), microbatches=2)
     batch = next(batches("gpt2"))
     outputs = [model(**batch) for _ in range(3)]
     assert outputs[0].logits is None
