@@ -269,10 +269,10 @@ class Accelerator(ProcessControl, MediaLogging):
         own = _given(parallelism_config, self.strategy.fsdp_plugin, dynamo_backend or dynamo_plugin)
         if megatron is not None:
             own |= {"megatron_lm", *(f"megatron.{one.name}" for one in fields(megatron))}
-            if (left := megatron.notes()) and self.is_main_process:
+            if left := megatron.notes():
                 warn(left)
         unread = unread_variables(self.config, os.environ, own)
-        if unread and self.is_main_process:
+        if unread:
             warn(unread)
         note_copies(self.strategy.copies)
         _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_callbacks import collectives
 from accel_callbacks.checkpoint.frozen_weights import check_same_model, differing_weights
 from accel_callbacks.checkpoint.selection import Selection
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
@@ -228,8 +227,7 @@ def _report_class(
     text += ", whose options have the same names: it goes on with the saved state and options. "
     if strict:
         raise ResumeError(f"{text}Pass strict=False to accept that, or {rest}.")
-    if collectives.rank() == 0:
-        warn(f"{text}If that is not meant, {rest}.")
+    warn(f"{text}If that is not meant, {rest}.")
 
 
 def _differences(

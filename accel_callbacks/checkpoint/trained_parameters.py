@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from accel_callbacks import collectives
 from accel_callbacks.checkpoint.training_state import TrainingState
 from accel_callbacks.gradients import local_part
 from accel_callbacks.warning import warn
@@ -84,8 +83,7 @@ def require_prepared_steps(training: TrainingState) -> None:
     if loop.fitting and loop.run.identity is not None:
         raise RuntimeError(f"save_state: {text}")
     steps.forget()
-    if collectives.rank() == 0:
-        warn(f"save_state: {text}")
+    warn(f"save_state: {text}")
 
 
 def _unprepared(training: TrainingState, optimizer: torch.optim.Optimizer) -> str | None:

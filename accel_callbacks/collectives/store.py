@@ -90,6 +90,15 @@ class BoundedStore:
             f"the host of the rendezvous store has not answered for {waited:.0f} s"
         )
 
+    def post(self, operation: Callable[[Any], Any]) -> None:
+        """Make calls of torch's store on the thread, after those before, and wait for nothing.
+
+        Args:
+            operation: gets torch's store.
+        """
+        if not self.is_gone:
+            self._requests.put((operation, Future()))
+
     def set(self, key: str, value: str) -> None:
         """Set a key."""
         self.call(lambda store: store.set(key, value))

@@ -113,7 +113,7 @@ def _compared(posted: collectives.Posted, name: str) -> bool:
     checksums = posted.values()
     if checksums is None:
         return False
-    if len(set(checksums)) > 1 and collectives.rank() == 0:
+    if len(set(checksums)) > 1:
         warn(
             f"{name} reads other samples on each process, and prepare() divides them once more, "
             "so that most are never seen: let its __iter__ yield the samples of all processes, or "

@@ -613,7 +613,7 @@ class ShareSource:
             row[1] for row in rows
         )
         alike = len({second for _, second, _ in gathered}) == 1
-        if (alike or parts) and collectives.rank() == 0:
+        if alike or parts:
             warn(_DIFFERENT_ORDERS.format(type(self.sampler).__name__))
 
     def _draw_all(self, draws: Draws, base: bool) -> Sequence[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_callbacks import collectives
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.warning import warn
 
@@ -87,7 +86,7 @@ class SkipDataLoader:
             return
         # Set when the pass starts, so that no other pass over the loader uses it.
         loader.start_at(self.skip_batches)
-        if self._trained == 1 and self.skip_batches and collectives.rank() == 0:
+        if self._trained == 1 and self.skip_batches:
             warn(_AGAIN.format(self.skip_batches))
         try:
             yield from loader

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from accel_callbacks import collectives
 from accel_callbacks.warning import warn
 
 __all__ = ["WorkerQuestions", "told_of_copies"]
@@ -94,13 +93,12 @@ def told_of_copies(pieces: Iterator[Any], workers: int, name: str) -> Iterator[A
 
 
 def _warn(workers: int, name: str) -> None:
-    if collectives.rank() == 0:
-        warn(
-            f"each of the {workers} loader workers reads all samples of {name}, so that a pass has "
-            f"every sample {workers} times: let __iter__ read a part, such as "
-            "islice(samples, info.id, None, info.num_workers) with info = "
-            "torch.utils.data.get_worker_info(), or give the DataLoader num_workers=1."
-        )
+    warn(
+        f"each of the {workers} loader workers reads all samples of {name}, so that a pass has "
+        f"every sample {workers} times: let __iter__ read a part, such as "
+        "islice(samples, info.id, None, info.num_workers) with info = "
+        "torch.utils.data.get_worker_info(), or give the DataLoader num_workers=1."
+    )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -23,6 +23,7 @@ from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import abort_run
 from accel_callbacks.distributed.flight_recorder import dump_hang
 from accel_callbacks.distributed.heartbeat import current_heartbeat, stop_heartbeat
+from accel_callbacks.distributed.rank_warnings import show_held_warnings
 from accel_callbacks.distributed.remote_failure import remote_failure
 from accel_callbacks.error_text import published_text
 from accel_callbacks.errors import DistributedOperationException, RemoteError
@@ -176,6 +177,7 @@ def leave(where: str) -> None:
         >>> leave("end_training")
     """
     meet(where)
+    show_held_warnings()  # rank 0 has posted those that it has shown
     stop_heartbeat()
     if collectives.world_size() == 1:
         return

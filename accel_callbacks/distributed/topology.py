@@ -39,6 +39,10 @@ from accel_callbacks.distributed.process_group import (
     join_group,
     store_outlives,
 )
+from accel_callbacks.distributed.rank_warnings import (
+    show_warnings_once,
+    show_warnings_plainly,
+)
 from accel_callbacks.distributed.xla import has_xla, xla_device
 from accel_callbacks.rank_report import install_excepthook
 from accel_callbacks.warning import warn
@@ -195,10 +199,12 @@ def resolve_topology(
         # store() numbers the default groups of this process as it first sees them, and the number
         # is part of the store's prefix. All ranks resolve their topology, but not all of them may
         # need the store later, so it is called here to keep the numbers equal on all ranks.
-        collectives.store()
+        store, outlives = collectives.store(), store_outlives("env://", os.environ)
+        if _current.world_size > 1:
+            show_warnings_once(_current.rank, store, outlives)
         collectives.expect_group(_current.world_size)
         collectives.explains_with(explain)
-        start_heartbeat(abort_all_groups, not store_outlives("env://", os.environ))
+        start_heartbeat(abort_all_groups, not outlives)
         if collectives.join_control_group():
             _leave_group_at_exit()
     register_daemon_thread()
@@ -355,6 +361,7 @@ def destroy_topology() -> None:
     """
     global _current, _owns_group, _joined_with, _copies
     _current = _joined_with = _copies = None
+    show_warnings_plainly()
     stop_heartbeat()
     collectives.expect_group(1)
     if _owns_group and dist.is_initialized() and _has_joined_group():

@@ -117,8 +117,8 @@ class FirstSteps:
         self._begin_checks()
 
     def warn(self, kind: str, text: str) -> None:
-        """Warn of a mistake on rank 0, the first time that it is found."""
-        if kind not in self._warned and collectives.rank() == 0:
+        """Warn of a mistake the first time that it is found."""
+        if kind not in self._warned:
             warn(text)
         self._warned.add(kind)
 

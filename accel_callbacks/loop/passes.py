@@ -286,7 +286,7 @@ class Passes:
 
     def _warn_of_eval_mode(self) -> None:
         """Warn once of steps in a pass that was training before and counts as an evaluation now."""
-        if not self._warned_eval and collectives.rank() == 0:
+        if not self._warned_eval:
             warn(
                 "the model is trained in eval mode, in which an evaluation has left it: its "
                 "dropout is off, and the pass counts as an evaluation. Call model.train() before "

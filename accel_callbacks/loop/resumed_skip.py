@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from accel_callbacks import collectives
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.warning import warn
@@ -48,7 +47,7 @@ def told_of_skips(loader: DataLoaderShard, loop: Loop) -> Iterator[Any]:
             idle += 1
         ended = not called and loader.finished
         lost = idle > 1 and (idle == done or (ended and idle < done))
-        if handles and lost and collectives.rank() == 0:
+        if handles and lost:
             warn(_SKIPPED.format(idle, done))
     finally:
         for handle in handles:

@@ -125,7 +125,7 @@ class FSDP(Sharding):
         common = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
         self._buffers = SharedBuffers(self._is_cut_now) if common.broadcast_buffers else None
         self._units = UnitAgreement(fills=common.find_unused_parameters)
-        for note in self.options.notes() if topology.rank == 0 else ():
+        for note in self.options.notes():
             warn(note)
 
     @property
