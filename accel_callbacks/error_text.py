@@ -84,7 +84,7 @@ def whole_text(error: BaseException, trace: TracebackType | None) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def folded_text(error: BaseException, trace: TracebackType | None) -> str:
+def folded_text(error: BaseException, trace: TracebackType | None, note: str = "") -> str:
     """Return the text of an error with runs of library frames and repeated causes left out.
 
     Frames and messages of the user's own code are complete. The text is that of
@@ -93,6 +93,7 @@ def folded_text(error: BaseException, trace: TracebackType | None) -> str:
     Args:
         error: the error.
         trace: its traceback, or the part of it to show.
+        note: a line to put above the message, which stays the end.
 
     Example:
         >>> import torch
@@ -110,8 +111,8 @@ def folded_text(error: BaseException, trace: TracebackType | None) -> str:
         return whole_text(error, trace)
     if isinstance(error, RemoteError):  # its causes only say that a connection was closed
         place = next((link for link in links if _has_user_frames(link.frames)), links[-1])
-        return _stack(place.frames) + _message(error)
-    return "".join(_parts(links))
+        return _stack(place.frames) + note + _message(error)
+    return "".join(_parts(links, note))
 
 
 def published_text(error: BaseException, trace: TracebackType | None = None) -> str:
@@ -251,7 +252,7 @@ def _has_user_frames(frames: Iterable[_Frame]) -> bool:
     return any(frame.is_users for frame in frames)
 
 
-def _parts(links: Sequence[_Link]) -> Iterator[str]:
+def _parts(links: Sequence[_Link], note: str) -> Iterator[str]:
     """Yield the texts of errors, without causes that add no fact to what follows."""
     known = " ".join(_plain(link.error) for link in links if _has_user_frames(link.frames))
     known += " " + _plain(links[-1].error)
@@ -263,7 +264,7 @@ def _parts(links: Sequence[_Link]) -> Iterator[str]:
         elif not told and _plain(link.error) not in known:
             yield f"{_message(link.error).strip().partition(chr(10))[0]}, which led to:\n"
             told = True
-    yield _stack(links[-1].frames) + _message(links[-1].error)
+    yield _stack(links[-1].frames) + note + _message(links[-1].error)
 
 
 def _plain(error: BaseException) -> str:

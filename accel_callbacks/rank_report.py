@@ -225,8 +225,9 @@ def _report(error: Exception, trace: TracebackType | None, place: _Place) -> _Re
     first = place.first_with(f"{summary} {line}")
     if first != place.rank:
         return _Report(f"rank {place.rank}: the same error as rank {first}{_at(line)}\n", first)
-    hint = "" if text == whole else _where_all_frames_are(whole, place)
-    return _Report(text + hint, follows=follows)
+    if text != whole:
+        text = folded_text(error, trace, _where_all_frames_are(whole, place))
+    return _Report(text, follows=follows)
 
 
 def _where_all_frames_are(whole: str, place: _Place) -> str:
