@@ -9,6 +9,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +47,11 @@ def configure(parser: CommandParser) -> None:
     parser.option(
         "--default", action="store_true", help="write what fits this machine, without questions"
     )
+    parser.option(
+        "--all_questions",
+        action="store_true",
+        help="ask about devices and engines that this machine lacks too, for a file for another",
+    )
     _add_writing(parser, {})
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     for name, text in ACTIONS.items():
@@ -82,6 +88,8 @@ def run(args: Namespace) -> int:
 
 def _default(args: Namespace) -> int:
     """Write the default values for this machine."""
+    if args.all_questions:
+        raise CommandError("--all_questions asks and --default does not: give one of them")
     machine = detect_machine(os.environ)
     values = defaults(machine, args.mixed_precision)
     path = expanded(args.config_file or default_path(os.environ))
@@ -98,8 +106,10 @@ def _ask(args: Namespace) -> int:
         )
     machine = detect_machine(os.environ)
     print("\n".join(["This machine:", *(f"  {line}" for line in machine.lines())]))
+    if not args.all_questions:
+        print("Questions are about what it has; accel config --all_questions asks all.")
     try:
-        values = answers(machine, args.mixed_precision)
+        values = answers(machine, args.mixed_precision, args.all_questions)
         path = expanded(args.config_file or place(os.environ))
         keep = os.path.lexists(path) and not args.force
         if keep and not yes_or_no(f"{path} already exists. Replace it?"):
@@ -173,17 +183,28 @@ def defaults(machine: Machine, mixed_precision: str | None) -> _Values:
     return _complete(chosen, {"mixed_precision": mixed_precision or "no"})
 
 
-def answers(machine: Machine, mixed_precision: str | None) -> _Values:
-    """Ask for the values of the file; raise EOFError if the input ends."""
-    chosen = _pick("Where does it run?", _places(machine))(machine)
+def answers(machine: Machine, mixed_precision: str | None, everything: bool = False) -> _Values:
+    """Ask for the values of the file; raise EOFError if the input ends.
+
+    Args:
+        machine: what it lacks is not asked about.
+        mixed_precision: as given on the command line, then it is not asked for.
+        everything: ask about all devices and engines.
+    """
+    if everything:
+        machine = replace(machine, tpu=True, torch_xla=True, fp8=True, deepspeed=True)
+    places = _places(machine)
+    if everything and not machine.gpus:
+        places["GPUs, a process each"] = _on_other_gpus
+    chosen = _pick("Where does it run?", places)(machine)
     if machine.slurm_nodes:
         print("Machines, ranks and addresses come from SLURM at each launch.")
         chosen = _left_to_slurm(chosen)
     else:
         chosen |= _machines(chosen)
     if _several(chosen):
-        chosen |= _sharding(chosen)
-    training: _Values = {"mixed_precision": mixed_precision or _precision(chosen)}
+        chosen |= _sharding(chosen, machine)
+    training: _Values = {"mixed_precision": mixed_precision or _precision(chosen, machine)}
     if yes_or_no("Compile models with torch.compile?"):
         training["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     return _complete(chosen, training)
@@ -240,6 +261,12 @@ def _on_all_gpus(machine: Machine) -> _Values:
     if count == 1 or machine.gpu_kind == "mps":
         return _one_process(use_cpu=False)
     return _one_process(use_cpu=False) | {"distributed_type": "MULTI_GPU", "num_processes": count}
+
+
+def _on_other_gpus(machine: Machine) -> _Values:
+    count = _ask_number("num_processes", "How many GPUs on a machine?", 8)
+    kind = {"distributed_type": "MULTI_GPU"} if count > 1 else {}
+    return _one_process(use_cpu=False) | {"num_processes": count} | kind
 
 
 def _on_some_gpus(machine: Machine) -> _Values:
@@ -308,8 +335,9 @@ def _word(text: str) -> str:
     return text
 
 
-def _precision(chosen: Mapping[str, Any]) -> str:
+def _precision(chosen: Mapping[str, Any], machine: Machine) -> str:
     words = ("no", "bf16") if chosen.get("use_cpu") else find("mixed_precision").choices
+    words = tuple(word for word in words if word != "fp8" or machine.fp8)
     texts = {"no": "no: float32 throughout", "fp8": "fp8: on GPUs that have it, with torchao"}
     return _pick("Mixed precision?", {texts.get(word, word): word for word in words})
 
@@ -323,9 +351,13 @@ def _several(chosen: Mapping[str, Any]) -> bool:
     return several and chosen.get("distributed_type") != "XLA"
 
 
-def _sharding(chosen: Mapping[str, Any]) -> _Values:
+def _sharding(chosen: Mapping[str, Any], machine: Machine) -> _Values:
     """Ask whether and how models are sharded."""
     if not yes_or_no("Shard models over the processes (FSDP), to save memory?"):
+        on_gpus = not chosen.get("use_cpu")
+        if on_gpus and machine.deepspeed and yes_or_no("Shard them with DeepSpeed (ZeRO)?"):
+            stage = _ask_number("deepspeed_config.zero_stage", "Stage of ZeRO, 0 to 3?", 2)
+            return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
         return _cut_layers(chosen)
     block: _Values = {"fsdp_version": 2}
     block["fsdp_reshard_after_forward"] = yes_or_no(
@@ -365,7 +397,7 @@ def _cut_layers(chosen: Mapping[str, Any]) -> _Values:
         return {}
     if yes_or_no(f"Cut layers over all {count} processes (tensor parallelism, by a plan)?"):
         return _mesh({"tp_size": count})
-    return _megatron(count)
+    return {} if chosen.get("use_cpu") else _megatron(count)
 
 
 def _megatron(count: int) -> _Values:
@@ -405,6 +437,8 @@ def _arranged(chosen: Mapping[str, Any]) -> _Values:
     for axis, question in _AXES.items():
         if count < 4:
             break  # shards beside another axis need at least 2 x 2
+        if axis == "cp_size" and chosen.get("use_cpu"):
+            continue  # torch's ring attention has no kernel for CPUs
         sizes[axis] = _axis(axis, question, count)
         count //= sizes[axis]
     if all(size == 1 for size in sizes.values()):

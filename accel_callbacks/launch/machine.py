@@ -37,6 +37,7 @@ DRIVERS = {
 }
 _SMI_SECONDS = 10.0  # nvidia-smi hangs if the driver does
 _SMI_CHARACTERS = 100_000
+_FP8_CAPABILITY = (8, 9)
 _SLURM = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
 
@@ -66,6 +67,8 @@ class Machine:
         slurm_nodes: machines of the surrounding SLURM job; 0 outside of one.
         tpu: the machine has a TPU.
         torch_xla: the package that TPUs need is installed.
+        fp8: all of its GPUs compute in fp8.
+        deepspeed: the package is installed, and there are GPUs for it.
 
     Example:
         >>> from accel_callbacks.launch.machine import Machine
@@ -80,6 +83,8 @@ class Machine:
     slurm_nodes: int = 0
     tpu: bool = False
     torch_xla: bool = False
+    fp8: bool = False
+    deepspeed: bool = False
 
     def lines(self) -> list[str]:
         """Return lines that describe the machine."""
@@ -108,15 +113,18 @@ def detect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Ma
         True
     """
     kind, names = _gpus(environment, root)
+    gpus = _visible(names, environment)
     xla = find_spec("torch_xla") is not None
     return Machine(
-        gpus=_visible(names, environment),
+        gpus=gpus,
         gpu_kind=kind,
         cores=usable_cores(),
         memory=_memory(),
         slurm_nodes=_slurm_nodes(environment),
         tpu=_has_tpu(environment, root, xla),
         torch_xla=xla,
+        fp8=bool(gpus) and kind == "cuda" and _has_fp8(environment),
+        deepspeed=bool(gpus) and find_spec("deepspeed") is not None,
     )
 
 
@@ -214,6 +222,14 @@ def _nvidia_smi(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Query the names of the GPUs."""
     lines = nvidia_smi(environment, "--query-gpu=name", "--format=csv,noheader")
     return tuple(_clean(line) for line in lines)
+
+
+def _has_fp8(environment: Mapping[str, str]) -> bool:
+    """Query whether all GPUs have the capability that fp8 needs; old drivers cannot tell."""
+    lines = nvidia_smi(environment, "--query-gpu=compute_cap", "--format=csv,noheader")
+    numbers = [line.strip().split(".") for line in lines]
+    known = all(len(pair) == 2 and all(map(str.isdecimal, pair)) for pair in numbers)
+    return bool(lines) and known and min((int(a), int(b)) for a, b in numbers) >= _FP8_CAPABILITY
 
 
 def _nvidia_files(root: Path) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,6 @@ def test_asks_and_writes_and_prints_how_to_launch(tmp_path: Path) -> None:
     shell.answer("A free port on it? [29500] ", "")
     shell.answer("(FSDP), to save memory? [y/N] ", "")
     shell.answer("(tensor parallelism, by a plan)? [y/N] ", "")
-    shell.answer("for engines of this library? [y/N] ", "")
     shell.answer("Number [1] ", "2")
     shell.answer("torch.compile? [y/N] ", "y")
     shell.answer("Number [1] ", "1")
@@ -154,7 +154,7 @@ def test_without_a_terminal_it_names_the_way_without_questions(accel: Run) -> No
 
 
 def ask(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, *typed: str
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, *typed: str, everything: bool = False
 ) -> tuple[dict[str, object], list[str]]:
     """The answers on another machine than this, and the questions that were asked."""
     asked: list[str] = []
@@ -165,7 +165,7 @@ def ask(
         return left.pop(0)
 
     monkeypatch.setattr("builtins.input", answer)
-    values = config.answers(machine, None)
+    values = config.answers(machine, None, everything)
     assert left == []
     values_of(values, "what was asked")
     return values, asked
@@ -284,6 +284,37 @@ def test_a_tpu_is_offered_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) 
     values, _ = ask(monkeypatch, Machine(tpu=True, torch_xla=True), "", "", "", "")
     assert values["distributed_type"] == "XLA"
     assert "the TPU" not in config._places(Machine(tpu=True))
+
+
+def test_a_machine_is_not_asked_of_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, asked = ask(monkeypatch, Machine(cores=4), "2", "8", "", "y", "", "", "", "", "", "", "", "")
+    text = capsys.readouterr().out + "".join(asked)
+    assert not any(
+        word in text for word in ("fp8", "GPU", "TPU", "DeepSpeed", "Megatron", "(context")
+    )
+    assert "(tensor parallelism" in text
+    for fp8 in (False, True):
+        machine = Machine(gpus=("a", "b"), gpu_kind="cuda", fp8=fp8)
+        ask(monkeypatch, machine, "", "", "", "", "", "", "")
+        assert ("fp8" in capsys.readouterr().out) == fp8
+
+
+def test_all_questions_are_asked_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = len(config._places(Machine(cores=4)))
+    on_gpus = (str(there + 2), "", "")
+    values, _ = ask(monkeypatch, Machine(cores=4), *on_gpus, "", "y", "3", "4", "", everything=True)
+    assert (values["distributed_type"], values["num_processes"]) == ("DEEPSPEED", 8)
+    assert (values["deepspeed_config"], values["mixed_precision"]) == ({"zero_stage": 3}, "fp8")
+    values, _ = ask(monkeypatch, Machine(cores=4), "1", "", "", "", everything=True)
+    assert values["distributed_type"] == "XLA"
+
+
+def test_deepspeed_is_asked_of_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(GPUS, deepspeed=True)
+    values, _ = ask(monkeypatch, machine, "", "", "", "y", "", "", "")
+    assert values["deepspeed_config"] == {"zero_stage": 2}
 
 
 # --- --default, update ---------------------------------------------------------------------
@@ -485,6 +516,18 @@ def test_gpus_are_found_by_the_drivers_tool(tmp_path: Path) -> None:
     assert detect_machine({"PATH": path, "CUDA_VISIBLE_DEVICES": ""}, tmp_path).gpus == ()
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert detect_machine({"PATH": path}, tmp_path).gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "fp8"),
+    [("9.0\n8.9", True), ("9.0\n8.0", False), ("12.0", True), ("[N/A]", False), ("", False)],
+)
+def test_fp8_needs_the_capability_of_all_gpus(tmp_path: Path, answer: str, fp8: bool) -> None:
+    tool = tmp_path / "nvidia-smi"
+    script = f"case $1 in *name*) echo H100;; *) printf '{answer}';; esac"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    assert detect_machine({"PATH": str(tmp_path)}, tmp_path).fp8 == fp8
 
 
 def test_gpus_are_found_by_the_kernels_files(tmp_path: Path) -> None:
