@@ -343,7 +343,6 @@ class Accelerator(ProcessControl, MediaLogging):
             self.strategy,
             self.precision,
             self.loop,
-            self.models,
             self.optimizers,
             self._first_steps,
         )
@@ -863,7 +862,7 @@ class Accelerator(ProcessControl, MediaLogging):
         Args:
             *models: the prepared models that are trained in the block; all of them if omitted.
         """
-        return self._step.accumulate(*models)
+        return Accumulate(self.loop, self.strategy, models)
 
     def maybe_context_parallel(
         self,

@@ -25,6 +25,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     Made by ``Accelerator.prepare``. It shares ``state`` and ``param_groups`` with the wrapped
     optimizer, and is accepted wherever torch expects an ``Optimizer``.
 
+    Attributes:
+        outcome: of the last step: True if it was taken, False if it was skipped, a finding if only
+            the device knows.
+
     Example:
         >>> import torch
         >>> from accel_callbacks import Accelerator
@@ -49,8 +53,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._precision = precision
         self._watch = watch
         self._strategy = strategy
+        # Asked once, because most have nothing to forget, and zero_grad is on the hot path.
+        self._holds_gradients = strategy is not None and strategy.holds_gradients
         self._settled_window = -1
-        self._outcome: bool | StepFinding = True
+        self.outcome: bool | StepFinding = True
 
     @property
     def step_was_skipped(self) -> bool:
@@ -58,7 +64,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
         After an fp16 step of a fused optimizer, reading it waits for the gradients of the step.
         """
-        outcome = self._outcome
+        outcome = self.outcome
         if outcome is True:
             return False
         return outcome is False or not outcome.stepped
@@ -91,7 +97,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             **self.__dict__,
             "_watch": None,
             "_strategy": None,
-            "_outcome": not self.step_was_skipped,
+            "_holds_gradients": False,
+            "outcome": not self.step_was_skipped,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,14 +148,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Hot path: without hooks or a correction, gradients are left to the precision's step.
         table = loop.dispatch.hooks
         hooks = table["on_before_optimizer_step"]
-        if hooks or window.normalizer.active or window.correction != 1.0:
+        if (
+            hooks
+            or window.normalizer.active
+            or (window.position != window.divisor and window.correction != 1.0)
+        ):
             self.unscale_gradients()
         if hooks and self._is_skipped(hooks):
             stepped: bool | StepFinding = False
             result = None
         else:
-            stepped, result = self._precision.step(self.optimizer, *args, **kwargs)
-        self._outcome = stepped
+            stepped, result = self._precision.step(self.optimizer, args, kwargs)
+        self.outcome = stepped
         loop.worked = window.touched = window.stepped = True
         window.dirty = window.normalizer.pending = False
         after = table["on_after_optimizer_step"]
@@ -191,9 +202,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if normalizer.pending and self._has_gradients():  # discarded without a step
             normalizer.forget()
         self.optimizer.zero_grad(set_to_none)
-        if self._strategy is not None:
+        if self._holds_gradients and self._strategy is not None:
             self._strategy.drop_gradients(self.optimizer)
-        self._precision.forget(self.optimizer)
+        if self._precision.scales_loss:
+            self._precision.forget(self.optimizer)
 
     def _has_gradients(self) -> bool:
         if self._strategy is None:

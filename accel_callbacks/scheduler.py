@@ -54,7 +54,12 @@ class AcceleratedScheduler:
             if not loop.window.sync and loop.window.plugin.adjust_scheduler:
                 return
             for optimizer in self._optimizers:
-                if optimizer.step_was_skipped and not loop.between_passes:
+                # Hot path: asked of the attribute first, which says so of almost all steps.
+                if (
+                    optimizer.outcome is not True
+                    and optimizer.step_was_skipped
+                    and not loop.between_passes
+                ):
                     loop.own.note_call(self)
                     return
         for _ in range(self._steps_at_once):

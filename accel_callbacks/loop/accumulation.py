@@ -36,40 +36,42 @@ class Accumulate(AbstractContextManager["Accumulate"]):
 
     def __enter__(self) -> Accumulate:
         loop = self._loop
-        if loop.outer is None:
-            if not loop.stages:
-                loop.own.enter_block()
-            innermost = loop.active[-1] if loop.active else None
-        else:
-            innermost = loop.active[-1]
+        if loop.outer is None and not loop.stages:
+            loop.own.enter_block()
         # The window before was left early, by an error or at the end of a pass.
         window = loop.window
         if window.dirty:
             loop.drop_gradients()
-        window.enter(*loop.progress.remaining(innermost))
+        if window.num_steps == 1 and window.position == 0 and len(loop.progress.fresh) <= 1:
+            window.enter(None)  # hot path: a window of one micro-batch ends with it anyway
+        else:
+            innermost = loop.active[-1] if loop.active else None
+            remaining, unsized = loop.progress.remaining(innermost)
+            window.enter(remaining, unsized)
         # The strategy may leave gradients on the rank until the last backward of a window, which
         # averages the sums.
-        each = window.plugin.sync_each_batch and not self._strategy.owns_step
-        local = not window.sync and not each
-        if local and self._strategy.has_gradient_sync:
-            self._stack = ExitStack()
-            for model in self._models:
-                self._stack.enter_context(self._strategy.accumulate(model))
+        if not window.sync and self._strategy.has_gradient_sync:
+            each = window.plugin.sync_each_batch and not self._strategy.owns_step
+            if not each:
+                self._stack = ExitStack()
+                for model in self._models or loop.models:
+                    self._stack.enter_context(self._strategy.accumulate(model))
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self._stack is not None:
             self._stack.close()
         loop = self._loop
+        window = loop.window
         if error is None:
             loop.worked = True
             if loop.own.in_block:
-                stepped = loop.window.sync
-                loop.window.leave()
+                stepped = window.sync
+                window.leave()
                 loop.own.leave_block(stepped=stepped)
-            else:
-                loop.window.leave()
+            elif window.sync:
+                window.close()
         else:
-            loop.window.abandon()
+            window.abandon()
             if loop.own.in_block:
                 loop.drop_own_batch()

@@ -48,7 +48,8 @@ class FirstSteps:
         precision: may scale losses.
 
     Attributes:
-        run_backward: the backward of the strategy, noted as the Accelerator's own while it matters.
+        run_backward: the backward of the strategy, noted as the Accelerator's own while it matters;
+            None where it is ``loss.backward()``.
         clipping: the strategy, which clips, checked likewise.
         bare_steps: watches optimizers that are not prepared.
         added_parameters: compares prepared models with what they were.
@@ -137,14 +138,16 @@ class FirstSteps:
 
     def _begin_checks(self) -> None:
         self.bare_steps.renew()
-        self.run_backward: Callable[..., None] = self._noted_backward
+        self.run_backward: Callable[..., None] | None = self._noted_backward
         self.clipping: Strategy | CheckedClipping = CheckedClipping(
             self.strategy, self.bare_steps, self.warn
         )
 
     def _end_checks(self) -> None:
         if not self._watches:
-            self.run_backward, self.clipping = self.strategy.backward, self.strategy
+            plain = self.strategy.has_plain_backward
+            self.run_backward = None if plain else self.strategy.backward
+            self.clipping = self.strategy
 
     @property
     def in_sync(self) -> bool:

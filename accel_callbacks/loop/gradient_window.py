@@ -235,6 +235,11 @@ class GradientWindow:
             unsized: loaders that do not know how many are left. They are asked whether this is the
                 last only within a window, for a stream reads ahead to answer.
         """
+        self.touched = self.stepped = False
+        if self.num_steps == 1 and self.position == 0:  # hot path: there is nothing to count
+            self.position = self.divisor = 1
+            self.sync = True
+            return
         if not self.plugin.sync_with_dataloader:
             remaining, unsized = None, ()
         # The length is fixed at the first micro-batch, because its loss is divided already.
@@ -242,7 +247,6 @@ class GradientWindow:
             known = remaining is not None and remaining < self.num_steps
             self.divisor = remaining if known and remaining else self.num_steps
         self.position += 1
-        self.touched = self.stepped = False
         full = self.position >= self.divisor or remaining == 1
         self.sync = full or any(loader.on_last for loader in unsized)
 

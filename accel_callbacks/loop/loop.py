@@ -45,7 +45,8 @@ class LoaderProgress:
     """The training loaders that delivered a batch, and how many micro-batches they have left.
 
     Attributes:
-        fresh: the loaders that delivered since the last micro-batch began.
+        fresh: the loaders that delivered since the last micro-batch began, as keys. A dict, because
+            a loop without `accumulate` never calls `remaining`, and it must not grow.
 
     Example:
         >>> from accel_callbacks.loop.loop import LoaderProgress
@@ -56,14 +57,8 @@ class LoaderProgress:
     __slots__ = ("_before", "fresh")
 
     def __init__(self) -> None:
-        self.fresh: list[DataLoaderShard] = []
-        self._before: list[DataLoaderShard] = []
-
-    def note(self, loader: DataLoaderShard) -> None:
-        """Record that a loader delivered a batch."""
-        # A loop without `accumulate` never calls `remaining`, so the list must not grow.
-        if loader not in self.fresh:
-            self.fresh.append(loader)
+        self.fresh: dict[DataLoaderShard, None] = {}
+        self._before: dict[DataLoaderShard, None] = {}
 
     def remaining(
         self, innermost: DataLoaderShard | None
@@ -76,12 +71,13 @@ class LoaderProgress:
         Args:
             innermost: the loader whose loop was entered last.
         """
-        now, self.fresh = self.fresh, []
+        now, self.fresh = self.fresh, {}
         before, self._before = self._before, now
         if len(now) <= 1:
             if innermost is None:
                 return None, ()
-            return (None, (innermost,)) if innermost.left is None else (innermost.left, ())
+            left = innermost.left
+            return (None, (innermost,)) if left is None else (left, ())
         # Loaders that delivered in this and in the last micro-batch are iterated in lockstep.
         chosen = {one for one in now if one in before}
         if innermost is not None:
@@ -226,7 +222,7 @@ class Loop:
         self.borrowed: str | None = None
         self.worked = False
         self.epochs_counted = self.stop_consumed = False
-        self.stepped: set[int] = set()
+        self.stepped: set[torch.optim.Optimizer] = set()
         # Steps to be counted, and None where a batch began.
         self._unsettled: deque[tuple[torch.optim.Optimizer, StepFinding] | None] = deque()
         self.outer: DataLoaderShard | None = None
@@ -697,7 +693,7 @@ load_state() takes the newest valid one.
             self._unsettled.append(None)
         else:
             self.stepped.clear()
-        self.progress.note(loader)
+        self.progress.fresh[loader] = None
 
     def count_later(self, optimizer: torch.optim.Optimizer, finding: StepFinding) -> None:
         """Count an optimizer step once it is read whether it was skipped."""
@@ -745,16 +741,17 @@ load_state() takes the newest valid one.
         if run.settle_steps is not None:
             run.settle_steps()
         # The same optimizer twice in one batch is two steps, as in several passes over one batch.
-        stepped, own = self.stepped, id(optimizer)
-        if not stepped or own in stepped:
+        stepped = self.stepped
+        if optimizer in stepped:
             stepped.clear()
+        if not stepped:
             run._global_step += 1  # not through the property: this is the hot path
-        stepped.add(own)
+        stepped.add(optimizer)
 
     def next_step(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the global step, from 1, that an optimizer takes next."""
         self.settle_steps()
-        shares = bool(self.stepped) and id(optimizer) not in self.stepped
+        shares = bool(self.stepped) and optimizer not in self.stepped
         return self.run.global_step if shares else self.run.global_step + 1
 
     def gradient_scale(self) -> float | torch.Tensor:

@@ -171,7 +171,8 @@ class Passes:
                         break
                 else:
                     loop.worked = True
-                if run.should_stop and not loop.window.is_open:
+                # Not through the property: this is the hot path.
+                if run._stop_reason is not None and not loop.window.is_open:
                     loop.stop_pass(loader)
                     break
                 asked = perf_counter()
@@ -302,7 +303,7 @@ class Passes:
         loader.trained = True
         try:
             for batch in loader.batches():
-                loop.progress.note(loader)
+                loop.progress.fresh[loader] = None
                 yield batch
         except GeneratorExit:
             if loader.passes == token:

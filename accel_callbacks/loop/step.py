@@ -10,7 +10,6 @@ import torch
 from accel_callbacks import collectives
 from accel_callbacks.distributed.abort import explain
 from accel_callbacks.distributed.remote_failure import remote_failure
-from accel_callbacks.loop.accumulation import Accumulate
 from accel_callbacks.loop.first_steps import FirstSteps
 from accel_callbacks.loop.loop import Loop
 from accel_callbacks.optimizer import AcceleratedOptimizer
@@ -27,7 +26,6 @@ class StepEngine:
         strategy: leaves gradients on their rank in a window.
         precision: scales losses and unscales gradients.
         loop: has the gradient window and fires the hooks.
-        models: the prepared models, a list that grows.
         optimizers: the prepared optimizers, a list that grows.
         first_steps: runs backward and clips, and notes that it is the Accelerator's.
 
@@ -45,34 +43,15 @@ class StepEngine:
         strategy: Strategy,
         precision: Precision,
         loop: Loop,
-        models: Sequence[torch.nn.Module],
         optimizers: Sequence[AcceleratedOptimizer],
         first_steps: FirstSteps,
     ) -> None:
         self._strategy = strategy
         self._precision = precision
         self._loop = loop
-        self._models = models
         self._optimizers = optimizers
         self._first_steps = first_steps
         self._one_over: dict[Any, torch.Tensor] = {}
-
-    def accumulate(self, *models: torch.nn.Module) -> Accumulate:
-        """Return the context of one micro-batch; see ``Accelerator.accumulate``.
-
-        Example:
-            >>> import torch
-            >>> from accel_callbacks import Accelerator
-            >>> accel = Accelerator(cpu=True, gradient_accumulation_steps=2)
-            >>> model = torch.nn.Linear(1, 1, bias=False)
-            >>> model, optimizer = accel.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
-            >>> for value in (1.0, 3.0):
-            ...     with accel.accumulate(model):
-            ...         accel.backward(model(torch.tensor([[value]])).sum())
-            >>> model.weight.grad
-            tensor([[2.]])
-        """
-        return Accumulate(self._loop, self._strategy, models or tuple(self._models))
 
     def backward(
         self, loss: torch.Tensor, normalizer: float | torch.Tensor | None, kwargs: dict[str, Any]
@@ -101,7 +80,8 @@ class StepEngine:
             loop.require_loaded("backward")
         if loop.outer is None and not loop.stages:
             loop.own.before_backward()
-        if collectives.is_sharded(loss):  # of loss_parallel, equal on all ranks
+        # Of loss_parallel, equal on all ranks. A plain tensor is told by its type.
+        if type(loss) is not torch.Tensor and collectives.is_sharded(loss):
             loss = loss.full_tensor()  # type: ignore[attr-defined]
         hooks = loop.dispatch.hooks
         for hook in hooks["on_before_backward"]:
@@ -118,8 +98,12 @@ class StepEngine:
             loss = self._precision.scale(loss if divisor == 1 else loss / divisor)
         elif divisor != 1:
             loss, kwargs = self._divided(loss, divisor, kwargs)
+        run_backward = self._first_steps.run_backward
         try:
-            self._first_steps.run_backward(loss, **kwargs)
+            if run_backward is None:
+                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            else:
+                run_backward(loss, **kwargs)
         except RuntimeError as error:
             if (cause := explain(error, "backward")) is error:
                 raise

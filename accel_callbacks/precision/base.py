@@ -107,11 +107,16 @@ class Precision:
         """Unscale the gradients of this optimizer, at most once a step."""
 
     def step(
-        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool | StepFinding, Any]:
         """Step the optimizer; return (True if it stepped, what the optimizer returned).
 
         The first is a :class:`StepFinding` if only the device knows whether the optimizer stepped.
+
+        Args:
+            optimizer: the optimizer as the user made it.
+            args: of its ``step``.
+            kwargs: of its ``step``.
         """
         return True, optimizer.step(*args, **kwargs)
 

@@ -31,7 +31,9 @@ class EnginePrecision(Precision):
         super().__init__(device, handlers)
         self.name = name
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+    def step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
         """Step the engine; return (True if it stepped, None)."""
         result = optimizer.step(*args, **kwargs)
         return bool(getattr(optimizer, "stepped", True)), result

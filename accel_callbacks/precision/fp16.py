@@ -94,7 +94,7 @@ class FP16(Autocast):
             self._unscaled.add(id(optimizer))
 
     def step(
-        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool | StepFinding, Any]:
         """Step unless a gradient is infinite or nan.
 
@@ -104,7 +104,7 @@ class FP16(Autocast):
             RuntimeError: a closure is passed; the gradients that it computes would stay scaled.
         """
         if not self.scales_loss:
-            return super().step(optimizer, *args, **kwargs)
+            return super().step(optimizer, args, kwargs)
         if args or kwargs:
             raise RuntimeError("fp16 cannot step with a closure; use bf16 instead.")
         if not has_gradients(optimizer):  # the scaler raises without any gradient

@@ -87,6 +87,8 @@ class Strategy(ABC):
     #: True for an engine that scales losses, steps and skips steps by itself, and must know at each
     #: backward whether it is the last one of a window.
     owns_step = False
+    #: True for an engine that keeps gradients elsewhere than in ``parameter.grad``.
+    holds_gradients = False
 
     def __init__(
         self,
@@ -359,6 +361,11 @@ class Strategy(ABC):
     def gather_sequences(self, tensor: torch.Tensor, seq_dim: int) -> torch.Tensor:
         """Collective: return sequences as they were before ranks shared them."""
         return tensor if self._context is None else self._context.gather(tensor, seq_dim)
+
+    @property
+    def has_plain_backward(self) -> bool:
+        """True if :meth:`backward` does no more than ``loss.backward()``."""
+        return type(self).backward is Strategy.backward and self._context is None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass."""

@@ -100,6 +100,7 @@ class FSDP(Sharding):
 
     name = "fsdp"
     has_gradient_sync = True
+    holds_gradients = True
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ def test_a_fused_optimizer_takes_no_step_that_overflowed(monkeypatch, gradient, 
         weight = torch.nn.Parameter(torch.zeros(1, device=MPS))
         precision.scale(torch.zeros(1, device=MPS))
         weight.grad = torch.full((1,), gradient, device=MPS)
-        assert precision.step(Fused([weight], lr=1.0))[0] == (moved == 1.0)
+        assert precision.step(Fused([weight], lr=1.0), (), {})[0] == (moved == 1.0)
         assert weight.item() == moved
         precision.scale(torch.zeros(1, device=MPS))
         assert precision.scaler.get_scale() == (65536.0 if moved else 32768.0)
