@@ -256,7 +256,8 @@ class DataLoaderShard(DataLoader[Any]):
         self.batch_index = self._source.first_batch()
         self._choose_generator()
         self._opened += 1
-        opened = self._opened
+        self._last = False
+        opened, left = self._opened, self.left
         # Hot path: written past torch's DataLoader.__setattr__, which checks every name.
         here = vars(self)
         items = self._items()
@@ -264,20 +265,22 @@ class DataLoaderShard(DataLoader[Any]):
         try:
             known: Delivery | None = None
             for item, delivery in self._deliver(items):
-                left = self.left
                 if delivery is not known:  # full batches of map-style datasets share one
                     known = delivery
                     real, padded, last, kept, state = delivery
                     here["real"], here["padded"], here["kept"] = real, padded, kept
                     here["_stream_before"], here["_stream"] = self._stream, state
+                    if last is not None:
+                        here["_last"] = last
                 here["position"] = self.position + real
-                here["_last"] = left == 1 if last is None else last
+                if left == 1 and last is None:
+                    here["_last"] = True
                 yield item
                 if opened != self._opened:
                     raise RuntimeError(_TAKEN_OVER)
                 here["batch_index"] = self.batch_index + 1
                 if left is not None:
-                    here["left"] = left - 1
+                    here["left"] = left = left - 1
             self.finished = True
             if self.trained and not self._warned and getattr(self._source, "repeats", False):
                 self._warned = True

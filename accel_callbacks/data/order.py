@@ -409,8 +409,10 @@ class Draws:
             self.open()
         iterator = self._iterator
         while items := list(islice(iterator, size)):  # type: ignore[arg-type]
-            self.drawn += len(items)
-            self._ended = len(items) < size
+            count = len(items)
+            self.drawn += count
+            if count < size:
+                self._ended = True
             yield items
         self._ended = True
 

@@ -749,12 +749,16 @@ class ShareSource:
 
     def deliver(self, items: Iterator[Any]) -> Iterator[tuple[Any, Delivery]]:
         """Yield each batch of the torch loader with its counts."""
-        waiting = self._waiting
-        for item in items:
-            # torch delivers batches in the order of their indices, with workers too.
-            yield item, waiting.popleft()
-        if waiting:  # the iteration ended before what the sampler had asked for
+        # torch delivers batches in the order of their indices, with workers too. Hot path: zip
+        # takes the batch first, then its counts, and runs no Python for it.
+        counts = iter(self._waiting.popleft, None)
+        return chain(zip(items, counts, strict=False), self._check_end())
+
+    def _check_end(self) -> Iterator[tuple[Any, Delivery]]:
+        """Raise if the iteration ended before what the sampler had asked for; yield nothing."""
+        if self._waiting:
             raise RuntimeError(_STOPPED.format(type(self._loader.dataset).__name__))
+        yield from ()
 
 
 def _epoch_setter(sampler: Any) -> Any:

@@ -315,29 +315,31 @@ class StreamSource(StatefulSource):
         pieces = _Pieces(items)
         for piece in pieces:
             marks[piece.worker] = piece.mark
-            if dropped + piece.real <= skip:
-                dropped += piece.real
+            real, padded = piece.real, piece.padded
+            if skip and dropped + real <= skip:
+                dropped += real
                 continue
-            position += piece.real
-            place = {"epoch": epoch, "position": position, "turn": (piece.worker + 1) % count}
-            state = {**place, "workers": list(marks)}
-            delivery = self._delivery(piece, state, partial(pieces.end_with, pieces.count))
-            yield piece.batch, delivery
-            delivery.is_last()  # completes the state that a save at the end of the pass has
+            position += real
+            state: dict[str, Any] = {
+                "epoch": epoch,
+                "position": position,
+                "turn": (piece.worker + 1) % count,
+                "workers": list(marks),
+            }
+            kept = None
+            if real < padded and self._shards.batch_size is None:
+                # Ready batches are repeated as a whole, and their samples are not counted.
+                kept = ready_kept(real, padded)
+            last = partial(self._is_last, pieces, pieces.count, state)
+            yield piece.batch, Delivery(real, padded, last, kept, state)
+            last()  # completes the state that a save at the end of the pass has
 
-    def _delivery(self, piece: Piece, state: dict[str, Any], ends: Callable[[], bool]) -> Delivery:
-        kept = None
-        if self._shards.batch_size is None and piece.real < piece.padded:
-            # Ready batches are repeated as a whole, and their samples are not counted.
-            kept = ready_kept(piece.real, piece.padded)
-
-        def last() -> bool:
-            if ends():
-                self._end(state)
-                return True
-            return False
-
-        return Delivery(piece.real, piece.padded, last=last, kept=kept, state=state)
+    def _is_last(self, pieces: _Pieces, count: int, state: dict[str, Any]) -> bool:
+        """Return whether this many pieces are all; then complete the state of the last one."""
+        ends = pieces.end_with(count)
+        if ends:
+            self._end(state)
+        return ends
 
     def _end(self, state: dict[str, Any]) -> None:
         """Complete the state of the last batch: the next pass continues from the dataset's own."""
@@ -357,7 +359,7 @@ class _Pieces:
     """
 
     def __init__(self, items: Iterator[Piece | None]) -> None:
-        self._items = (piece for piece in items if piece is not None)
+        self._items = filter(None, items)  # without the placeholders
         self._next: Piece | None = None
         self._problem: Exception | None = None
         self._ended = False
@@ -367,17 +369,19 @@ class _Pieces:
         return self
 
     def __next__(self) -> Piece:
-        self._read()
-        if self._problem is not None:
-            raise self._problem
-        if self._next is None:
-            raise StopIteration
-        piece, self._next = self._next, None
+        piece = self._next
+        if piece is None:
+            self._read()
+            piece = self._next
+        if piece is None:
+            raise StopIteration if self._problem is None else self._problem
+        self._next = None
         self.count += 1
         return piece
 
     def _read(self) -> None:
-        if self._next is None and not self._ended:
+        """Read the next piece, unless the end was reached."""
+        if not self._ended:
             try:
                 self._next = next(self._items, None)
             except Exception as problem:  # belongs to the next batch, not to who asks for the end
@@ -386,9 +390,11 @@ class _Pieces:
 
     def end_with(self, count: int) -> bool:
         """Return whether there are no more pieces than this many, and no error after them."""
-        if count == self.count:
+        if count != self.count:
+            return False
+        if self._next is None:
             self._read()
-        return count == self.count and self._ended and self._problem is None
+        return self._ended and self._problem is None
 
 
 def _mark(read: int) -> dict[str, Any]:
