@@ -197,10 +197,9 @@ class _Simulated(TinyTraining):
 
 def _called(dispatch: Dispatcher) -> dict[str, str]:
     """Return for each hook, without its ``on_``, the names of the callbacks that it calls."""
-    owners = {call: entry.name for entry in dispatch.entries for call in entry.calls.values()}
     return {
-        hook.removeprefix("on_"): ", ".join(owners[call] for call in calls)
-        for hook, calls in dispatch.hooks.items()
+        hook.removeprefix("on_"): ", ".join(entry.name for entry in dispatch.called(hook))
+        for hook in dispatch.hooks
     }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CallbackReport", "CallbackTime", "Ledger", "Tally"]
+__all__ = ["MOST_ROWS", "CallbackReport", "CallbackTime", "Ledger", "Tally"]
+
+MOST_ROWS = 64  # that a ledger holds before it adds them up
 
 
 class Tally:
@@ -22,6 +25,12 @@ class Tally:
         self.calls = 0
         self.total_ns = 0
         self.longest_ns = 0
+
+    def add(self, spent_ns: int) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.total_ns += spent_ns
+        self.longest_ns = max(self.longest_ns, spent_ns)
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,10 @@ class CallbackReport:
 class Ledger:
     """The tallies of all callbacks, including removed ones.
 
+    Attributes:
+        rows: calls of several callbacks that are not added up yet, at most :data:`MOST_ROWS`: their
+            tallies, and the time before the first call and after each, None for one left out.
+
     Example:
         >>> from accel_callbacks.callbacks.dispatch.ledger import Ledger
         >>> ledger = Ledger()
@@ -102,13 +115,24 @@ class Ledger:
 
     def __init__(self) -> None:
         self._tallies: dict[tuple[str, str], Tally] = {}
+        self.rows: list[tuple[Sequence[Tally], list[int | None]]] = []
 
     def tally(self, callback: str, hook: str) -> Tally:
         """Return the tally of this callback and hook, an existing one if there is one."""
         return self._tallies.setdefault((callback, hook), Tally())
 
+    def add_up(self) -> None:
+        """Add the rows to their tallies."""
+        for tallies, (before, *times) in self.rows:
+            for tally, time in zip(tallies, times, strict=False):  # fewer after an error
+                if time is not None and before is not None:
+                    tally.add(time - before)
+                    before = time
+        self.rows.clear()
+
     def report(self) -> CallbackReport:
         """Return the times so far, the slowest first."""
+        self.add_up()
         rows = [
             CallbackTime(*names, tally.calls, tally.total_ns / 1e9, tally.longest_ns / 1e9)
             for names, tally in self._tallies.items()

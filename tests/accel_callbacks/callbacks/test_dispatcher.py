@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, Callback, GradScalerKwargs
 from accel_callbacks.callbacks import CallbackTime, EarlyStopping, configured
+from accel_callbacks.callbacks.dispatch.ledger import MOST_ROWS
 
 
 class Named(Callback):
@@ -278,6 +279,43 @@ def test_the_report_counts_calls_and_time_of_each_callback_and_hook():
     head, *body = str(report).splitlines()
     assert head.split() == ["callback", "hook", "calls", "total", "ms", "mean", "us", "max", "us"]
     assert sorted(line.split()[:3] for line in body) == [["a", "on_log", "3"], ["b", "on_log", "3"]]
+
+
+def calls_of(accel):
+    """The number of calls in the report, by name."""
+    return {row.callback: row.calls for row in accel.callback_report().rows}
+
+
+def test_callbacks_of_one_hook_share_clock_reads_and_few_of_them_wait_to_be_added_up():
+    accel = Accelerator(cpu=True, callbacks=[Named("a"), Named("b"), Named("c")])
+    dispatch = accel.loop.dispatch
+    assert len(dispatch.hooks["on_log"]) == 1
+    assert [entry.name for entry in dispatch.called("on_log")] == ["a", "b", "c"]
+    waiting = []
+    for _ in range(3 * MOST_ROWS // 2):
+        log(accel, 1)
+        waiting.append(len(dispatch.ledger.rows))
+    assert 0 < max(waiting) < MOST_ROWS
+    assert calls_of(accel) == dict.fromkeys("abc", 3 * MOST_ROWS // 2)
+
+
+def test_of_callbacks_that_share_a_hook_those_after_an_error_count_no_call():
+    accel = Accelerator(cpu=True, callbacks=[Named("a"), Breaks("b"), Named("c")])
+    with pytest.raises(ValueError, match="broken"):
+        log(accel, 1)
+    assert calls_of(accel) == {"a": 1, "b": 1}
+
+
+def test_of_callbacks_that_share_a_hook_one_that_is_removed_meanwhile_counts_no_call():
+    class Removes(Named):
+        def on_log(self, run, model, metrics, step):
+            handle.remove()
+
+    accel = Accelerator(cpu=True, callbacks=[Removes("a")])
+    handle = accel.add_callback(Named("b"))
+    accel.add_callback(Named("c"))
+    log(accel, 1)
+    assert calls_of(accel) == {"a": 1, "c": 1}
 
 
 def test_a_report_of_nothing_is_a_head():
