@@ -141,6 +141,34 @@ votes
     tests/distributed/test_hooks_fail.py
     tests/distributed/test_preemption.py
     tests/distributed/test_process.py
+streams
+    accel_callbacks/data/stream.py
+    tests/accel_callbacks/data/test_stream.py
+    tests/accel_callbacks/data/test_stream_draws.py
+    tests/distributed/test_stream.py
+shares
+    accel_callbacks/loop/input_checksums.py
+    accel_callbacks/loop/local_metrics.py
+    tests/mistakes/test_shares.py
+leases
+    accel_callbacks/checkpoint/folder_leases.py
+    checkpoint_io/storage/lease.py
+    tests/checkpoint_io/test_lease.py
+    tests/accel_callbacks/checkpoint/test_folder_leases.py
+    tests/distributed/test_folder_leases.py
+agreement
+    accel_callbacks/strategies/rank_agreement.py
+    accel_callbacks/strategies/unit_agreement.py
+    accel_callbacks/strategies/replica_agreement.py
+    tests/mistakes/test_ranks_agree.py
+    tests/distributed/test_one_rank_forward.py
+    tests/distributed/test_pipeline_ranks.py
+    tests/distributed/test_tensor_parallel.py
+pipeline
+    accel_callbacks/strategies/pipeline_stages.py
+    accel_callbacks/strategies/pipeline_rehearsal.py
+    tests/distributed/test_pipeline.py
+    tests/distributed/test_pipeline_models.py
 retention
     checkpoint_io/folder/retention.py
     checkpoint_io/folder/removal.py

@@ -8,15 +8,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpoint_io import Lease, LeaseError
+from checkpoint_io import CheckpointConflictError, Lease, LeaseError
+from checkpoint_io.storage import lease as lease_module
 from checkpoint_io.storage.lease import LEASE
 from tests.support import warm
 
@@ -303,6 +306,122 @@ def test_who_may_be_found(tmp_path: Path, start_on_disk: Start) -> None:
         holder.process.wait(20)
         reader.find_holder()  # may see the last renewal before the kill, as that of one that lives
         assert reader.find_holder() is None
+
+
+# --- what is concluded from a record -------------------------------------------------------------
+
+
+class Clock:
+    """A clock that moves where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        # seconds since the look before, number, renewals: lives, None if not known yet
+        [(0, 1, 5, None), (1, 1, 6, True), (1, 1, 6, None), (1, 1, 7, True)],
+        [(0, 1, 5, None), *[(2, 1, 5, None)] * 3, (0.5, 1, 5, False)],
+        [(0, 1, 5, None), *[(2, 1, 5, None)] * 3, (1, 1, 6, True), (2, 1, 6, None)],
+        # this process was stopped, and saw no renewals that there may have been
+        [(0, 1, 5, None), *[(100, 1, 5, None)] * 3, (1, 1, 5, False)],
+        # a renewal may have been the last one before a kill
+        [(0, 1, 5, None), (100, 1, 6, None), (1, 1, 7, True)],
+        [(0, 1, 5, None), (2, 1, 6, None), (1.9, 1, 7, True)],
+        # an old record, as a read that lags shows it, is no renewal
+        [(0, 2, 5, None), (1, 1, 9, None), (1, 2, 4, None), (1, 3, 0, True)],
+    ],
+)
+def test_a_holder_elsewhere_is_judged_by_what_was_seen(
+    monkeypatch: pytest.MonkeyPatch, looks: list[tuple[float, int, int, bool | None]]
+) -> None:
+    clock, watch = Clock(), lease_module._Watch()
+    monkeypatch.setattr(lease_module, "time", clock)
+    own = lease_module._this_process()
+    for seconds, number, renewals, lives in looks:
+        clock.now += seconds
+        holder = replace(own, machine="another", interval=1, number=number, renewals=renewals)
+        assert watch.lives(holder) is lives
+        assert watch.lives(replace(holder, released=True)) is False
+
+
+def test_an_id_that_another_process_has_got_is_not_the_holder(tmp_path: Path) -> None:
+    pid = os.getppid()
+    status = lease_module._process_status(pid)
+    if status is None:
+        pytest.skip("this system does not tell when a process started")
+    with Lease(tmp_path):
+        whole = json.loads((tmp_path / LEASE).read_text())
+    for started, lives in ((status[1], True), ("", True), ("1", False)):
+        record = {**whole, "pid": pid, "started": started, "released": False}
+        (tmp_path / LEASE).write_text(json.dumps(record))
+        if lives:
+            with pytest.raises(LeaseError, match=f"process {pid} on .* which is alive"):
+                Lease(tmp_path).acquire()
+        else:
+            Lease(tmp_path).acquire().release()
+
+
+@pytest.mark.parametrize(
+    ("above", "other", "lost"),
+    [(-1, True, False), (-1, False, False), (0, False, False), (0, True, True), (1, True, True)],
+)
+def test_the_higher_number_of_two_records_wins(
+    tmp_path: Path, above: int, other: bool, lost: bool
+) -> None:
+    """A lower one is what a read that lags shows, or a process that was stopped as it renewed."""
+    Lease(tmp_path).acquire().release()
+    with Lease(tmp_path, interval=60) as lease:
+        record = json.loads((tmp_path / LEASE).read_text())
+        record["number"] += above
+        record["pid"] += other
+        (tmp_path / LEASE).write_text(json.dumps(record))
+        lease.describe("", "renewed")
+        written = json.loads((tmp_path / LEASE).read_text())
+        assert (written["run_name"] == "renewed") is not lost
+        if lost:
+            with pytest.raises(LeaseError, match="was taken over by"):
+                lease.check()
+        else:
+            lease.check()
+
+
+def test_a_check_that_is_frequent_looks_again_after_a_moment_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(lease_module, "_now", clock.monotonic)
+    with Lease(tmp_path, interval=60) as lease:
+        record = json.loads((tmp_path / LEASE).read_text())
+        (tmp_path / LEASE).unlink()
+        clock.now += 1
+        lease.check(recent=True)
+        assert not (tmp_path / LEASE).exists()
+        record["number"] += 1
+        (tmp_path / LEASE).write_text(json.dumps(record))
+        clock.now += 0.1
+        lease.check(recent=True)
+        clock.now += 0.15
+        with pytest.raises(LeaseError, match="was taken over by"):
+            lease.check(recent=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="another lock")
+def test_a_record_that_another_process_changes_is_waited_for(tmp_path: Path) -> None:
+    import fcntl
+
+    Lease(tmp_path).acquire().release()
+    with (tmp_path / LEASE).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointConflictError, match="is changed by another process all the"):
+            Lease(tmp_path).acquire()
+        threading.Timer(0.1, fcntl.flock, (file.fileno(), fcntl.LOCK_UN)).start()
+        Lease(tmp_path).acquire().release()
 
 
 def test_an_unknown_way_to_act_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_callbacks import Accelerator, set_seed
+from accel_callbacks.loop.input_checksums import InputChecksums
 from tests.distributed.conftest import Pool, make_pool
 
 pytestmark = pytest.mark.distributed
@@ -84,6 +85,34 @@ def test_inputs_of_each_process_stay_without_a_word(pool, kind):
     assert pool.run(messages_of, "trained_on", kind) == [[], []]
 
 
+def ends_of_steps(steps: list[float | None], data_rank_of: list[int]) -> list[bool]:
+    """What each step ends with whose model is called with this value, or not at all."""
+    accel = Accelerator(cpu=True, timeout=timedelta(seconds=60))
+    inputs = InputChecksums("Linear", data_rank_of[accel.process_index])
+    ends = []
+    for value in steps:
+        if value is not None:
+            inputs.note((torch.tensor(value),))
+        accel.wait_for_everyone()  # so that both have posted
+        ends.append(inputs.end_step())
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("steps", "data_ranks", "equal_after"),
+    [
+        ([1.0, 2.0, 3.0, 3.0], [0, 1], 2),
+        ([1.0, None, 2.0, 1.0, None, None], [0, 1], 3),
+        ([1.0, 1.0, 1.0], [0, 1], None),
+        ([None, None, None], [0, 1], None),
+        ([1.0, 2.0, 3.0, 4.0], [0, 0], None),  # they read the same data
+    ],
+)
+def test_the_first_two_steps_with_inputs_are_compared_once(pool, steps, data_ranks, equal_after):
+    ends = [step == equal_after for step in range(len(steps))]
+    assert pool.run(ends_of_steps, steps, data_ranks) == [ends, ends]
+
+
 # --- metrics ------------------------------------------------------------------------------------
 
 
@@ -91,6 +120,9 @@ def evaluated(accel: Accelerator, how: str) -> None:
     model, optimizer = parts(accel)
     train, val = DataLoader(ROWS, 4), DataLoader(ROWS, 4)
     train, val = accel.prepare(train, val)
+    gathered = ("gathered", "before any evaluation")
+    if how == "before any evaluation":
+        accel.log({"val/target": float(accel.process_index)})
     for epoch in range(2):
         for batch in train:
             step(accel, model, optimizer, batch)
@@ -99,13 +131,14 @@ def evaluated(accel: Accelerator, how: str) -> None:
         with accel.evaluate(model):
             for batch in val:
                 output = model(batch)
-                total += (accel.gather_for_metrics(output) if how == "gathered" else output).sum()
+                total += (accel.gather_for_metrics(output) if how in gathered else output).sum()
         if how == "reduced":
             total = accel.reduce(total, "mean")
         if how == "on the main process" and not accel.is_main_process:
             continue
         name = {"a loss of training": "train/epoch_loss", "a duration": "val/time"}.get(how)
-        accel.log({name or "val/loss": total.item(), "epoch": epoch})
+        more = {"val/error": total.item()} if how == "each its own" else {}
+        accel.log({name or "val/loss": total.item(), "epoch": epoch, **more})
 
 
 def test_a_metric_of_each_process_is_told_once(pool):
@@ -117,7 +150,11 @@ def test_a_metric_of_each_process_is_told_once(pool):
 
 
 @pytest.mark.parametrize(
-    "how", ["gathered", "reduced", "on the main process", "a loss of training", "a duration"]
+    "how",
+    [
+        *("gathered", "reduced", "a loss of training", "a duration", "before any evaluation"),
+        "on the main process",  # last: what one rank alone has posted, the next test would meet
+    ],
 )
 def test_metrics_of_all_processes_stay_without_a_word(pool, how):
     assert pool.run(messages_of, "evaluated", how) == [[], []]
