@@ -167,6 +167,7 @@ agreement
 pipeline
     accel_callbacks/strategies/pipeline_stages.py
     accel_callbacks/strategies/pipeline_rehearsal.py
+    tests/accel_callbacks/strategies/test_pipeline_stages.py
     tests/distributed/test_pipeline.py
     tests/distributed/test_pipeline_models.py
 retention

@@ -158,7 +158,6 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._name = name
         self._origins: dict[int, frozenset[Any]] = {}
         self._kept: list[torch.Tensor] = []  # so that no memory is used again
-        self._draws = 0
         self.used: set[Any] = set()
         self.written: set[Any] = set()
         self._homes: dict[int, Any] = {}
@@ -199,8 +198,7 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "layer, or choose split points outside."
             )
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draws += 1
-            origins |= {_Draw(self._draws)}
+            origins |= {_Draw()}
         if origins and func.overloadpacket.__name__ not in _SHAPES_ONLY:
             for tensor in _tensors(output):
                 self._note(tensor, origins)
@@ -213,8 +211,8 @@ _SHAPES_ONLY = (
 )
 
 
-class _Draw(int):
-    """Random numbers that are drawn between layers."""
+class _Draw:
+    """Random numbers that are drawn between layers; equal to none that are drawn elsewhere."""
 
 
 def _memory(tensor: torch.Tensor) -> int:
