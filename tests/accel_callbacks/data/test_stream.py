@@ -15,7 +15,8 @@ from tqdm import TMonitor
 
 from accel_callbacks import Accelerator, ResumeError, prepare_data_loader
 from accel_callbacks.data.config import DataLoaderConfiguration
-from accel_callbacks.data.iterable import IterableDatasetShard
+from accel_callbacks.data.iterable import IterableDatasetShard, IterableShards
+from accel_callbacks.data.stream import StreamSource
 
 
 class Stream(IterableDataset):
@@ -671,3 +672,32 @@ def test_an_ordered_stream_of_the_hub_goes_on_at_the_sample(workers):
             warnings.simplefilter("error")
             assert [batch["x"].tolist() for batch in resumed] == whole[k:]
         assert sorted(n for batch in resumed for n in batch["x"].tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_only_a_single_reader_draws_its_base_seed_as_in_a_plain_loop(world, copies):
+    shards = IterableShards(range(5), batch_size=2, drop_last=False, rank=0, world_size=world)
+    source = StreamSource(DataLoader(range(5)), shards, copies=copies)
+    assert source.base_seed_first is (world == copies == 1)
+    assert source.record() is None  # before its first pass
+    source.begin(seed=0, epoch=0, position=0)
+    assert source.record() == {"base": None}  # without workers there is none
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last", "remainder"),
+    [(2, False, 3), (2, True, -1), (None, False, -1), (4, False, 7)],
+)
+def test_samples_over_the_full_batches_are_counted_unless_dropped(batch_size, drop_last, remainder):
+    shards = IterableShards(
+        Sized(), batch_size=batch_size, drop_last=drop_last, rank=0, world_size=2
+    )
+    assert StreamSource(DataLoader(range(5)), shards).remainder == remainder
+
+
+class Sized(IterableDataset):
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        return iter(range(7))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from accel_callbacks.strategies.pipeline_rehearsal import Rehearsal
 from accel_callbacks.strategies.pipeline_stages import (
@@ -14,6 +15,7 @@ from accel_callbacks.strategies.pipeline_stages import (
     Slot,
     Stage,
     StagePlan,
+    Value,
     balanced_split_points,
 )
 
@@ -40,18 +42,18 @@ def staged(model: torch.nn.Module, points: list[str], *args: Any, **kwargs: Any)
             for name, stages in route.borrowed.items()
             for slot in stages.get(number, ())
         }
-        # Whatever a stage has no right to is not a number.
+        # Parameters of other stages are empty.
         own = {id(parameter) for parameter in stage.parameters()} | {*map(id, loans.values())}
         hidden = [parameter for parameter in model.parameters() if id(parameter) not in own]
-        values = [parameter.detach().clone() for parameter in hidden]
-        with torch.no_grad():
-            for parameter in hidden:
-                parameter.fill_(torch.nan)
+        values = [parameter.data for parameter in hidden]
+        for parameter in hidden:
+            parameter.data = torch.empty(0)
         stage.begin(route, [(args, kwargs)], loans)
-        tensors = stage(*tensors)
-        with torch.no_grad():
-            for parameter, value in zip(hidden, values, strict=True):
-                parameter.copy_(value)
+        received, tensors = tensors, stage(*tensors)
+        for parameter, value in zip(hidden, values, strict=True):
+            parameter.data = value
+        if number < plan.count - 1:  # what is passed on has a gradient of its own
+            assert not {*map(id, received)} & {*map(id, tensors)}
         shapes = [(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors]
         wanted = outlines[number + 1]
         assert shapes == [(tuple(one.shape), one.dtype, one.requires_grad) for one in wanted]
@@ -172,6 +174,15 @@ def test_whose_tensors_are_whose():
     assert not plan.keeps("gain", 2, is_parameter=True)
 
 
+def test_a_layer_that_two_containers_hold_is_one():
+    model = torch.nn.Module()
+    shared = torch.nn.Linear(4, 4)
+    model.left = torch.nn.ModuleList([shared, torch.nn.Linear(4, 4)])
+    model.right = torch.nn.ModuleList([shared, torch.nn.Linear(4, 4)])
+    plan = StagePlan(model, ["left.1", "right.1"])
+    assert list(plan.layers) == ["left.0", "left.1", "right.1"]
+
+
 class Buffers(torch.nn.Module):
     """A model with buffers in a container, in a layer, and in one without parameters."""
 
@@ -193,12 +204,24 @@ def test_stages_keep_the_buffers_of_their_layers_and_those_that_all_read():
         assert plan.keeps("last.running_mean", stage, is_parameter=False) is (stage == 1)
 
 
+class Packed(torch.nn.Module):
+    """A layer that returns more than a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"unread": x * 2, "hidden": self.linear(x), "power": 3}
+
+
 class Written(torch.nn.Module):
     """A model that calls its layers as a function does."""
 
     def __init__(self, forward: Any) -> None:
         super().__init__()
-        self.first, self.middle, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.first, self.packed = torch.nn.Linear(4, 4), Packed()
+        self.middle, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
         self.plain = torch.nn.Tanh()
         self.written = forward
 
@@ -256,16 +279,34 @@ def number(model: Written, x: torch.Tensor) -> torch.Tensor:
     return model.last(model.middle(model.first(x))).sum()
 
 
-@pytest.mark.parametrize("forward", [branch_on_input, plain_layers, shapes_of, number])
+def early(model: Written, x: torch.Tensor) -> Any:
+    hidden = model.first(x)
+    return model.last(model.middle(hidden)), hidden
+
+
+def structured(model: Written, x: torch.Tensor) -> Any:
+    packed = model.packed(model.first(x))
+    return model.last(model.middle(packed["hidden"] ** packed["power"]))
+
+
+@pytest.mark.parametrize(
+    "forward", [branch_on_input, plain_layers, shapes_of, number, early, structured]
+)
 def test_forwards_that_can_be_cut(forward):
     model, x = Written(forward), torch.randn(2, 4)
-    expected = model(x)
-    result = staged(model, ["middle", "last"], x)
-    if isinstance(expected, dict):
-        assert result["out"][1:] == expected["out"][1:]
-        result, expected = result["out"][0], expected["out"][0]
-    assert result.shape == expected.shape
-    assert torch.equal(result, expected)
+    expected, structure = tree_flatten(model(x))
+    points = ["packed", "middle", "last"] if forward is structured else ["middle", "last"]
+    result = staged(model, points, x)
+    assert tree_flatten(result)[1] == structure
+    for leaf, other in zip(tree_leaves(result), expected, strict=True):
+        assert type(leaf) is type(other)
+        assert torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf == other
+
+
+def test_what_no_layer_reads_is_not_passed_on():
+    _, route = rehearsed(Written(structured), ["middle"], torch.ones(2, 4))
+    assert [call.leaves for call in route.calls][1] == (Value(1), Value(2), 3)
+    assert route.passed == [[], [2]]
 
 
 def test_random_numbers_for_one_stage_are_drawn_there():
@@ -345,6 +386,11 @@ def sizes(*counts: int) -> torch.nn.Module:
 def test_stages_have_about_as_many_parameters_each(counts, stages, points):
     names = [f"layers.{number}" for number in points]
     assert balanced_split_points(sizes(*counts), stages) == names
+
+
+def test_blocks_are_not_cut():
+    blocks = [torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(4))) for _ in range(2)]
+    assert balanced_split_points(torch.nn.ModuleList(blocks), 2) == ["1"]
 
 
 def test_fewer_blocks_than_stages_are_refused():
