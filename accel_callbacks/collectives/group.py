@@ -8,7 +8,7 @@ from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,9 @@ _count = itertools.count()
 _control: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # Finds the cause of a failed collective: this room does not know the one that watches the ranks.
 _explain: Callable[[BaseException, str], BaseException] | None = None
-# Called with the name of each collective that begins; of the loop that trains, as above.
-_before: Callable[[str], None] | None = None
+# Called with the name of each collective that begins: by what they check, so that the newest loop
+# and strategy count. Weak, as they belong to their owners.
+_before: dict[str, WeakMethod[Any]] = {}
 # Ranks of the group that this process has joined, 1 without one. Global, as the default group is.
 _expected = 1
 T = TypeVar("T")
@@ -120,16 +121,17 @@ def explains_with(explain: Callable[[BaseException, str], BaseException]) -> Non
     _explain = explain
 
 
-def before_collectives(check: Callable[[str], None]) -> None:
-    """Set what is called before each collective of several ranks, with its name."""
-    global _before
-    _before = check
+def before_collectives(name: str, check: WeakMethod[Any]) -> None:
+    """Set the check of a name, which is called before each collective of several ranks."""
+    _before[name] = check
 
 
 def run_before(operation: str) -> None:
-    """Call what :func:`before_collectives` has set."""
-    if _before is not None:
-        _before(operation)
+    """Run the checks that :func:`before_collectives` has set."""
+    for check in _before.values():
+        alive = check()
+        if alive is not None:
+            alive(operation)
 
 
 class explained(ContextDecorator):

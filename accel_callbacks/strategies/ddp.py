@@ -25,6 +25,7 @@ from accel_callbacks.strategies.forward_methods import (
     DistributedDataParallel as PreparedDDP,
 )
 from accel_callbacks.strategies.join import joined
+from accel_callbacks.strategies.reduction import Reductions
 from accel_callbacks.strategies.shared_buffers import SharedBuffers
 
 __all__ = ["DDP", "register_hook"]
@@ -136,6 +137,7 @@ class DDP(Strategy):
         default = DistributedDataParallelKwargs()
         self.options = self.handlers.get(DistributedDataParallelKwargs, default)
         self._group: ReferenceType[Any] | None = None  # that of the models
+        self._reductions = Reductions()
 
     @property
     def allows_unfreezing(self) -> bool:
@@ -177,6 +179,7 @@ class DDP(Strategy):
         wrapped.process_group = wrapped.__dict__.pop("process_group")
         self._group = ref(dist.group.WORLD)
         register_hook(wrapped, self.options)
+        self._reductions.watch(wrapped)
         if frozen:
             wrapped.register_forward_pre_hook(_StillFrozen(frozen))
         return wrapped

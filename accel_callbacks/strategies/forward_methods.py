@@ -11,6 +11,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from accel_callbacks.strategies.reduction import explain_unfinished
+
 __all__ = ["DistributedDataParallel"]
 
 
@@ -28,6 +30,14 @@ class DistributedDataParallel(TorchDDP):
     """
 
     _forward_methods: frozenset[str] = frozenset()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the forward of the model inside, after its last gradients were reduced."""
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            explain_unfinished(self, error)
+            raise
 
     def mark_forward_methods(self, names: Iterable[str]) -> None:
         """Run these methods of the model inside through the wrapper's forward.

@@ -1,0 +1,118 @@
+"""Gradients that DistributedDataParallel still waits for, named before other collectives begin."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from weakref import WeakMethod, WeakSet
+
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_callbacks import collectives
+from accel_callbacks.distributed.abort import abort_run
+from accel_callbacks.distributed.heartbeat import current_heartbeat
+from accel_callbacks.distributed.remote_failure import remote_failure
+from accel_callbacks.modeling.original_class import class_of
+from accel_callbacks.strategies.rank_agreement import unused_advice
+
+__all__ = ["Reductions", "explain_unfinished"]
+
+_KEY = "reduction"  # "{_KEY}/{rank}" in the store: number of a check, and what is missing there
+_POLLING = 0.01, 0.1  # seconds between two looks at the store: at first, and at most
+_LONGEST = 10.0  # seconds that a rank waits for others, which reduce what it has not
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+_SHOWN = 3
+
+
+class Reductions:
+    """Refuses a collective of a rank whose models still wait for gradients.
+
+    DistributedDataParallel reduces gradients in a fixed order, and stops at the first that has not
+    come. Where ranks use different parameters, as experts that are chosen by the data, one reduces
+    what another has not: the next collective of that one would be paired with it.
+
+    Example:
+        >>> from accel_callbacks.strategies.reduction import Reductions
+        >>> Reductions().check("gather")  # there is no model
+    """
+
+    def __init__(self) -> None:
+        self._models: WeakSet[DistributedDataParallel] = WeakSet()
+        self._checks = 0
+        collectives.before_collectives("reductions", WeakMethod(self.check))
+
+    def watch(self, model: DistributedDataParallel) -> None:
+        """Check the gradients of a model from now on."""
+        self._models.add(model)
+
+    def check(self, operation: str) -> None:
+        """Compare the gradients that are missing over the ranks, if there are some here.
+
+        Ranks that all wait for the same ones, as between the backward passes of two losses, go on.
+
+        Args:
+            operation: the collective that is about to begin.
+
+        Raises:
+            RuntimeError: another rank has gradients that this one has not.
+        """
+        for model in self._models:
+            try:
+                model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if _UNFINISHED in str(error):
+                    self._compare(operation, model, _missing(model, error))
+
+    def _compare(self, operation: str, model: DistributedDataParallel, missing: list[str]) -> None:
+        self._checks += 1
+        ranks, mine = range(collectives.world_size()), json.dumps([self._checks, missing])
+        keys = [f"{_KEY}/{rank}" for rank in ranks]
+        collectives.store().set(keys[collectives.rank()], mine)
+        patience = min(_LONGEST, 0.5 * collectives.group_timeout().total_seconds())
+        deadline, (pause, longest) = time.monotonic() + patience, _POLLING
+        while time.monotonic() < deadline:
+            reached = [json.loads(text or "[0]") for text in collectives.store().read(keys)]
+            absent = [rank for rank in ranks if reached[rank][0] < self._checks]
+            if not absent:
+                if all(others == missing for _, others in reached):
+                    return
+                break
+            watch = current_heartbeat()
+            if watch is not None and watch.find_gone(absent):  # as the collective reports
+                return
+            remote_failure.raise_in(operation)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        problem = RuntimeError(f"{operation}: {_unfinished(model, missing)}")
+        cause = abort_run(problem, operation)
+        raise cause from (None if cause is problem else problem)
+
+
+def explain_unfinished(model: DistributedDataParallel, error: RuntimeError) -> None:
+    """Put the names of the gradients that a model waits for into torch's error, in place."""
+    if _UNFINISHED in str(error):
+        error.args = (f"{_unfinished(model, _missing(model, error))}\n\ntorch says: {error}",)
+
+
+def _missing(model: DistributedDataParallel, error: RuntimeError) -> list[str]:
+    """Return the parameters that an error of torch numbers, all trained ones if it does not."""
+    names = [
+        name
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
+    found = _INDICES.search(str(error))
+    indices = range(len(names)) if found is None else map(int, found[1].split())
+    return [names[index] for index in indices if index < len(names)]
+
+
+def _unfinished(model: DistributedDataParallel, missing: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, missing[:_SHOWN]))
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    return (
+        f"{shown}{more} of {class_of(model.module).__name__} got no gradient in the last backward "
+        f"of rank {collectives.rank()}{unused_advice('DistributedDataParallel')}"
+    )
