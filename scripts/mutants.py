@@ -160,6 +160,8 @@ agreement
     accel_callbacks/strategies/rank_agreement.py
     accel_callbacks/strategies/unit_agreement.py
     accel_callbacks/strategies/replica_agreement.py
+    tests/accel_callbacks/strategies/test_replica_agreement.py
+    tests/accel_callbacks/strategies/test_unit_agreement.py
     tests/mistakes/test_ranks_agree.py
     tests/distributed/test_one_rank_forward.py
     tests/distributed/test_pipeline_ranks.py

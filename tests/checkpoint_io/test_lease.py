@@ -21,6 +21,7 @@ import pytest
 from checkpoint_io import CheckpointConflictError, Lease, LeaseError
 from checkpoint_io.storage import lease as lease_module
 from checkpoint_io.storage.lease import LEASE
+from checkpoint_io.storage.open import Store, open_store
 from tests.support import warm
 
 INTERVAL = 0.1  # of renewals; without six of them a holder on another machine is dead
@@ -422,6 +423,30 @@ def test_a_record_that_another_process_changes_is_waited_for(tmp_path: Path) -> 
             Lease(tmp_path).acquire()
         threading.Timer(0.1, fcntl.flock, (file.fileno(), fcntl.LOCK_UN)).start()
         Lease(tmp_path).acquire().release()
+
+
+class Overtaken:
+    """A store in which another process writes between each look and each write."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def token(self, name: str) -> str:
+        return f"before {self._store.token(name)}"
+
+
+def test_a_record_that_others_always_change_first_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lease_module, "_PAUSE", 0.0)
+    url = f"memory://{uuid.uuid4().hex}"
+    Lease(url).acquire().release()
+    record = lease_module._ObjectRecord(Overtaken(open_store(url)))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointConflictError):
+        record.change(lambda holder: holder, create=False)
 
 
 def test_an_unknown_way_to_act_is_refused(tmp_path: Path) -> None:

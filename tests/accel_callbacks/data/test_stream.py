@@ -15,7 +15,7 @@ from tqdm import TMonitor
 
 from accel_callbacks import Accelerator, ResumeError, prepare_data_loader
 from accel_callbacks.data.config import DataLoaderConfiguration
-from accel_callbacks.data.iterable import IterableDatasetShard, IterableShards
+from accel_callbacks.data.iterable import IterableDatasetShard, IterableShards, Piece
 from accel_callbacks.data.stream import StreamSource
 
 
@@ -680,8 +680,20 @@ def test_only_a_single_reader_draws_its_base_seed_as_in_a_plain_loop(world, copi
     source = StreamSource(DataLoader(range(5)), shards, copies=copies)
     assert source.base_seed_first is (world == copies == 1)
     assert source.record() is None  # before its first pass
+    assert source.first_batch() == 0
     source.begin(seed=0, epoch=0, position=0)
+    assert source.draws_base_seed is source.base_seed_first
     assert source.record() == {"base": None}  # without workers there is none
+
+
+def test_a_pass_that_goes_on_begins_with_a_later_batch_and_draws_nothing():
+    shards = IterableShards(range(9), batch_size=2, drop_last=False, rank=0, world_size=1)
+    source = StreamSource(DataLoader(range(9)), shards)
+    with pytest.warns(UserWarning, match="reads and drops its first 6 samples"):
+        source.begin(seed=0, epoch=0, position=6, record={"base": None})
+    assert source.first_batch() == 3
+    assert source.base_seed_first
+    assert source.draws_base_seed is False
 
 
 @pytest.mark.parametrize(
@@ -701,3 +713,12 @@ class Sized(IterableDataset):
 
     def __iter__(self):
         return iter(range(7))
+
+
+@pytest.mark.parametrize(("batch_size", "padded"), [(2, 4), (None, 4), (2, 3), (None, 3)])
+def test_ready_batches_alone_are_repeated_as_a_whole(batch_size, padded):
+    shards = IterableShards(Sized(), batch_size=batch_size, drop_last=False, rank=0, world_size=2)
+    source = StreamSource(DataLoader(range(5)), shards)
+    source.begin(seed=0, epoch=0, position=0)
+    _, delivery = next(source.deliver(iter([Piece(None, 3, padded, 0, {})])))
+    assert (delivery.kept is not None) is (batch_size is None and padded == 4)
