@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -171,7 +172,10 @@ class DDP(Strategy):
         options = self.options.to_kwargs()
         if self._context is not None:  # DDP would send rank 0's part of a buffer that is cut
             options["broadcast_buffers"] = False
-        wrapped = PreparedDDP(model, device_ids=None if index is None else [index], **options)
+        with warnings.catch_warnings():
+            # The name that replaces it always shares buffers at the start.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = PreparedDDP(model, device_ids=None if index is None else [index], **options)
         if self._context is not None and self.options.broadcast_buffers:
             SharedBuffers(self._context.is_cut).watch(wrapped)
         # Moved to the end of __dict__, so that it is freed after the reducer: a group whose last

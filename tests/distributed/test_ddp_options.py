@@ -106,6 +106,17 @@ def test_buffers_follow_the_first_process_unless_told_otherwise(pool):
     assert pool.run(buffers_after_a_forward, False) == [0.0, 1.0]
 
 
+def future_warnings_of(broadcast: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator({"broadcast_buffers": broadcast}).prepare(Two())
+    return [str(one.message) for one in caught if one.category is FutureWarning]
+
+
+def test_buffers_that_are_left_alone_are_no_call_that_torch_warns_of(pool):
+    assert pool.run(future_warnings_of, False) == [[], []]
+
+
 # --- parameters that come and go -----------------------------------------------------------
 
 
