@@ -191,8 +191,12 @@ def _level(level: str | int, origin: str) -> int:
 def notice(text: str) -> None:
     """Print one line for the user on rank 0, to stderr, apart from the output of the script.
 
+    A terminal has it in as many lines as it takes, broken at words.
+
     Args:
         text: the line, without a newline.
     """
     if process_rank()[0] == 0:
-        print(f"[accel] {text}", file=sys.stderr, flush=True)
+        from accel_callbacks.utils.text import wrapped  # most runs have nothing to say
+
+        print(wrapped(f"[accel] {text}", sys.stderr), file=sys.stderr, flush=True)

@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except CommandError as error:
-        from accel_callbacks.utils.text import printable  # not needed by a command that works
+        from accel_callbacks.utils.text import printable, wrapped  # only a failure needs them
 
         text = "\n".join(map(printable, str(error).split("\n")))
-        print(f"accel {words[0]}: error: {text}", file=sys.stderr)
+        print(wrapped(f"accel {words[0]}: error: {text}", sys.stderr), file=sys.stderr)
         return error.exit_code
 
 

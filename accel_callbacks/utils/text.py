@@ -59,7 +59,7 @@ def columns_variable() -> int:
     return int(columns) if columns.isdecimal() else 0
 
 
-def wrapped(text: str, file: TextIO) -> str:
+def wrapped(text: str, file: TextIO | None) -> str:
     """Break long lines at words for a terminal; what goes elsewhere keeps its lines.
 
     Example:
@@ -68,7 +68,7 @@ def wrapped(text: str, file: TextIO) -> str:
         >>> wrapped("a file is not a terminal", io.StringIO())
         'a file is not a terminal'
     """
-    if not file.isatty():
+    if file is None or not file.isatty():  # a process without a console has no standard error
         return text
     width = max(20, terminal_width(file))  # a word a line helps nobody
     return "\n".join(

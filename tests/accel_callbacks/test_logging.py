@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from accel_callbacks import Accelerator, MultiProcessAdapter, get_logger, tqdm
+from accel_callbacks.logging import notice
 from tests.support import warm
 
 
@@ -140,3 +141,19 @@ def test_a_missing_tqdm_is_an_error_that_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ImportError, match="pip install tqdm"):
         tqdm(range(3))
+
+
+def test_a_notice_wraps_at_words_on_a_terminal_only(monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    text = "resumed from /a/path/that/is/longer/than/the/terminal/itself (step 4, epoch 1)"
+    monkeypatch.setenv("COLUMNS", "40")
+    for stream, lines in (
+        (io.StringIO(), [f"[accel] {text}"]),
+        (Screen(), ["[accel] resumed from", f"  {text.split()[2]}", "  (step 4, epoch 1)"]),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        notice(text)
+        assert stream.getvalue().splitlines() == lines
