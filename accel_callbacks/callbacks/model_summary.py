@@ -22,7 +22,7 @@ from accel_callbacks.modeling.undisturbed import undisturbed_eval
 from accel_callbacks.utils.text import table, terminal_width, wrapped
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions, RenderResult
 
     from accel_callbacks.loop.run import TrainingRun
 
@@ -196,19 +196,31 @@ class Summary:
         totals = self._totals()
         return "\n".join([table(tuple(columns), rows), *totals] if rows else totals)
 
-    def __rich__(self) -> Group:
-        from rich.console import Group
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.table import Table
         from rich.text import Text
 
-        columns = _columns(self.layers)
-        styled = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        columns = {title: (title, *cells) for title, cells in _columns(self.layers).items()}
+        widths = {title: max(map(len, cells)) for title, cells in columns.items()}
+        # Rich breaks the widest columns first, in words too: tell it the longest word of each.
+        words = {title: max(map(len, " ".join(cells).split())) for title, cells in columns.items()}
+        gap = 2 if sum(widths.values()) + 2 * len(widths) - 2 <= options.max_width else 1
+        breaks_at_words = sum(words.values()) + gap * (len(words) - 1) <= options.max_width
+        styled = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
         for title in columns:
-            styled.add_column(title, style=_STYLES.get(title), overflow="fold")
-        for layer, cells in zip(self.layers, zip(*columns.values(), strict=True), strict=True):
+            styled.add_column(
+                title,
+                style=_STYLES.get(title),
+                overflow="fold",
+                min_width=words[title] if breaks_at_words else None,
+                no_wrap=breaks_at_words and words[title] == widths[title],
+            )
+        cells_of_layers = list(zip(*columns.values(), strict=True))[1:]  # below the titles
+        for layer, cells in zip(self.layers, cells_of_layers, strict=True):
             styled.add_row(*map(Text, cells), style="dim" if layer.frozen else None)
-        totals = [Text(line, style="bold") for line in self._totals()]
-        return Group(styled, *totals) if self.layers else Group(*totals)
+        if self.layers:
+            yield styled
+        yield from (Text(line, style="bold") for line in self._totals())
 
     def _totals(self) -> list[str]:
         total = self.total

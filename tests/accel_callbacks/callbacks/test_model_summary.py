@@ -180,7 +180,7 @@ def test_on_a_terminal_it_is_in_colour_and_wraps_at_words(monkeypatch, rich):
     monkeypatch.delenv("NO_COLOR", raising=False)
     if not rich:
         monkeypatch.setattr(model_summary, "find_spec", lambda name: None)
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1).requires_grad_(False))
     screen = Terminal()
     model_summary._show(summarize(model), screen)
     text = screen.getvalue()
@@ -189,7 +189,15 @@ def test_on_a_terminal_it_is_in_colour_and_wraps_at_words(monkeypatch, rich):
     lines = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
     assert max(len(line.rstrip()) for line in lines) < 60
     words = " ".join(lines).split()
-    assert not {"Sequential:", "parameters", "trainable,", "buffers", "modules:"} - set(words)
+    assert not {
+        "BatchNorm1d",
+        "trainable",
+        "Sequential:",
+        "parameters",
+        "trainable,",
+        "buffers",
+        "modules:",
+    } - set(words)
 
 
 def test_without_a_model_nothing_is_printed():
