@@ -96,14 +96,13 @@ def folded_text(error: BaseException, trace: TracebackType | None, note: str = "
         note: a line to put above the message, which stays the end.
 
     Example:
-        >>> import torch
         >>> from accel_callbacks.error_text import folded_text
         >>> try:
-        ...     torch.nn.Linear(2, 1)(torch.ones(3))
-        ... except RuntimeError as error:
-        ...     lines = folded_text(error, error.__traceback__).splitlines()
-        >>> lines[2].rpartition(",")[0]
-        '  ... 3 frames in torch, to torch.nn.modules.linear, line 134'
+        ...     raise ValueError("no data")
+        ... except ValueError as error:
+        ...     text = folded_text(error, error.__traceback__)
+        >>> text.splitlines()[-1]
+        'ValueError: no data'
     """
     links = _chain(error, trace)
     groups = any(isinstance(getattr(link.error, "exceptions", None), tuple) for link in links)

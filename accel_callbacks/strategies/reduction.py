@@ -6,8 +6,10 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from weakref import WeakMethod, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakMethod
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_callbacks import collectives
@@ -40,13 +42,14 @@ class Reductions:
     """
 
     def __init__(self) -> None:
-        self._models: WeakSet[DistributedDataParallel] = WeakSet()
+        # With the default group that each reduces in; its gradients concern no later one.
+        self._models: WeakKeyDictionary[DistributedDataParallel, Any] = WeakKeyDictionary()
         self._checks = 0
         collectives.before_collectives("reductions", WeakMethod(self.check))
 
     def watch(self, model: DistributedDataParallel) -> None:
         """Check the gradients of a model from now on."""
-        self._models.add(model)
+        self._models[model] = dist.group.WORLD
 
     def check(self, operation: str) -> None:
         """Compare the gradients that are missing over the ranks, if there are some here.
@@ -59,7 +62,9 @@ class Reductions:
         Raises:
             RuntimeError: another rank has gradients that this one has not.
         """
-        for model in self._models:
+        for model, group in self._models.items():
+            if group is not dist.group.WORLD:
+                continue
             try:
                 model._check_reducer_finalized()  # type: ignore[no-untyped-call]
             except RuntimeError as error:

@@ -83,8 +83,6 @@ def batches(kind: str, count: int = 4) -> Iterator[dict[str, torch.Tensor]]:
             yield {"pixel_values": pixels, "labels": torch.arange(8) % 5}
             continue
         tokens = torch.randint(1, WORDS, (8, 6), generator=generator)
-        batch = {"input_ids": tokens, "labels": tokens}
-        if not kind.startswith("scaled"):
-            batch["attention_mask"] = torch.ones_like(tokens)
-            batch["attention_mask"][::2, -1] = int(kind == "t5")  # real masks, of equal losses
-        yield batch
+        mask = torch.ones_like(tokens)
+        mask[::2, -1] = int(kind == "t5")  # real masks, of equal losses
+        yield {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
