@@ -33,12 +33,13 @@ class LocalMetrics:
     """
 
     def __init__(self) -> None:
-        self._evaluated = False
+        self._evaluated, self._evaluations = False, 0
         self._posted: collectives.Posted | None = None
 
     def end_evaluation(self) -> None:
         """Note that a pass over evaluation data has ended."""
         self._evaluated = True
+        self._evaluations += 1
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Post the first metrics of an evaluation."""
@@ -52,7 +53,9 @@ class LocalMetrics:
             and not _DURATION.search(name.lower())
         }
         if metrics:
-            self._posted = collectives.Posted("metrics", json.dumps(metrics))
+            # Of this evaluation: rank 0 may have logged an earlier one alone.
+            name = f"metrics of evaluation {self._evaluations}"
+            self._posted = collectives.Posted(name, json.dumps(metrics))
 
     def compare(self) -> None:
         """Warn of a metric that differs between the ranks, once all have posted theirs."""
