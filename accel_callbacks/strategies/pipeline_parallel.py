@@ -30,7 +30,13 @@ from accel_callbacks.strategies.pipeline_runner import (
     PipelineRunner,
     StageReplicas,
 )
-from accel_callbacks.strategies.pipeline_stages import Slot, Stage, StagePlan, slots_filled
+from accel_callbacks.strategies.pipeline_stages import (
+    Slot,
+    Stage,
+    StagePlan,
+    calls_answered,
+    slots_filled,
+)
 from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.shared_buffers import SharedBuffers
 from accel_callbacks.strategies.tensor_parallel import (
@@ -106,19 +112,12 @@ class PipelinedModel(torch.nn.Module):
             for slot, parameter in absent.items()
         }
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def answer(name: str, args: Any, kwargs: Any) -> Any:
             with slots_filled(absent):
                 return self(*args, **{**kwargs, "use_cache": False})
 
-        before = model.__dict__.get("_compiled_call_impl")
-        model.__dict__["_compiled_call_impl"] = call
-        try:
-            with slots_filled(here):
-                return model.generate(*args, **{**kwargs, "use_cache": False})
-        finally:
-            del model.__dict__["_compiled_call_impl"]
-            if before is not None:
-                model.__dict__["_compiled_call_impl"] = before
+        with calls_answered({"": model}, answer), slots_filled(here):
+            return model.generate(*args, **{**kwargs, "use_cache": False})
 
 
 class PipelineParallel(Sharding):

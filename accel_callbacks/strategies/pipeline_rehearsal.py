@@ -257,7 +257,7 @@ class _Run:
         with (
             _generators_kept(self._device),
             slots_filled(zeros),
-            calls_answered(self._plan.layers, self._answer),
+            calls_answered(self._plan.modules, self._answer),
             self._origins,
         ):
             result = self._model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -170,6 +170,7 @@ class PipelineRunner:
         self._rehearsal = rehearsal
         self._options = options
         self._model = model
+        self._signature = inspect.signature(model.forward)
         self._group = group
         self._device = device
         self._last = dist.get_global_rank(group, (plan.count - 1) % group.size())
@@ -204,9 +205,8 @@ class PipelineRunner:
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Batch:
         """Return the arguments of a call, checked."""
-        parameters = inspect.signature(self._model.forward)
         try:
-            parameters.bind(*args, **kwargs)
+            self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
                 f"the forward of {self._plan.name}: {error}. The target of the loss is passed as "
@@ -219,7 +219,7 @@ class PipelineRunner:
                     f"{name}=True: what layers collect on their way is not passed from stage to "
                     "stage of a pipeline: leave it out."
                 )
-        if "use_cache" in parameters.parameters and "use_cache" not in kwargs:
+        if "use_cache" in self._signature.parameters and "use_cache" not in kwargs:
             kwargs = {**kwargs, "use_cache": False}  # stages would each keep their own
         leaves = _pytree.tree_leaves((args, kwargs))
         rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}

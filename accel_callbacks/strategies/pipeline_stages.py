@@ -69,6 +69,7 @@ class StagePlan:
     Attributes:
         count: the number of stages.
         layers: the modules that are called as a whole, by name.
+        modules: the same, without their stages.
         containers: the stage of each module that holds split points, by name.
         owner: the stage that trains and saves each parameter and buffer, by name.
         canonical: the first name of each parameter and buffer, by name.
@@ -105,6 +106,7 @@ class StagePlan:
                 f"split_points: {self.name} has {begun!r} before another of them: name them in the "
                 "order of the modules."
             )
+        self.modules = {path: layer.module for path, layer in self.layers.items()}
         self._find_owners(model)
 
     def _check_points(self, model: torch.nn.Module) -> None:
@@ -133,16 +135,19 @@ class StagePlan:
                 is_plain = next(child.parameters(), None) is None
                 self.layers[path] = Layer(child, self._stage, is_plain)
 
+    def _place_of(self, name: str) -> Layer | int:
+        """Return the layer of a parameter or buffer, or the stage of its container."""
+        path = name.rpartition(".")[0]
+        while path not in self.containers:
+            if path in self.layers:
+                return self.layers[path]
+            path = path.rpartition(".")[0]
+        return self.containers[path]
+
     def stage_of(self, name: str) -> int:
         """Return the stage where a parameter or buffer of this name is registered."""
-        path = name
-        while path:
-            path = path.rpartition(".")[0]
-            if path in self.layers:
-                return self.layers[path].stage
-            if path in self.containers:
-                return self.containers[path]
-        return 0
+        place = self._place_of(name)
+        return place.stage if isinstance(place, Layer) else place
 
     def _find_owners(self, model: torch.nn.Module) -> None:
         first: dict[int, str] = {}
@@ -161,11 +166,8 @@ class StagePlan:
             return True
         if is_parameter:
             return False
-        path = name.rpartition(".")[0]
-        layer = next(
-            (one for key, one in self.layers.items() if f"{path}.".startswith(f"{key}.")), None
-        )
-        return layer is None or layer.is_plain or layer.stage == stage
+        place = self._place_of(name)
+        return not isinstance(place, Layer) or place.is_plain or place.stage == stage
 
 
 def balanced_split_points(model: torch.nn.Module, count: int) -> list[str]:
@@ -397,7 +399,7 @@ class Stage(torch.nn.Module):
         args, kwargs = next(self._microbatches)
         values = dict(zip(route.passed[number], received, strict=True))
         calls = iter(route.calls)
-        name, layers = self._plan.name, self._plan.layers
+        name, layers = self._plan.name, self._plan.modules
 
         def answer(layer: str, args: Any, kwargs: Any) -> Any:
             call = next(calls, None)
@@ -408,14 +410,14 @@ class Stage(torch.nn.Module):
                     "which layers are called must not change from one micro-batch to the next."
                 )
             if call.stage is None:
-                return call_of(layers[layer].module)(*args, **kwargs)
+                return call_of(layers[layer])(*args, **kwargs)
             if call.stage > number:
                 raise _EndOfStage
             if call.stage < number:
                 return _pytree.tree_unflatten(
                     [self._received(leaf, values) for leaf in call.leaves], call.structure
                 )
-            output = call_of(layers[layer].module)(*args, **kwargs)
+            output = call_of(layers[layer])(*args, **kwargs)
             leaves = _pytree.tree_leaves(output)
             for place, leaf in enumerate(call.leaves):
                 if isinstance(leaf, Value):
@@ -467,7 +469,7 @@ def call_of(module: torch.nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def calls_answered(
-    layers: Mapping[str, Layer], answer: Callable[[str, Any, Any], Any]
+    layers: Mapping[str, torch.nn.Module], answer: Callable[[str, Any, Any], Any]
 ) -> Iterator[None]:
     """Context manager: calls of layers are answered by a function, of name and arguments.
 
@@ -490,14 +492,14 @@ def calls_answered(
         return lambda *args, **kwargs: called(name, module, *args, **kwargs)
 
     for name, layer in layers.items():
-        own = layer.module.__dict__
+        own = layer.__dict__
         own["_before_answer"] = own.get("_compiled_call_impl")
-        own["_compiled_call_impl"] = bound(name, layer.module)
+        own["_compiled_call_impl"] = bound(name, layer)
     try:
         yield
     finally:
         for layer in layers.values():
-            own = layer.module.__dict__
+            own = layer.__dict__
             before = own.pop("_before_answer")
             if before is None:
                 del own["_compiled_call_impl"]
