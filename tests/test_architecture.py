@@ -93,6 +93,7 @@ SPLIT_AT_SLASHES = {
     "checkpoint_io/storage/fsspec_store.py",
     "checkpoint_io/storage/s3/conditional.py",
     "checkpoint_io/storage/s3/download.py",
+    "checkpoint_io/storage/s3/store.py",
     "loggers/file_names.py",
     "loggers/trackers/clearml.py",
 }

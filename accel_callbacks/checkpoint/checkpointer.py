@@ -15,7 +15,7 @@ from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
 from accel_callbacks.checkpoint.async_save import SaveCallbacks, check_when_busy
 from accel_callbacks.checkpoint.folder_leases import Folder
-from accel_callbacks.checkpoint.open import describe_foreign_folder
+from accel_callbacks.checkpoint.open import describe_foreign_folder, open_folder
 from accel_callbacks.checkpoint.project import (
     SavePlace,
     path_in,
@@ -66,6 +66,7 @@ class Checkpointer:
 
     def __init__(self, training: TrainingState) -> None:
         self.training = training
+        self._opened: tuple[str, dict[str, Any], CheckpointFolder] | None = None
         self._lent: list[str] = []  # folders whose leases are held for saves outside of a training
         training.loop.require_prepared_steps = partial(require_prepared_steps, training)
 
@@ -92,7 +93,8 @@ class Checkpointer:
         if output_dir is not None:
             place = SavePlace(fspath(output_dir))
         else:
-            place = project_save(training.project, training.loop.run, storage_options)
+            folder = self._project_folder(storage_options)
+            place = project_save(training.project, training.loop.run, folder)
         path = self.write(
             place.target,
             metadata={**place.metadata, **(metadata or {})},
@@ -177,6 +179,13 @@ class Checkpointer:
         finally:
             self._give_back()
         return url
+
+    def _project_folder(self, storage_options: Mapping[str, Any] | None) -> CheckpointFolder:
+        """Return the folder of the project's checkpoints; one object, which remembers manifests."""
+        url, options = self.training.project.path("checkpoints"), dict(storage_options or {})
+        if self._opened is None or self._opened[:2] != (url, options):
+            self._opened = url, options, open_folder(url, options)
+        return self._opened[2]
 
     def _folders(
         self, target: str | CheckpointFolder, storage_options: Mapping[str, Any] | None

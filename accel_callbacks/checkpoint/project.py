@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.async_save import SaveCallbacks
 from accel_callbacks.checkpoint.folder_leases import OnConflict
-from accel_callbacks.checkpoint.open import open_folder
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.errors import nearest
@@ -256,26 +255,27 @@ class SavePlace:
 def project_save(
     config: ProjectConfiguration,
     run: TrainingRun,
-    storage_options: Mapping[str, Any] | None = None,
+    folder: CheckpointFolder,
 ) -> SavePlace:
     """Collective: return the place of the next checkpoint that ``save_state`` names itself.
 
     Args:
         config: the project.
         run: owns the checkpoints; those of other runs are never removed.
-        storage_options: for the filesystem behind the project's URL.
+        folder: the project's checkpoints.
 
     Raises:
         RemoteError: rank 0 could not list the folder.
 
     Example:
         >>> from accel_callbacks import Accelerator, ProjectConfiguration
+        >>> from accel_callbacks.checkpoint.open import open_folder
         >>> from accel_callbacks.checkpoint.project import project_save
         >>> config = ProjectConfiguration("memory://doc-saves", automatic_checkpoint_naming=True)
-        >>> project_save(config, Accelerator(cpu=True).current_run).target.path(0)
+        >>> folder = open_folder(config.path("checkpoints"))
+        >>> project_save(config, Accelerator(cpu=True).current_run, folder).target.path(0)
         'memory://doc-saves/checkpoints/checkpoint_0'
     """
-    folder = open_folder(config.path("checkpoints"), storage_options)
     callbacks = _retention(folder, config.total_limit, run)
     if not config.automatic_checkpoint_naming:
         return SavePlace(folder, dict(_MARK), callbacks)
@@ -328,7 +328,7 @@ def number_of(path: str) -> int | None:
 
 def _highest(folder: CheckpointFolder) -> int:
     """Return the highest number in a folder, of any run and valid or not; -1 if there is none."""
-    numbers = (number_of(entry.name) for entry in folder.survey())
+    numbers = map(number_of, folder.names())
     return max((number for number in numbers if number is not None), default=-1)
 
 

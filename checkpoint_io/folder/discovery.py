@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError
+from checkpoint_io.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from checkpoint_io.format.manifest import Manifest, TensorEntry
 from checkpoint_io.format.names import MANIFEST, save_id_of
 from checkpoint_io.loader.files import check_sizes, manifest_of
@@ -21,11 +21,17 @@ __all__ = ["CheckpointInfo", "FolderEntry"]
 _AT_ONCE = 8
 _CACHED_ENTRIES = 200_000  # of files, and of chunks of tensors: each takes about 1 kB
 _LOST_AND_FOUND = "lost+found"  # at the root of ext filesystems; only root may list it
-_HEAD_BYTES = 4096  # enough of a manifest for its id and generation, without the tensors
+_HEAD_BYTES = 4096  # enough of a manifest for its id and age, without the tensors
 _GENERATION = re.compile(rb'"generation":([0-9]{1,15}),')
 _ID = re.compile(rb'"id":"([0-9a-f]{8,64})"')
+# in the order of fields in which they are written: at any other place they may be of something else
+_AGE = re.compile(
+    rb'\{"digest":"[0-9a-f]{64}","format":"[a-z-]+","version":[0-9]+,"id":"[0-9a-f]{8,64}",'
+    rb'"generation":([0-9]{1,15}),"created":"([ -!#-\[\]-~]*)"'
+)
 
 T = TypeVar("T")
+Age = tuple[int, str]  # generation and time, which sort checkpoints
 Status = Literal["valid", "unfinished", "broken", "foreign"]
 
 
@@ -87,9 +93,14 @@ class FolderEntry:
         return CheckpointInfo(self.path, self.name, self.manifest)
 
 
-def age_order(info: CheckpointInfo) -> tuple[int, str]:
+def age_order(info: CheckpointInfo) -> Age:
     """Return the key that sorts checkpoints, oldest first."""
-    return info.manifest.generation, info.manifest.created
+    return _age_of(info.manifest)
+
+
+def _age_of(manifest: Manifest) -> Age:
+    """Return the age that a manifest says."""
+    return manifest.generation, manifest.created
 
 
 def id_of(store: Store) -> str | None:
@@ -102,7 +113,7 @@ def id_of(store: Store) -> str | None:
 
 
 def _head(store: Store) -> bytes:
-    """Read the head of a manifest, which has its id and generation."""
+    """Read the head of a manifest, which has its id and age."""
     with store.open(MANIFEST) as reader:
         return bytes(reader.read(0, min(reader.size, _HEAD_BYTES)))
 
@@ -114,17 +125,18 @@ def entries_held(manifest: Manifest) -> int:
 
 
 class Scanner:
-    """Scans the folders of one store; caches manifests as long as they do not change."""
+    """Scans the folders of one store; caches manifests, and their ages, until they change."""
 
     def __init__(self, store: Store, path_of: Callable[[str], str]) -> None:
         self._store = store
         self._path_of = path_of
         self._cache: dict[str, tuple[str, Manifest]] = {}  # name: token and manifest
+        self._ages: dict[str, tuple[str, Age]] = {}  # name: token and age
         self._guard = threading.Lock()
 
     def survey(self) -> list[FolderEntry]:
         """Return an entry for every folder, sorted by name."""
-        names = self._folders()
+        names = [name for name in self._store.folders() if name != _LOST_AND_FOUND]
         with self._guard:
             for gone in self._cache.keys() - set(names):
                 del self._cache[gone]
@@ -134,11 +146,41 @@ class Scanner:
 
     def highest_generation(self) -> int:
         """Return the highest generation in the folder, 0 where there is none."""
-        return max(self._each(self._generation, self._folders()), default=0)
+        ages = self._all_ages().values()
+        return max((age[0] for age in ages if age is not None), default=0)
 
-    def _folders(self) -> list[str]:
-        """List the folders that may be checkpoints."""
-        return [name for name in self._store.folders() if name != _LOST_AND_FOUND]
+    def newest(self, report: Callable[[FolderEntry], None]) -> FolderEntry | None:
+        """Return the newest valid entry; report each that may be newer and is not valid."""
+        ages = self._all_ages()
+        # what has no age may be anything, also the newest
+        unknown = [name for name, age in ages.items() if age is None]
+        dated = [(age, name) for name, age in ages.items() if age is not None]
+        for entry in self._each(self._entry, unknown):
+            report(entry)
+        for _, name in sorted(dated, reverse=True):
+            entry = self._entry(name)
+            if entry.status == "valid":
+                return entry
+            report(entry)
+        return None
+
+    def _all_ages(self) -> dict[str, Age | None]:
+        """Return the age of each folder, None without a manifest; one listing reads the changed."""
+        tokens = self._store.versions(MANIFEST)
+        tokens.pop(_LOST_AND_FOUND, None)
+        with self._guard:
+            for gone in self._ages.keys() - tokens.keys():
+                del self._ages[gone]
+            known = {
+                name: age for name, (token, age) in self._ages.items() if token == tokens[name]
+            }
+        changed = [name for name in tokens if name not in known]
+        found = dict(zip(changed, self._each(self._age, changed), strict=True))
+        with self._guard:
+            for name, age in found.items():
+                if age is not None and tokens[name]:
+                    self._ages[name] = tokens[name], age
+        return {name: known[name] if name in known else found[name] for name in tokens}
 
     def _each(self, action: Callable[[str], T], names: Sequence[str]) -> list[T]:
         """Apply an action to each name, concurrently where each call is a round trip."""
@@ -187,11 +229,17 @@ class Scanner:
                 del self._cache[name]
                 total -= size
 
-    def _generation(self, name: str) -> int:
-        """Return the generation of one checkpoint, 0 if there is no readable one."""
+    def _age(self, name: str) -> Age | None:
+        """Return the age of one checkpoint; of a damaged one what it still says, else None."""
         store = self._store.child(name)
         try:
-            found = _GENERATION.search(_head(store))
-            return int(found[1]) if found else self._manifest(name, store).generation
+            head = _head(store)
+            if found := _AGE.match(head):
+                return int(found[1]), found[2].decode("ascii")
+            try:
+                return _age_of(self._manifest(name, store))
+            except CorruptCheckpointError:
+                found = _GENERATION.search(head)
+                return (int(found[1]), "") if found else None
         except (CheckpointError, FileNotFoundError, NotADirectoryError):
-            return 0
+            return None

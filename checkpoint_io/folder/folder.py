@@ -262,18 +262,23 @@ class CheckpointFolder:
         Valid means here that the manifest is intact and every file has its size. Checksums are
         verified when a checkpoint is loaded.
         """
-        found = []
-        for entry in self.survey():
-            if entry.status == "valid":
-                found.append(entry.info)
-            elif entry.status != "foreign":
-                self._report(f"skipped {entry.name}: {entry.reason}")
-        return sorted(found, key=age_order)
+        survey = self.survey()
+        for entry in survey:
+            self._report_skipped(entry)
+        return sorted((entry.info for entry in survey if entry.status == "valid"), key=age_order)
 
     def latest(self) -> CheckpointInfo | None:
-        """Return the newest valid checkpoint, None if there is none."""
-        found = self.list()
-        return found[-1] if found else None
+        """Return the newest valid checkpoint, None if there is none; warn about newer broken ones.
+
+        Valid is what `list` says. Older checkpoints are not looked into.
+        """
+        newest = self._scanner.newest(self._report_skipped)
+        return None if newest is None else newest.info
+
+    def _report_skipped(self, entry: FolderEntry) -> None:
+        """Report a checkpoint that is not valid."""
+        if entry.status in ("broken", "unfinished"):
+            self._report(f"skipped {entry.name}: {entry.reason}")
 
     def best(self, metric: str | None = None, mode: str = "min") -> CheckpointInfo | None:
         """Return the best valid checkpoint by a metric, None if none has it; see `keep_best`.
@@ -289,6 +294,10 @@ class CheckpointFolder:
     def survey(self) -> builtins.list[FolderEntry]:
         """Return the status of every folder in this one, with the reason if it is not valid."""
         return self._scanner.survey()
+
+    def names(self) -> builtins.list[str]:
+        """Return the names of all folders in this one, sorted; one listing looks into none."""
+        return self._store.folders()
 
     def next_generation(self) -> int:
         """Return 1 + the highest generation in the folder, damaged checkpoints included."""

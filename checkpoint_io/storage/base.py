@@ -108,6 +108,12 @@ class Store(Protocol):
     def folders(self) -> list[str]:
         """List the names of the folders in this folder, sorted."""
 
+    def versions(self, name: str) -> dict[str, str]:
+        """List the folders in this folder, each with the `token` of its file of this name.
+
+        Where the store can, one request does it.
+        """
+
     def remove(self, name: str) -> None:
         """Remove a file, if there is one."""
 

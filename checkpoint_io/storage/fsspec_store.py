@@ -300,6 +300,17 @@ class FsspecStore:
         """List the folders directly below this one whose names `child` accepts."""
         return sorted(name for name, _ in self._names("directory") if is_child_name(name))
 
+    def versions(self, name: str) -> dict[str, str]:
+        """List the folders, each with the token of its file of this name."""
+        folders = self.folders()
+        tokens = dict.fromkeys(folders, "")
+
+        def look(index: int) -> None:
+            tokens[folders[index]] = self.child(folders[index]).token(name)
+
+        for_each(look, range(len(folders)), self._driver.threads)
+        return tokens
+
     def remove(self, name: str) -> None:
         """Delete one object."""
         try:

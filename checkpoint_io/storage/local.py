@@ -221,6 +221,10 @@ class LocalStore:
         """List the folders; links are not listed."""
         return sorted(e.name for e in self._scan() if e.is_dir(follow_symlinks=False))
 
+    def versions(self, name: str) -> dict[str, str]:
+        """List the folders, each with the token of its file of this name."""
+        return {folder: self.token(os.path.join(folder, name)) for folder in self.folders()}
+
     def _scan(self) -> list[os.DirEntry[str]]:
         """List the entries of the folder; none if it does not exist."""
         try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import time
@@ -27,6 +28,7 @@ from checkpoint_io import (
     save,
 )
 from checkpoint_io.folder.folder import Fallback
+from checkpoint_io.format.manifest import seal
 
 
 def fill(folder: CheckpointFolder, *steps: int, run_id: str = "r1") -> None:
@@ -454,3 +456,120 @@ def test_after_a_torn_attempt_every_failure_says_so(tmp_path: Path, problem: Exc
 
     with pytest.warns(CheckpointWarning), pytest.raises(TornLoadError, match="a mixture"):
         Fallback(str(tmp_path), folder.survey, SingleProcess(), in_place=True).run(attempt)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that were listed, with a slash, and the manifests that were opened, in turn."""
+    from checkpoint_io.storage.fsspec_store import FsspecStore
+    from checkpoint_io.storage.local import LocalStore
+
+    seen: list[str] = []
+    for kind, listing in ((LocalStore, "_scan"), (FsspecStore, "_names")):
+        opened, listed = kind.open, getattr(kind, listing)
+
+        def counting_open(store: Any, name: str, opened: Any = opened) -> Any:
+            if name == "manifest.json":
+                seen.append(store.url.rsplit("-", 1)[-1])
+            return opened(store, name)
+
+        def counting_list(store: Any, *args: Any, listed: Any = listed) -> Any:
+            seen.append(store.url.rsplit("-", 1)[-1] + "/")
+            return listed(store, *args)
+
+        monkeypatch.setattr(kind, "open", counting_open)
+        monkeypatch.setattr(kind, listing, counting_list)
+    return seen
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_a_save_looks_only_at_what_changed_since_the_last_one(
+    tmp_path: Path, looks: list[str], place: str
+) -> None:
+    url = str(tmp_path / "at-x") if place == "local" else "memory://looks-x"
+    folder = CheckpointFolder(url)
+    fill(folder, 1, 2, 3)
+    assert folder.next_generation() == 4
+    del looks[:]
+    assert folder.next_generation() == 4
+    assert looks == ["x/"]
+    CheckpointFolder(url).save(2, {"other": "writer"})  # in a folder that is known
+    CheckpointFolder(url).save(7, {"other": "writer"})
+    del looks[:]
+    assert folder.next_generation() == 6
+    assert looks == ["x/", "00000002", "00000007"]
+    folder.prune("step-00000007", run_id="r1")
+    assert folder.next_generation() == 6  # 2, of no run, is the highest but one
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_the_latest_is_the_only_one_that_is_checked(
+    tmp_path: Path, looks: list[str], manifests_read: list[str], place: str
+) -> None:
+    url = str(tmp_path / "at-x") if place == "local" else "memory://checks-x"
+    fill(CheckpointFolder(url), 3, 2, 1)
+    folder = CheckpointFolder(url)
+    del looks[:]
+    latest = folder.latest()
+    assert latest is not None
+    assert latest.name == "step-00000001"
+    assert manifests_read == ["step-00000001"]
+    assert [look for look in looks if look.endswith("/")] == ["x/", "00000001/"]
+    del looks[:]
+    assert folder.latest() == latest
+    assert looks == ["x/", "00000001/"]
+
+
+def test_the_latest_is_found_below_newer_ones_that_are_not_valid(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2, 3, 4, 5)
+    next((tmp_path / "step-00000001").glob("tensors-*")).unlink()  # older, so of no interest
+    (tmp_path / "step-00000003" / "manifest.json").unlink()
+    next((tmp_path / "step-00000004").glob("tensors-*")).unlink()
+    os.truncate(tmp_path / "step-00000005" / "manifest.json", 200)
+    (tmp_path / "logs").mkdir()
+    with pytest.warns(CheckpointWarning) as caught:
+        latest = folder.latest()
+    assert latest is not None
+    assert latest.name == "step-00000002"
+    skipped = [str(warning.message).split(":")[0] for warning in caught]
+    assert skipped == [f"skipped step-0000000{step}" for step in (3, 5, 4)]
+    assert folder.next_generation() == 6  # the head of the truncated one is still there
+    shutil.rmtree(tmp_path / "step-00000002")
+    with pytest.warns(CheckpointWarning) as caught:
+        assert folder.latest() is None
+    assert "step-00000001" in str(caught[-1].message)
+
+
+def test_of_equal_generations_the_later_one_is_the_latest(tmp_path: Path) -> None:
+    for step in (2, 1):
+        save(tmp_path / f"step-0000000{step}", {"step": step}, generation=3)
+        time.sleep(0.002)
+    latest = CheckpointFolder(tmp_path).latest()
+    assert latest is not None
+    assert latest.name == "step-00000001"
+
+
+def test_an_age_is_read_only_where_a_manifest_has_it(tmp_path: Path) -> None:
+    """A field of the metadata may have the name and the form of the generation."""
+    folder = CheckpointFolder(tmp_path)
+    fill(folder, 1, 2)
+    file = tmp_path / "step-00000001" / "manifest.json"
+    document = json.loads(file.read_bytes())
+    document = {"metadata": {"generation": 9, "created": "x"}, **document}
+    document["metadata"] = {"generation": 9, "created": "x"}
+    file.write_bytes(seal(document))
+    latest = folder.latest()
+    assert latest is not None
+    assert latest.name == "step-00000002"
+    assert folder.next_generation() == 3
+    assert file.parent.name in folder.names()
+
+
+def test_names_are_one_listing(tmp_path: Path, looks: list[str]) -> None:
+    folder = CheckpointFolder(tmp_path / "at-x")
+    fill(folder, 1)
+    (tmp_path / "at-x" / "logs").mkdir()
+    del looks[:]
+    assert folder.names() == ["logs", "step-00000001"]
+    assert looks == ["x/"]

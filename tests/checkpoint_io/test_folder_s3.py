@@ -84,3 +84,62 @@ def test_weights_stream(server: Any) -> None:
     load_model(other, url, storage_options=server.options)
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(other.bias, model.bias)
+
+
+@pytest.fixture
+def requests_sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations that were requested, in turn."""
+    from checkpoint_io.storage.s3.client import S3Client
+
+    sent: list[str] = []
+    once = S3Client.once
+
+    async def counted(client: S3Client, operation: str, *args: Any, **arguments: Any) -> Any:
+        sent.append(operation)
+        return await once(client, operation, *args, **arguments)
+
+    monkeypatch.setattr(S3Client, "once", counted)
+    return sent
+
+
+def test_one_listing_tells_what_changed(server: Any, requests_sent: list[str]) -> None:
+    folder = CheckpointFolder(server.url("listed"), storage_options=server.options)
+    fill(folder, 2, 1)
+    assert folder.next_generation() == 3
+    del requests_sent[:]
+    assert folder.next_generation() == 3
+    assert requests_sent == ["list_objects_v2"]
+    fill(CheckpointFolder(folder.url, storage_options=server.options), 2)
+    del requests_sent[:]
+    assert folder.next_generation() == 4
+    assert requests_sent == ["list_objects_v2", "head_object", "get_object"]
+    latest = folder.latest()
+    assert latest is not None
+    assert latest.name == "step-00000002"
+
+
+def test_a_folder_of_more_than_a_listing_holds(
+    server: Any, requests_sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from checkpoint_io.storage.s3.client import S3Client
+
+    folder = CheckpointFolder(server.url("large"), storage_options=server.options)
+    fill(folder, 3, 2, 1)
+    server.client().put_object(Bucket="bucket", Key="large/logs/step.txt", Body=b"x")
+    once = S3Client.once
+
+    async def short(client: S3Client, operation: str, *args: Any, **arguments: Any) -> Any:
+        if operation == "list_objects_v2":
+            arguments["MaxKeys"] = 2
+        return await once(client, operation, *args, **arguments)
+
+    monkeypatch.setattr(S3Client, "once", short)
+    assert folder.next_generation() == 4
+    del requests_sent[:]
+    assert folder.next_generation() == 4
+    # `logs` has no manifest, and may have one whenever it is looked at
+    assert requests_sent.count("head_object") == 5
+    assert "get_object" not in requests_sent
+    latest = folder.latest()
+    assert latest is not None
+    assert latest.name == "step-00000001"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,8 @@ from checkpoint_io.storage.s3.download import S3Reader, head
 from checkpoint_io.storage.s3.listing import abort_upload, delete, listing, unfinished_uploads
 from checkpoint_io.storage.s3.parts import Checksum, best_checksum
 from checkpoint_io.storage.s3.upload import ClientTransfer, Transfer
+
+_AT_ONCE = 16
 
 
 class S3Store:
@@ -112,6 +115,33 @@ class S3Store:
         """List the folders directly below this prefix whose names `child` accepts."""
         found = self._client.run(listing(self._client, self._prefix))[1]
         return sorted(filter(is_child_name, found))
+
+    def versions(self, name: str) -> dict[str, str]:
+        """List the folders, each with the entity tag of its file of this name."""
+        found = self._client.run(self._versions(name))
+        return {folder: found[folder] for folder in sorted(filter(is_child_name, found))}
+
+    async def _versions(self, name: str) -> dict[str, str]:
+        """List everything by one request, or ask for each file if that is not enough."""
+        answer = await self._client.request("list_objects_v2", "listing", Prefix=self._prefix)
+        tags: dict[str, str] = {}
+        if not answer.get("IsTruncated"):
+            for entry in answer.get("Contents") or ():
+                folder, inside, file = entry["Key"][len(self._prefix) :].partition("/")
+                if inside:
+                    tag = str(entry.get("ETag", "")) if file == name else ""
+                    tags[folder] = tag or tags.get(folder, "")
+            return tags
+        _, folders = await listing(self._client, self._prefix)
+        semaphore = asyncio.Semaphore(_AT_ONCE)
+
+        async def ask(folder: str) -> None:
+            async with semaphore:
+                key = self._key(f"{folder}/{name}")
+                tags[folder] = await conditional.token(self._client, key)
+
+        await asyncio.gather(*map(ask, folders))
+        return tags
 
     def remove(self, name: str) -> None:
         """Delete one object."""
