@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from functools import cached_property
 from os import PathLike
@@ -34,20 +34,7 @@ from accel_callbacks.checkpoint.project import ProjectConfiguration, chosen_proj
 from accel_callbacks.checkpoint.selection import Only, Rename
 from accel_callbacks.checkpoint.training_state import RestoreReport, TrainingState
 from accel_callbacks.collectives.metrics import gather_counted, gather_counted_objects
-from accel_callbacks.config import (
-    PRECISIONS,
-    accumulated,
-    launched_deepspeed,
-    launched_fsdp,
-    launched_handlers,
-    launched_megatron,
-    launched_parallelism,
-    launched_plugin,
-    of_deepspeed,
-    refuse_beside_megatron,
-    resolve_config,
-    unread_variables,
-)
+from accel_callbacks.config import PRECISIONS, resolve_config
 from accel_callbacks.data.config import DataLoaderConfiguration, checked_config, checked_rng_types
 from accel_callbacks.data.loader import DataLoaderShard
 from accel_callbacks.data.prepare import Loaders
@@ -63,6 +50,7 @@ from accel_callbacks.distributed.topology import (
     resolve_topology,
 )
 from accel_callbacks.distributed.votes import Trigger
+from accel_callbacks.engine_options import resolve_engine
 from accel_callbacks.errors import unknown_option
 from accel_callbacks.foreign_names import ATTRIBUTES, OPTIONS
 from accel_callbacks.integrations.adapt import adapt
@@ -79,7 +67,7 @@ from accel_callbacks.memory import release_memory
 from accel_callbacks.modeling.compile import uncompile
 from accel_callbacks.modeling.prepare import ModelRequest, Preparer, is_scheduler
 from accel_callbacks.optimizer import AcceleratedOptimizer
-from accel_callbacks.plugins.base import Handlers, KwargsHandler, sort_handlers
+from accel_callbacks.plugins.base import KwargsHandler, sort_handlers
 from accel_callbacks.plugins.compile import DynamoBackend, TorchDynamoPlugin
 from accel_callbacks.plugins.deepspeed import DeepSpeedPlugin
 from accel_callbacks.plugins.deepspeed_config import FilledConfig
@@ -94,11 +82,9 @@ from accel_callbacks.precision import create_precision
 from accel_callbacks.profiler import ProfileKwargs, profiling
 from accel_callbacks.scheduler import AcceleratedScheduler
 from accel_callbacks.state import AcceleratorState, GradientState
-from accel_callbacks.strategies import create_strategy
 from accel_callbacks.strategies.tensor_plan import propose_plan
 from accel_callbacks.tracking.media import Keywords, MediaLogging
 from accel_callbacks.tracking.trackers import Tracking
-from accel_callbacks.warning import warn
 
 if TYPE_CHECKING:
     from accel_callbacks.strategies.pipeline_parallel import PipelinedModel
@@ -222,58 +208,40 @@ class Accelerator(ProcessControl, MediaLogging):
         # Check all options before joining the process group: an invalid one must not cost the
         # other ranks a timeout.
         self.project_configuration = chosen_project(project_dir, project_config)
-        explicit = {
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": chosen_steps(
-                gradient_accumulation_steps, gradient_accumulation_plugin
-            ),
-            "cpu": cpu,
-            "debug": debug,
-        }
-        self.config = resolve_config(explicit, os.environ)
+        config = resolve_config(
+            {
+                "mixed_precision": mixed_precision,
+                "gradient_accumulation_steps": chosen_steps(
+                    gradient_accumulation_steps, gradient_accumulation_plugin
+                ),
+                "cpu": cpu,
+                "debug": debug,
+            },
+            os.environ,
+        )
         self.device_placement = device_placement
         loader_config = checked_config(dataloader_config)
         self.rng_types = checked_rng_types(rng_types)
         dispatch = Dispatcher(_several(callbacks), adapters=(adapt,))
-        _check_plugin("parallelism_config", parallelism_config, ParallelismConfig)
-        _check_plugin("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
-        _check_plugin("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
-        _check_plugin("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
-        parallelism_config = _chosen_parallelism(parallelism_config, torch_tp_plugin)
-        if deepspeed_plugin is not None and deepspeed_plugins is not None:
-            raise ValueError("give deepspeed_plugin or deepspeed_plugins, not both.")
-        deepspeed = launched_deepspeed(
-            _checked_plugins(deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin),
-            self.config,
+        options = resolve_engine(
+            config,
+            handlers=sort_handlers(kwargs_handlers),
+            parallelism_config=parallelism_config,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
         )
-        if deepspeed is not None:
-            self.config = of_deepspeed(self.config, deepspeed.active)
-        self.handlers = launched_handlers(sort_handlers(kwargs_handlers), self.config)
-        parallelism = launched_parallelism(parallelism_config, self.config)
-        fsdp = launched_fsdp(fsdp_plugin, self.config)
-        megatron = launched_megatron(megatron_lm_plugin, self.config)
-        if megatron is not None:
-            refuse_beside_megatron(parallelism, fsdp, deepspeed)
-            self.config = accumulated(self.config, megatron)
-            if gradient_accumulation_plugin is not None:
-                gradient_accumulation_plugin = replace(
-                    gradient_accumulation_plugin, num_steps=self.config.gradient_accumulation_steps
-                )
-            self.handlers = Handlers({**self.handlers.by_class, MegatronLMPlugin: megatron})
-        self.dynamo_plugin = launched_plugin(dynamo_backend, dynamo_plugin, self.config)
-        group = group_options(self.handlers, timeout)
-        self.topology = resolve_topology(cpu=self.config.cpu, anew=True, **group)
-        if megatron is not None:
-            parallelism, fsdp = megatron.arranged(self.topology.world_size)
-        self.strategy = create_strategy(self.topology, self.handlers, parallelism, fsdp, deepspeed)
-        own = _given(parallelism_config, self.strategy.fsdp_plugin, dynamo_backend or dynamo_plugin)
-        if megatron is not None:
-            own |= {"megatron_lm", *(f"megatron.{one.name}" for one in fields(megatron))}
-            if left := megatron.notes():
-                warn(left)
-        unread = unread_variables(self.config, os.environ, own)
-        if unread:
-            warn(unread)
+        self.config, self.handlers = options.config, options.handlers
+        self.dynamo_plugin = options.dynamo
+        self.topology = resolve_topology(
+            cpu=self.config.cpu, anew=True, **group_options(self.handlers, timeout)
+        )
+        self.strategy = options.create_strategy(self.topology)
+        options.warn_of_unread(os.environ, self.strategy)
         note_copies(self.strategy.copies)
         _ = self.strategy.device_mesh  # built now: scripts may read it on one rank only
         self.precision = create_precision(
@@ -2072,51 +2040,6 @@ def _several(callbacks: Any) -> Iterable[Any]:
         return ()
     one = isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)
     return (callbacks,) if one else callbacks
-
-
-def _given(parallelism: Any, fsdp: Any, dynamo: Any) -> set[str]:
-    """Return the options of a launch that these arguments of the script set."""
-    found = {"dynamo_backend"} if dynamo is not None else set()
-    if parallelism is not None:
-        found |= {f"parallelism.{one.name}" for one in fields(parallelism)}
-    if fsdp is not None:
-        set_here = (one.name for one in fields(fsdp) if getattr(fsdp, one.name) is not None)
-        found |= {"fsdp", *(f"fsdp.{name}" for name in set_here)}
-    return found
-
-
-def _chosen_parallelism(
-    config: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None
-) -> ParallelismConfig | None:
-    if plugin is None:
-        return config
-    if config is not None:
-        raise ValueError(
-            f"torch_tp_plugin is a parallelism_config with tp_size={plugin.tp_size}, and both were "
-            "given: leave torch_tp_plugin out, and give tp_size to the parallelism_config."
-        )
-    return ParallelismConfig(tp_size=plugin.tp_size)
-
-
-def _checked_plugins(given: Any) -> Any:
-    """Raise TypeError for plugins of DeepSpeed that are of another class."""
-    for one in given.values() if isinstance(given, Mapping) else [given]:
-        _check_plugin("deepspeed_plugin", one, DeepSpeedPlugin)
-    return given
-
-
-def _check_plugin(name: str, value: Any, kind: type[Any]) -> None:
-    """Raise TypeError for an argument of another class."""
-    if value is None or isinstance(value, kind):
-        return
-    where = ""
-    if type(value).__name__ == kind.__name__:  # imported from another library by the same name
-        where = f" of {type(value).__module__}, another library"
-        value = kind.__name__
-    raise TypeError(
-        f"{name}={value}{where} must be a {kind.__name__}: "
-        f"`from accel_callbacks import {kind.__name__}`."
-    )
 
 
 def _unnamed_option(value: Any, owner: type[Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,7 +154,7 @@ class GradientWindow:
 
     Args:
         num_steps: micro-batches of a full window, at least 1.
-        plugin: the same with more options; instead of ``num_steps``.
+        plugin: more options; its own number of steps does not count.
         averaged_over: number of ranks over which the strategy averages gradients, 1 if it does not.
         loss_world: number of ranks whose losses are of different units; the world size if None.
 
@@ -205,9 +206,10 @@ class GradientWindow:
         loss_world: int | None = None,
     ) -> None:
         self.normalizer = Normalizer(averaged_over, loss_world)
-        self.plugin = plugin or GradientAccumulationPlugin(num_steps)
+        # An engine's own configuration may have said another number of steps than the plugin.
+        self.plugin = replace(plugin or GradientAccumulationPlugin(), num_steps=num_steps)
         self.position = 0
-        self.resize(self.plugin.num_steps)
+        self.resize(num_steps)
         self.sync = True
         self.index = 0
         self.touched = self.stepped = False
