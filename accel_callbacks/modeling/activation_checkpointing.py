@@ -36,7 +36,8 @@ _COSTLY = (
 )
 #: What ``torch.utils.checkpoint.checkpoint`` would take for options of its own.
 _RESERVED = frozenset(inspect.signature(checkpoint).parameters) - {"args", "kwargs"}
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+# What layers of transformers call their cache, by release.
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 def apply_activation_checkpointing(

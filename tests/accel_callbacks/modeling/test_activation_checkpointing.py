@@ -274,24 +274,46 @@ def test_blocks_are_compiled_with_it(policy: Any, regional: bool) -> None:
     assert saved(prepared(policy), X) < saved(prepared(False), X)
 
 
-def test_layers_of_transformers_leave_their_cache_alone() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8, use_cache=True
-    )
+def gpt2() -> Any:
+    import transformers
 
-    def trained(checkpointed: bool) -> list[torch.Tensor]:
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 8}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=16, **sizes))
+
+
+def llama() -> Any:
+    import transformers
+
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
+    config = transformers.LlamaConfig(vocab_size=16, intermediate_size=16, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("policy", [True, "selective"])
+def test_layers_of_transformers_leave_their_cache_alone(build: Any, policy: Any) -> None:
+    pytest.importorskip("transformers")
+
+    def trained(policy: Any) -> tuple[int, list[torch.Tensor]]:
         torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config)
-        if checkpointed:
-            assert apply_activation_checkpointing(model) == ["transformer.h.0", "transformer.h.1"]
+        model = build()
+        if policy:
+            assert len(apply_activation_checkpointing(model, policy)) == 2
         torch.manual_seed(1)
         ids = torch.arange(8)[None]
-        model(input_ids=ids, labels=ids).loss.backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+        outputs = model(input_ids=ids, labels=ids, use_cache=True)
+        outputs.loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return outputs.past_key_values.get_seq_length(), gradients
 
-    assert all(map(torch.equal, trained(True), trained(False)))
-    model = transformers.GPT2LMHeadModel(config)
+    (cached, expected), (kept, gradients) = trained(False), trained(policy)
+    assert all(map(torch.equal, gradients, expected))
+    assert (cached, kept) == (8, 0)
+
+
+def test_checkpointing_of_transformers_that_is_on_is_refused() -> None:
+    pytest.importorskip("transformers")
+    model = gpt2()
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="of its own on"):
         apply_activation_checkpointing(model)
