@@ -216,9 +216,11 @@ class Accelerator(ProcessControl, MediaLogging):
                 ),
                 "cpu": cpu,
                 "debug": debug,
+                "on_conflict": self.project_configuration.on_conflict,
             },
             os.environ,
         )
+        self.project_configuration.on_conflict = config.on_conflict
         self.device_placement = device_placement
         loader_config = checked_config(dataloader_config)
         self.rng_types = checked_rng_types(rng_types)
@@ -260,9 +262,7 @@ class Accelerator(ProcessControl, MediaLogging):
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[DataLoaderShard] = []
-        leases = FolderLeases(
-            self.project_configuration.on_conflict, is_main_process=self.is_main_process
-        )
+        leases = FolderLeases(self.config.on_conflict, is_main_process=self.is_main_process)
         self.loop = Loop(
             TrainingRun(self),
             dispatch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from accel_callbacks import foreign_names
 from accel_callbacks.errors import nearest
@@ -34,6 +34,7 @@ __all__ = [
     "unread_variables",
 ]
 
+OnConflict = Literal["refuse", "wait", "take_over"]
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -47,6 +48,8 @@ class AcceleratorConfig:
         gradient_accumulation_steps: micro-batches of one optimizer step.
         cpu: compute on the CPU even if there is an accelerator.
         debug: compare what the processes hold before each collective.
+        on_conflict: what to do if another run that lives has a folder of the project: ``"refuse"``
+            to start, ``"wait"`` for its end, or ``"take_over"``.
         dynamo_backend: backend of torch.compile, set by the launcher as are the following.
         dynamo_mode: mode of torch.compile.
         dynamo_use_fullgraph: raise for a model that is not one graph.
@@ -76,6 +79,7 @@ class AcceleratorConfig:
     gradient_accumulation_steps: int = 1
     cpu: bool = False
     debug: bool = False
+    on_conflict: OnConflict = "refuse"
     dynamo_backend: str | None = None
     dynamo_mode: str | None = None
     dynamo_use_fullgraph: bool | None = None
@@ -143,6 +147,7 @@ _FROM_ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "gradient_accumulation_steps": ("ACCEL_GRADIENT_ACCUMULATION_STEPS", int),
     "cpu": ("ACCEL_CPU", _boolean),
     "debug": ("ACCEL_DEBUG", _boolean),
+    "on_conflict": ("ACCEL_ON_CONFLICT", str),
     "dynamo_backend": ("ACCEL_DYNAMO_BACKEND", str),
     "dynamo_mode": ("ACCEL_DYNAMO_MODE", str),
     "dynamo_use_fullgraph": ("ACCEL_DYNAMO_USE_FULLGRAPH", _boolean),
@@ -327,6 +332,12 @@ def _check(config: AcceleratorConfig) -> None:
                 foreign_names.PRECISIONS.get(config.mixed_precision, str(config.mixed_precision)),
                 PRECISIONS,
             )
+        )
+    if config.on_conflict not in (known := get_args(OnConflict)):
+        hint = nearest(str(config.on_conflict), known)
+        raise ValueError(
+            f"on_conflict={config.on_conflict!r} ({origins.get('on_conflict', 'default')}) is "
+            f"unknown: use 'refuse', 'wait' or 'take_over'.{hint}"
         )
     if config.gradient_accumulation_steps < 1:
         raise ValueError(

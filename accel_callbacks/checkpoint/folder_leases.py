@@ -6,20 +6,20 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from accel_callbacks import collectives
 from accel_callbacks._siblings import require_neighbour
+from accel_callbacks.config import OnConflict
 from accel_callbacks.logging import notice
 
 if TYPE_CHECKING:
     from accel_callbacks.loop.run import TrainingRun
     from checkpoint_io import Lease, LeaseHolder
 
-__all__ = ["Folder", "FolderLeases", "OnConflict"]
+__all__ = ["Folder", "FolderLeases"]
 
 Folder = tuple[str, "Mapping[str, Any] | None"]  # path or URL, and its storage options
-OnConflict = Literal["refuse", "wait", "take_over"]
 
 
 class FolderLeases:

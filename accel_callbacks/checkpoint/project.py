@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from accel_callbacks import collectives
 from accel_callbacks.checkpoint.async_save import SaveCallbacks
-from accel_callbacks.checkpoint.folder_leases import OnConflict
+from accel_callbacks.config import OnConflict
 from accel_callbacks.distributed.failures import shared_failure
 from accel_callbacks.distributed.topology import Topology
 from accel_callbacks.errors import nearest
@@ -54,8 +54,9 @@ class ProjectConfiguration:
             process of each node. A training state is one checkpoint, written by all processes, and
             needs a place that all nodes see: ``save_state`` refuses this option on several nodes.
         on_conflict: what to do if another process that lives has a run in a folder to which this
-            one writes rows or checkpoints: ``"refuse"`` to start (default), ``"wait"`` for its end,
-            or ``"take_over"``, after which it writes nothing more.
+            one writes rows or checkpoints: ``"refuse"`` to start, ``"wait"`` for its end, or
+            ``"take_over"``, after which it writes nothing more. ``None`` is what
+            ``accel launch --on_conflict`` says, else ``"refuse"``.
 
     Raises:
         ValueError: ``total_limit`` below 1, ``iteration`` below 0, or an unknown ``on_conflict``.
@@ -72,7 +73,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
-    on_conflict: OnConflict = "refuse"
+    on_conflict: OnConflict | None = None
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and _whole("total_limit", self.total_limit) < 1:
@@ -81,7 +82,7 @@ class ProjectConfiguration:
             )
         if _whole("iteration", self.iteration) < 0:
             raise ValueError(f"iteration={self.iteration} must be at least 0.")
-        if self.on_conflict not in (known := get_args(OnConflict)):
+        if self.on_conflict not in (None, *(known := get_args(OnConflict))):
             hint = nearest(str(self.on_conflict), known)
             raise ValueError(
                 f"on_conflict={self.on_conflict!r} is unknown: use 'refuse', 'wait' or "

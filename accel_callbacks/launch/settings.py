@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
-from accel_callbacks.config import PRECISIONS
+from accel_callbacks.config import PRECISIONS, OnConflict
 from accel_callbacks.errors import nearest
 from accel_callbacks.launch.option import (
     Option,
@@ -143,6 +143,13 @@ class Training:
         variable="ACCEL_DEBUG",
         child=True,
     )
+    on_conflict: str = option(
+        "refuse",
+        "what to do if a run that lives has the project's folder",
+        choices=get_args(OnConflict),
+        variable="ACCEL_ON_CONFLICT",
+        child=True,
+    )
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -256,7 +263,7 @@ def all_options() -> tuple[Option, ...]:
     Example:
         >>> from accel_callbacks.launch.settings import all_options
         >>> [one.flag for one in all_options() if one.group == "Training"]
-        ['--mixed_precision', '--gradient_accumulation_steps', '--debug']
+        ['--mixed_precision', '--gradient_accumulation_steps', '--debug', '--on_conflict']
     """
     found: list[Option] = []
     for one in options_of(LaunchSettings):

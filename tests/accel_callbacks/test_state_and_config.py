@@ -70,6 +70,7 @@ def test_false_is_an_argument_that_was_given(monkeypatch):
         ("ACCEL_CPU", "perhaps"),
         ("ACCEL_DEBUG", "maybe"),
         ("ACCEL_MIXED_PRECISION", "bf32"),
+        ("ACCEL_ON_CONFLICT", "takeover"),
     ],
 )
 def test_a_bad_value_in_the_environment_is_named_with_its_origin(monkeypatch, name, value):

@@ -196,9 +196,10 @@ def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
 
 def test_processes_get_variables_of_given_settings_only(tmp_path: Path) -> None:
     text = "use_cpu: true\ndynamo_config: {dynamo_backend: EAGER}\nnum_processes: 1\n"
-    found = resolve(tmp_path, text, mixed_precision="bf16")
+    found = resolve(tmp_path, text, mixed_precision="bf16", on_conflict="wait")
     assert found.variables() == {
         "ACCEL_CPU": "1",
+        "ACCEL_ON_CONFLICT": "wait",
         "ACCEL_MIXED_PRECISION": "bf16",
         "ACCEL_DYNAMO_BACKEND": "EAGER",
     }

@@ -393,3 +393,20 @@ def test_a_folder_in_a_store_is_held_and_given_back(s3_options: dict[str, Any]) 
             pass
     assert saver.last_path == f"{url}/step-00000000"
     assert lease.find_holder() is None
+
+
+def test_the_launch_says_what_a_script_leaves_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start("first")
+    assert first.answer() == "begun at 0"
+    monkeypatch.setenv("ACCEL_ON_CONFLICT", "take_over")
+    assert "is in use by run 'first'" in start("second", on_conflict="refuse").end()[1]
+    assert start("third").answer() == "begun at 0"
+    accel = Accelerator(cpu=True)
+    assert accel.project_configuration.on_conflict == "take_over"
+    assert accel.config.origins["on_conflict"] == "environment variable ACCEL_ON_CONFLICT"
+
+
+def test_without_a_word_a_start_is_refused() -> None:
+    assert Accelerator(cpu=True).project_configuration.on_conflict == "refuse"
