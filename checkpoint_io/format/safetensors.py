@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoint_io.errors import CheckpointError, CorruptCheckpointError
+from checkpoint_io.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 from checkpoint_io.format import json as jsonio
 from checkpoint_io.format.pinned import read_ahead, streams_of
 
@@ -81,6 +81,12 @@ def layout(
     position = 0
     for key, tensor in ordered:
         dtype, shape, end = NAMES[tensor.dtype], list(tensor.shape), position + tensor.nbytes
+        if len(shape) > MAX_DIMS or (end == position and _too_large(shape)):
+            raise UnsupportedStateError(
+                f"tensor {key!r:.200} of shape {tuple(shape)!s:.200}: readers refuse more than "
+                f"{MAX_DIMS} dimensions, and sizes of an empty tensor whose product, without "
+                "zeros, is 2**60 or more; reshape it"
+            )
         rows.append(
             f'{_quote(key)}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{position},{end}]}}'
         )
@@ -95,6 +101,11 @@ def layout(
     header = length.to_bytes(8, "little") + text.ljust(length)
     base = len(header)
     return header, ordered, [(base + begin, base + end) for begin, end in spans]
+
+
+def _too_large(shape: Sequence[int]) -> bool:
+    """Return whether the sizes of a shape, other than zeros, have a product that may overflow."""
+    return math.prod([n or 1 for n in shape]) >= 2**60
 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview[int]]:
@@ -190,7 +201,7 @@ def _slot(entry: Any, base: int) -> Slot:
     for n in (begin, end, *shape):
         if type(n) is not int or not 0 <= n < 2**63:
             raise ValueError("a size that is not a whole number")
-    if math.prod([n or 1 for n in shape]) >= 2**60:
+    if _too_large(shape):
         raise ValueError("a shape that is too large")
     if math.prod(shape) * ITEMSIZE[dtype] != end - begin:
         raise ValueError("a shape that does not fit its bytes")

@@ -14,17 +14,23 @@ import torch
 
 from accel_callbacks.cli import main as cli
 from checkpoint_io import (
+    CheckpointError,
     CheckpointFolder,
     CheckpointWarning,
     CorruptCheckpointError,
     TorchGroup,
+    UnsupportedStateError,
     keep_last,
+    load,
+    prepare_save,
     read_manifest,
     save,
+    save_model,
 )
 from checkpoint_io.format import json as jsonio
 from checkpoint_io.format import parse
 from checkpoint_io.format.manifest import Manifest, seal
+from checkpoint_io.sharding.local_tensors import WriteBox
 from tests.checkpoint_io.test_sharded_save import join
 
 
@@ -176,6 +182,53 @@ def test_a_manifest_without_tensors_is_refused(tmp_path: Path) -> None:
     del document["tensors"]
     file.write_bytes(seal(document))
     assert [entry.status for entry in folder.survey()] == ["broken"]
+
+
+def test_a_save_of_one_process_parses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(monkeypatch)
+    saved = save(tmp_path, {"w": torch.ones(3), "none": torch.ones(0, 4)}, metadata={"step": 1})
+    assert saved.nbytes == sum(entry.size for entry in saved.files)
+    assert (saved.generation, saved.world_size) == (1, 1)
+    assert (counted.tensors, counted.decoded) == (0, 0)
+    manifest = read_manifest(tmp_path)
+    assert {name: value for name, value in vars(saved).items() if name != "_parse"} == {
+        name: value for name, value in vars(manifest).items() if name in vars(saved)
+    }
+    assert saved == manifest
+
+
+def whole_and_part(tensor: torch.Tensor) -> Any:
+    """Take a share of one rank of two for all of the tensor, as a wrong group would."""
+    boxes = WriteBox.all_of("w", tensor)
+    return boxes._replace(tensor=tensor[:1])
+
+
+def test_a_part_of_a_tensor_is_not_committed_as_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, {"w": torch.zeros(3)})
+    job = prepare_save(tmp_path, {"w": torch.ones(3)}, next_generation=lambda old: 2)
+    monkeypatch.setattr(
+        "checkpoint_io.saver.plan.RankPlan.files",
+        lambda plan: [[whole_and_part(plan.tensors[0])]],
+    )
+    with pytest.raises(CheckpointError, match="not cover it"):
+        job.run()
+    assert load(tmp_path).state["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**40, 2**21)])
+def test_a_tensor_that_readers_refuse_is_not_saved(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save(tmp_path / "c", {"w": torch.zeros(3)})
+    with pytest.raises(UnsupportedStateError, match=r"tensor 'w' of shape \((1, 1|0, 10).*reshape"):
+        save(tmp_path / "c", {"w": torch.empty(shape)})
+    assert load(tmp_path / "c").state["w"].tolist() == [0.0] * 3
+    with pytest.raises(UnsupportedStateError, match="reshape it"):
+        save_model({"w": torch.empty(shape)}, tmp_path / "m")
+    save(tmp_path / "c", {"w": torch.empty(0, 2**39, 2**20)})  # the largest
+    assert load(tmp_path / "c").state["w"].shape == (0, 2**39, 2**20)
 
 
 def save_and_count(place: str) -> tuple[int, int, bool]:
