@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_callbacks.strategies.pipeline_stages import StagePlan, balanced_split_points
-from accel_callbacks.strategies.tensor_plan import matched_styles
+from accel_callbacks.strategies.tensor_plan import cut_dim, matched_parameters, matched_styles
 
 __all__ = ["ShardedMemory", "sharded_memory"]
 
@@ -152,13 +152,18 @@ def _cut_shapes(model: torch.nn.Module, ranks: int, plan: Mapping[str, Any]) -> 
                 cut.add(id(parameter))
                 shape = shapes[id(parameter)]
                 shape[dimension] = -(-shape[dimension] // ranks)
+    for _, module, key, style in matched_parameters(model, plan):
+        parameter = module.get_parameter(key)
+        dimension = cut_dim(parameter, style)
+        if dimension is not None:
+            shapes[id(parameter)][dimension] //= ranks
     return shapes
 
 
 def _cut_dimension(module: torch.nn.Module, key: str, style: str) -> int | None:
     """Return the dimension along which torch's styles cut a parameter, None if it stays whole."""
-    rows = style.startswith(("rowwise", "embedding"))
-    if not rows and not style.startswith("colwise"):
+    rows = style.startswith(("rowwise", "packed_rowwise", "embedding"))
+    if not rows and not style.startswith(("colwise", "packed_colwise")):
         return None
     if isinstance(module, torch.nn.Embedding):
         return 0 if rows else 1

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["LocalColwise", "LocalRowwise", "local_parameters", "outputs_dim"]
+__all__ = ["LocalColwise", "LocalRowwise", "cut_parameter", "local_parameters", "outputs_dim"]
 
 
 def outputs_dim(module: torch.nn.Module) -> int:
@@ -95,15 +95,17 @@ class LocalRowwise(ParallelStyle):
     """Give each rank some of the inputs of a layer; its output is the sum over ranks.
 
     Args:
+        parts: number of layers whose outputs, of the same size, are its input.
         sequence: leave each rank a part of the sequence of the output.
     """
 
-    def __init__(self, *, sequence: bool = False) -> None:
+    def __init__(self, parts: int = 1, *, sequence: bool = False) -> None:
         super().__init__()
+        self._parts = parts
         self._wanted = Shard(1) if sequence else Replicate()
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
-        _cut(module, device_mesh, 1 - outputs_dim(module), 1)
+        _cut(module, device_mesh, 1 - outputs_dim(module), self._parts)
         ranks, wanted = device_mesh.size(), self._wanted
 
         def taken(name: str, parameter: Any) -> torch.Tensor:
@@ -122,26 +124,41 @@ class LocalRowwise(ParallelStyle):
         return module
 
 
+def cut_parameter(
+    module: torch.nn.Module, name: str, mesh: Any, dim: int | None, parts: int = 1
+) -> None:
+    """Replace a parameter by a DTensor of this rank's part of it.
+
+    Args:
+        module: that has the parameter, whole on each rank.
+        name: of the parameter.
+        mesh: of the ranks that share it.
+        dim: along which it is cut, None to replicate it.
+        parts: number of equal parts along the dimension, each of which is cut.
+    """
+    parameter = module._parameters[name]
+    assert parameter is not None
+    value = parameter.detach()
+    placement: Placement = Replicate()
+    if dim is not None:
+        value = _part(value, dim, parts, mesh.get_local_rank(), mesh.size()).contiguous()
+        placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+    fresh = DTensor.from_local(
+        value if value.is_meta else value.to(mesh.device_type),
+        mesh,
+        [placement],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    module._parameters[name] = torch.nn.Parameter(fresh, parameter.requires_grad)
+
+
 def _cut(module: torch.nn.Module, mesh: Any, dim: int, parts: int) -> None:
     """Replace the weight by this rank's part, and the bias by a replicated one."""
     for name, parameter in list(module._parameters.items()):
-        if parameter is None:
-            continue
-        value = parameter.detach()
-        placement: Placement = Replicate()
-        if name == "weight":
-            value = _part(value, dim, parts, mesh.get_local_rank(), mesh.size()).contiguous()
-            placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
-        local = value if value.is_meta else value.to(mesh.device_type)
-        fresh = DTensor.from_local(
-            local,
-            mesh,
-            [placement],
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        module._parameters[name] = torch.nn.Parameter(fresh, parameter.requires_grad)
+        if parameter is not None:
+            cut_parameter(module, name, mesh, dim if name == "weight" else None, parts)
 
 
 def _part(tensor: torch.Tensor, dim: int, parts: int, rank: int, ranks: int) -> torch.Tensor:

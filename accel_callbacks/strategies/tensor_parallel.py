@@ -23,9 +23,13 @@ from accel_callbacks.strategies.cut_dropout import CutDropout, draws_random_numb
 from accel_callbacks.strategies.sharding import Sharding
 from accel_callbacks.strategies.tensor_plan import (
     check_heads,
+    check_own,
     check_pairs,
+    check_parameters,
+    cut_dim,
     first_pattern,
     is_cut_after,
+    matched_parameters,
     matched_styles,
     parts_of,
     plan_of,
@@ -35,6 +39,7 @@ from accel_callbacks.warning import warn
 
 __all__ = [
     "TensorParallel",
+    "checked_plan",
     "is_cut",
     "loss_parallel",
     "packed_dim",
@@ -145,6 +150,7 @@ def required_plan(
         )
     plan = _chosen_plan(model, parallelism)
     if plan:
+        check_own(model, plan)
         return plan
     try:
         proposal = f"accel.propose_tp_plan(model) proposes {propose_plan(model)}; read it, and pass"
@@ -320,36 +326,87 @@ def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> N
     known = inspect.signature(parallelize_module).parameters
     options: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in known else {}
     ties = _ties(model)
-    chosen = list(matched_styles(model, plan))
-    for name, module, style in chosen:
-        _check_layer(name, module, style, mesh.size())
-    check_pairs(chosen)
-    check_heads(model, chosen, mesh.size())
+    chosen, parameters = checked_plan(model, plan, mesh.size())
+    _cut_parameters(parameters, mesh)
     for name, module, style in chosen:
         if style == "replicated_with_grad_allreduce":
             _replicate(module, mesh)
         elif style != "replicated":
             if style in _SEQUENCE_BEGINS:
                 module.register_forward_hook(_SequenceLength(name, mesh.size()))
-            parallelize_module(module, mesh, _style(style, module), **options)
+            parallelize_module(module, mesh, _style(style, module, model, name), **options)
+            if style == "rowwise" and _SHARED_EXPERTS.intersection(name.split(".")):
+                # Routed experts are added to it in place, which autograd refuses for torch's view.
+                module.register_forward_hook(lambda module, inputs, output: output.clone())
     _tie_again(model, ties)
+
+
+_SHARED_EXPERTS = {"shared_expert", "shared_experts"}
+_Chosen = list[tuple[str, torch.nn.Module, Any]]
+_Parameters = list[tuple[str, torch.nn.Module, str, str]]
+
+
+def checked_plan(
+    model: torch.nn.Module, plan: Mapping[str, Any], ranks: int
+) -> tuple[_Chosen, _Parameters]:
+    """Return the modules and the parameters that a plan names, with their styles.
+
+    Args:
+        model: the model, which is not changed.
+        plan: see :func:`accel_callbacks.strategies.tensor_plan.matched_styles`.
+        ranks: number of ranks that share each layer.
+
+    Raises:
+        ValueError: the plan does not fit the model, or the sizes of a layer cannot be divided.
+    """
+    chosen, parameters = list(matched_styles(model, plan)), list(matched_parameters(model, plan))
+    for name, module, style in chosen:
+        _check_layer(name, module, style, ranks)
+    check_pairs(chosen)
+    check_parameters(parameters, chosen, ranks)
+    check_heads(model, chosen, ranks)
+    return chosen, parameters
+
+
+def _cut_parameters(parameters: _Parameters, mesh: Any) -> None:
+    """Replace parameters that a plan names by themselves by this rank's parts."""
+    for _, module, key, style in parameters:
+        parameter = module._parameters[key]
+        assert parameter is not None
+        dimension = cut_dim(parameter, style)
+        if dimension is not None:
+            from accel_callbacks.strategies.packed_layers import cut_parameter
+
+            cut_parameter(module, key, mesh, dimension, parts_of(style))
 
 
 # Styles after which each rank has a part of the sequence, which was whole before.
 _SEQUENCE_BEGINS = ("embedding_rowwise_sequence", "sequence_split", "rowwise_sequence")
 
 
-def _style(style: Any, module: torch.nn.Module) -> Any:
-    """Return torch's style for a name, or ours for layers that torch does not cut."""
+def _style(style: Any, module: torch.nn.Module, model: torch.nn.Module, name: str) -> Any:
+    """Return torch's style for a name, or ours for layers and modules that torch does not cut."""
     if not isinstance(style, str):
         return style
+    if style in _OF_MODULES:
+        from accel_callbacks.strategies.cut_modules import (
+            DividedInput,
+            LocalModule,
+            RotaryGradient,
+        )
+
+        if style == "mla_kv_a_proj":
+            return RotaryGradient(_rotary_width(model, name))
+        if style == "moe_identity_expert":
+            return DividedInput()
+        return LocalModule(sums=style != "local_params")
     if style.startswith("packed") or _is_conv1d(module):
         # Imported here, because it needs torch's tensors of several ranks.
         from accel_callbacks.strategies.packed_layers import LocalColwise, LocalRowwise
 
         in_sequence = "_sequence" in style
-        if style.startswith("rowwise"):
-            return LocalRowwise(sequence=in_sequence)
+        if "rowwise" in style:
+            return LocalRowwise(parts_of(style), sequence=in_sequence)
         return LocalColwise(parts_of(style), sequence=in_sequence)
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -370,9 +427,24 @@ def _style(style: Any, module: torch.nn.Module) -> Any:
             return ColwiseParallel(input_layouts=taken, output_layouts=last, use_local_output=False)
         given = whole if style.endswith("gather_output") else last
         return ColwiseParallel(input_layouts=taken, output_layouts=given)
-    taken = whole if style.startswith("embedding") else last
+    takes_whole = style.startswith("embedding") or style == "rowwise_split_input"
+    taken = whole if takes_whole else last
     given = sequence if style.endswith("_sequence") else whole
     return RowwiseParallel(input_layouts=taken, output_layouts=given)
+
+
+def _rotary_width(model: torch.nn.Module, name: str) -> int:
+    """Return how many of the last features of a layer are rotary keys, in latent attention."""
+    attention = model.get_submodule(name.rpartition(".")[0])
+    for holder in (attention, getattr(attention, "config", None), getattr(model, "config", None)):
+        width = getattr(holder, "qk_rope_head_dim", None)
+        if type(width) is int and width > 0:
+            return width
+    raise ValueError(
+        f"{name!r} has the style 'mla_kv_a_proj', and nothing says how many of its last features "
+        f"are rotary keys: set qk_rope_head_dim on its {type(attention).__name__}, or leave the "
+        "layers of the attention out of the plan."
+    )
 
 
 class _SequenceLength:
@@ -409,7 +481,15 @@ def _replicate(module: torch.nn.Module, mesh: Any) -> None:
 
 
 # What Conv1D of transformers, which has its weight the other way round, is cut by.
-_OF_CONV1D = ("colwise", "colwise_sequence", "rowwise", "rowwise_sequence")
+_OF_CONV1D = ("colwise", "colwise_by_head", "colwise_sequence", "rowwise", "rowwise_sequence")
+# Styles of modules that are no layers by themselves.
+_OF_MODULES = (
+    "all_reduce",
+    "local_params",
+    "mla_kv_a_proj",
+    "moe_identity_expert",
+    "moe_tp_experts",
+)
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:
@@ -430,12 +510,17 @@ def _check_layer(name: str, module: torch.nn.Module, style: Any, ranks: int) -> 
             f"{'Linear and Conv1D' if packed else 'Linear and Embedding'} only: "
             "replace the layer, leave it out of the plan, or write a ParallelStyle of torch."
         )
+    if cuts and any(True for child in module.children() for _ in child.parameters()):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which has layers of its own, and {style!r} cuts "
+            "plain layers: leave it out of the plan, or write a ParallelStyle of torch."
+        )
     weight = getattr(module, "weight", None)
     # Parts of a vocabulary may be unequal: no layer takes the part as it is.
     of_vocabulary = style.startswith("embedding") or style.endswith(("_output", "loss_parallel"))
     if not cuts or of_vocabulary or not isinstance(weight, torch.Tensor):
         return
-    dimension = int(style.startswith("rowwise")) ^ int(conv1d)
+    dimension = int("rowwise" in style) ^ int(conv1d)
     parts = parts_of(style)
     if parts > 1 and weight.shape[dimension] % (parts * ranks):
         raise ValueError(

@@ -10,13 +10,18 @@ from typing import Any
 import torch
 
 from accel_callbacks.errors import nearest
+from accel_callbacks.strategies.checks import is_of_transformers
 
 __all__ = [
     "STYLES",
     "check_heads",
+    "check_own",
     "check_pairs",
+    "check_parameters",
+    "cut_dim",
     "first_pattern",
     "is_cut_after",
+    "matched_parameters",
     "matched_styles",
     "parts_of",
     "plan_of",
@@ -28,12 +33,15 @@ __all__ = [
 #: "packed_colwise:3" is for queries, keys and values in one layer; the number is 2 by default.
 STYLES = (
     "colwise",
+    "colwise_by_head",
     "colwise_gather_output",
     "colwise_loss_parallel",
     "rowwise",
+    "rowwise_split_input",
     "embedding_rowwise",
     "packed_colwise",
     "packed_colwise_sequence",
+    "packed_rowwise",
     "colwise_sequence",
     "colwise_sequence_gather_output",
     "colwise_sequence_loss_parallel",
@@ -43,11 +51,17 @@ STYLES = (
     "sequence_split",
     "replicated",
     "replicated_with_grad_allreduce",
+    "all_reduce",
+    "local_params",
+    "mla_kv_a_proj",
+    "moe_identity_expert",
+    "moe_tp_experts",
 )
 # Names of transformers and of others for the same.
 _ALIASES = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "embedding_rowwise",
+    "embedding_colwise": "colwise_gather_output",
     "sequence": "sequence_parallel",
     "replicate": "replicated",
 }
@@ -77,13 +91,30 @@ _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head",
 # Norms of the heads of a rank: their weights are whole, and their gradients parts of sums.
 _HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
 _HEADS = ("lm_head", "head", "output", "embed_out", "unembed")
-_PARTS = re.compile(r"packed_colwise(_sequence)?:([2-9]|[1-9][0-9]+)")
-# Styles whose output each rank has a part of.
-_CUT_AFTER = ("colwise", "rowwise_sequence", "embedding_rowwise_sequence", "sequence_split")
+_PARTS = re.compile(r"packed_(colwise(_sequence)?|rowwise):([2-9]|[1-9][0-9]+)")
+# Styles whose output each rank has a part of, and those of layers that "rowwise" goes with.
+_LEAVE_FEATURES = ("colwise", "colwise_by_head", "colwise_sequence")
+_CUT_AFTER = (
+    *_LEAVE_FEATURES,
+    *("rowwise_sequence", "embedding_rowwise_sequence", "sequence_split", "sequence_parallel"),
+)
+# Styles of modules without an output of their own kind: as their input, or of whole parts.
+_AS_INPUT = ("local_params", "mla_kv_a_proj", "moe_identity_expert")
+# Styles of modules that compute with parts of their own parameters, and those that then sum.
+_SUMS = ("all_reduce", "moe_tp_experts")
+_LOCAL = ("local_params", *_SUMS)
+# Styles of parameters that a plan names by themselves.
+_OF_PARAMETERS = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicated")
+# Modules with parameters that see parts of activations, beside a layer that leaves parts.
+_ON_PARTS = (*_HEAD_NORMS, "act_fn")
+# A layer of queries, keys and values whose columns are one head's after the other, in transformers.
+_BY_HEAD = "query_key_value"
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the plan that a model brings along, as those of transformers do; empty if none.
+
+    A plan of transformers is for all configurations of a model: what this one lacks is left out.
 
     Example:
         >>> import torch
@@ -91,8 +122,36 @@ def plan_of(model: torch.nn.Module) -> dict[str, Any]:
         >>> plan_of(torch.nn.Linear(1, 1))
         {}
     """
-    found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    return dict(found) if isinstance(found, Mapping) else {}
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not isinstance(plan, Mapping):
+        return {}
+    return _completed(model, plan) if is_of_transformers(model) else dict(plan)
+
+
+def _completed(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan of transformers for one model, with what its authors leave to the reader."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    present: dict[str, Any] = {}
+    for pattern, style in plan.items():
+        if any(_matches(name, pattern) for name in names):
+            by_head = style == "colwise" and pattern.rpartition(".")[2] == _BY_HEAD
+            present[pattern] = "colwise_by_head" if by_head else style
+    added = {}
+    for parent, module in model.named_modules():
+        prefix = f"{parent}." if parent else ""
+        styles = {
+            key: present.get(first_pattern(prefix + key, present) or "")
+            for key, _ in module.named_children()
+        }
+        if "colwise" in styles.values():
+            for key, child in module.named_children():
+                if (
+                    styles[key] is None
+                    and key in _ON_PARTS
+                    and any(True for _ in child.parameters())
+                ):
+                    added[_pattern(prefix + key)] = "replicated_with_grad_allreduce"
+    return {**present, **added}
 
 
 def matched_styles(
@@ -115,7 +174,73 @@ def matched_styles(
         >>> [(name, style) for name, _, style in matched_styles(model, {"0": "colwise"})]
         [('0', 'colwise')]
     """
-    names = dict(model.named_modules())
+    modules = dict(model.named_modules())
+    known = _checked(model, plan)
+    for name, module in modules.items():
+        pattern = first_pattern(name, known)
+        if pattern is not None:
+            yield name, module, known[pattern]
+
+
+def matched_parameters(
+    model: torch.nn.Module, plan: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.nn.Module, str, str]]:
+    """Yield the parameters that a plan names by themselves, as those of experts.
+
+    Args:
+        model: the model.
+        plan: see :func:`matched_styles`.
+
+    Yields:
+        The name of the module that has the parameter, the module, the parameter's key, its style.
+
+    Raises:
+        ValueError: as for :func:`matched_styles`, or the style is none of a parameter.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_plan import matched_parameters
+        >>> experts = torch.nn.ParameterDict({"up": torch.nn.Parameter(torch.ones(2, 4, 2))})
+        >>> model = torch.nn.ModuleDict({"experts": experts})
+        >>> plan = {"experts": "moe_tp_experts", "experts.up": "colwise"}
+        >>> [(name, key, style) for name, _, key, style in matched_parameters(model, plan)]
+        [('experts', 'up', 'colwise')]
+    """
+    known = _checked(model, plan)
+    for module_name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            name = f"{module_name}.{key}" if module_name else key
+            pattern = None if parameter is None else first_pattern(name, known)
+            if pattern is None:
+                continue
+            style = known[pattern]
+            if not isinstance(style, str) or style.partition(":")[0] not in _OF_PARAMETERS:
+                raise ValueError(
+                    f"the plan of tensor parallelism has the style {style!r} for {name!r}, which "
+                    f"is a parameter and no layer: use one of {', '.join(_OF_PARAMETERS)}."
+                )
+            yield module_name, module, key, style
+
+
+def cut_dim(parameter: torch.Tensor, style: str) -> int | None:
+    """Return the dimension along which a style cuts a parameter that a plan names, None for none.
+
+    Outputs are along the last dimension but one, as in a Linear, experts along the first of three.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_plan import cut_dim
+        >>> experts = torch.ones(4, 8, 2)
+        >>> cut_dim(experts, "packed_colwise"), cut_dim(experts, "rowwise")
+        (1, 2)
+    """
+    if style == "replicated":
+        return None
+    return max(parameter.dim() - (1 if "rowwise" in style else 2), 0)
+
+
+def _checked(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan with the styles' own names, after it was compared with the model."""
     known = {pattern: _known(pattern, style) for pattern, style in plan.items()}
     for pattern, style in known.items():
         last = pattern.rpartition(".")[2]
@@ -125,18 +250,16 @@ def matched_styles(
                 "layers in one: a rank would get columns of the first and none of the last. For "
                 'equal parts, one after the other, say "packed_colwise:3" (queries, keys and '
                 'values) or "packed_colwise:2" (gate and up); for columns that are ordered by '
-                "head, ColwiseParallel() of torch; else split it into one layer each."
+                'head, "colwise_by_head"; else split it into one layer each.'
             )
-    for name, module in names.items():
-        pattern_of = first_pattern(name, known)
-        if pattern_of is not None:
-            yield name, module, known[pattern_of]
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     for pattern in known:
         if not any(_matches(name, pattern) for name in names):
             raise ValueError(
                 f"the plan of tensor parallelism names {pattern!r}, and {type(model).__name__} has "
                 f"no such module.{nearest(pattern, names)}"
             )
+    return known
 
 
 def is_cut_after(style: Any) -> bool | None:
@@ -149,11 +272,9 @@ def is_cut_after(style: Any) -> bool | None:
     """
     if isinstance(style, str):
         short = _ALIASES.get(style, style)
-        if short.startswith("replicated"):
+        if short.startswith("replicated") or short in _AS_INPUT:
             return None  # as its input
-        if short.startswith("packed"):
-            return True
-        cut = short in _CUT_AFTER or short in ("colwise_sequence", "sequence_parallel")
+        cut = short in _CUT_AFTER or short.startswith("packed_colwise")
         return cut or short.endswith("loss_parallel")
     layouts = getattr(style, "desired_output_layouts", None) or getattr(
         style, "output_layouts", getattr(style, "sequence_sharding", None)
@@ -216,9 +337,10 @@ parallelism has no layer that takes parts: give the layer after it "rowwise", or
 def _role(style: Any) -> str | None:
     """Return whether a layer ``"leaves"`` or ``"takes"`` parts of features, None for neither."""
     if isinstance(style, str):
-        if style.startswith("packed") or style in ("colwise", "colwise_sequence"):
+        if style.startswith("packed_colwise") or style in _LEAVE_FEATURES:
             return "leaves"
-        return "takes" if style in ("rowwise", "rowwise_sequence") else None
+        takes = style.startswith("packed_rowwise") or style in ("rowwise", "rowwise_sequence")
+        return "takes" if takes else None
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     if type(style) is SequenceParallel:
@@ -246,6 +368,98 @@ def _drop_pairs(leaving: dict[str, Any], taking: dict[str, Any]) -> None:
                     taking.pop(name, None)
 
 
+def check_own(model: torch.nn.Module, plan: Mapping[str, Any]) -> None:
+    """Refuse the plan of a model of transformers that forgets a parameter beside layers it cuts.
+
+    Raises:
+        ValueError: a module has one, of which the plan does not say what a rank computes with.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_plan import check_own
+        >>> check_own(torch.nn.Linear(1, 1), {})
+    """
+    if not is_of_transformers(model) or dict(plan) != plan_of(model):
+        return
+    for name, module in model.named_modules():
+        own = [key for key, one in module._parameters.items() if one is not None]
+        forgotten = [key for key in own if first_pattern(f"{name}.{key}", plan) is None]
+        styles = {
+            plan.get(first_pattern(f"{name}.{key}", plan) or "")
+            for key, _ in module.named_children()
+        }
+        if forgotten and "colwise" in styles:
+            raise ValueError(
+                f"the plan that {type(model).__name__} brings along cuts layers of {name!r}, and "
+                f"does not say what a rank computes with of its parameter {forgotten[0]!r}: pass a "
+                f"plan without the layers of {_pattern(name)!r} in TorchTensorParallelConfig(plan="
+                "...), or one that gives it a style."
+            )
+
+
+def check_parameters(
+    parameters: Iterable[tuple[str, torch.nn.Module, str, str]],
+    chosen: Iterable[tuple[str, torch.nn.Module, Any]],
+    ranks: int,
+) -> None:
+    """Refuse parameters that cannot be cut, or whose module would not compute with parts of them.
+
+    Args:
+        parameters: what :func:`matched_parameters` yields.
+        chosen: what :func:`matched_styles` yields.
+        ranks: number of ranks that share each.
+
+    Raises:
+        ValueError: the ranks cannot share one equally, or its module has another style.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_plan import check_parameters
+        >>> attention = torch.nn.Module()
+        >>> attention.sinks = torch.nn.Parameter(torch.ones(4))
+        >>> check_parameters(
+        ...     [("attention", attention, "sinks", "colwise")],
+        ...     [("attention", attention, "local_params")],
+        ...     2,
+        ... )
+    """
+    styles = {name: style for name, _, style in chosen}
+    cut: dict[str, set[str]] = {}
+    for module_name, module, key, style in parameters:
+        parameter = module._parameters[key]
+        assert parameter is not None
+        dimension = cut_dim(parameter, style)
+        if dimension is None:
+            continue
+        name = f"{module_name}.{key}" if module_name else key
+        cut.setdefault(module_name, set()).add(key)
+        if styles.get(module_name) not in _LOCAL:
+            raise ValueError(
+                f"the plan of tensor parallelism cuts {name!r}, a parameter with which "
+                f"{type(module).__name__} computes itself: give {module_name!r} the style "
+                '"moe_tp_experts" if the sum over the parts is its output, "local_params" if it '
+                "computes with the heads or features of a rank."
+            )
+        parts = parts_of(style)
+        if parameter.shape[dimension] % (parts * ranks):
+            raise ValueError(
+                f"{name} has {parameter.shape[dimension]} elements in dimension {dimension}, of "
+                f"which {style!r} cuts each of {parts} equal parts over {ranks} ranks: choose a "
+                f"tp_size that divides them, or leave {module_name!r} and its parameters out of "
+                "the plan."
+            )
+    for module_name, module, style in chosen:
+        if style not in _SUMS or (style == "all_reduce" and module_name not in cut):
+            continue
+        for key, parameter in module.named_parameters():
+            if key not in cut.get(module_name, ()):
+                raise ValueError(
+                    f"the output of {module_name!r} ({style!r}) is a sum over ranks, and each "
+                    f"would add {key!r}, of shape {tuple(parameter.shape)}, whole: name "
+                    f'"{module_name}.{key}" in the plan, or leave {module_name!r} out of it.'
+                )
+
+
 def check_heads(
     model: torch.nn.Module, chosen: Iterable[tuple[str, torch.nn.Module, Any]], ranks: int
 ) -> None:
@@ -268,7 +482,11 @@ def check_heads(
     """
     for name, module, style in chosen:
         parent, _, last = name.rpartition(".")
-        packed = isinstance(style, str) and style.startswith("packed") and last in _PACKED
+        packed = (
+            isinstance(style, str)
+            and last in _PACKED
+            and (style.startswith("packed") or style == "colwise_by_head")
+        )
         if _role(style) != "leaves" or not (packed or last in _OF_HEADS):
             continue
         attention = model.get_submodule(parent)
@@ -293,6 +511,8 @@ def _heads(
     features: int = getattr(layer, "nf", None) or weight.shape[0]
     features //= parts_of(style) if isinstance(style, str) else 1
     places = [attention, getattr(attention, "config", None)]
+    if style == "colwise_by_head":  # one after the other, each with its queries, keys and values
+        return _number(places, _HEAD_COUNTS)
     size = _number(places[:1], _HEAD_SIZES)
     if size is not None and features % size == 0:
         return features // size

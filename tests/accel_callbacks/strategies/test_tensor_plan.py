@@ -16,7 +16,10 @@ from accel_callbacks.strategies.tensor_plan import (
     STYLES,
     check_heads,
     check_pairs,
+    check_parameters,
+    cut_dim,
     is_cut_after,
+    matched_parameters,
     matched_styles,
     plan_of,
     propose_plan,
@@ -76,12 +79,19 @@ def test_a_gate_that_is_packed_beside_values_is_not_cut():
         propose_plan(torch.nn.Sequential(gated))
 
 
+_AS_THEIR_INPUT = ("local_params", "mla_kv_a_proj", "moe_identity_expert")
+_WHOLE = (
+    *("rowwise", "packed_rowwise", "rowwise_split_input", "embedding_rowwise"),
+    *("all_reduce", "moe_tp_experts"),
+)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_cut_after_a_style(style):
-    if style.startswith("replicated"):
+    if style.startswith("replicated") or style in _AS_THEIR_INPUT:
         assert is_cut_after(style) is None
         return
-    whole = style in ("rowwise", "embedding_rowwise") or style.endswith("gather_output")
+    whole = style in _WHOLE or style.endswith("gather_output")
     assert is_cut_after(style) is not whole
 
 
@@ -233,3 +243,59 @@ def test_heads_of_models_of_transformers(kind, heads, sentence):
         return
     with pytest.raises(ValueError, match=sentence):
         check_heads(model, chosen, 2)
+
+
+# --- parameters that a plan names -----------------------------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, features: int = 4, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.ones(2, 2 * features, 3))
+        self.down = torch.nn.Parameter(torch.ones(2, 3, features))
+        self.bias = torch.nn.Parameter(torch.ones(2, 3)) if bias else None
+
+
+_EXPERTS = {
+    "experts.gate_up": "packed_colwise",
+    "experts.down": "rowwise",
+    "experts": "moe_tp_experts",
+}
+
+
+def check_experts(plan: dict[str, str], experts: torch.nn.Module) -> None:
+    model = torch.nn.ModuleDict({"experts": experts})
+    check_parameters(matched_parameters(model, plan), list(matched_styles(model, plan)), 2)
+
+
+def test_parameters_of_experts_are_cut_along_their_features():
+    check_experts(_EXPERTS, Experts())
+    experts = Experts()
+    assert cut_dim(experts.gate_up, "packed_colwise") == 1
+    assert cut_dim(experts.gate_up, "packed_rowwise") == cut_dim(experts.down, "rowwise") == 2
+    assert cut_dim(torch.ones(4), "colwise") == 0
+    assert cut_dim(torch.ones(4), "replicated") is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "experts", "sentence"),
+    [
+        (_EXPERTS, Experts(features=3), "cuts each of 2 equal parts over 2 ranks: choose"),
+        (_EXPERTS, Experts(bias=True), "each would add 'bias', of shape"),
+        ({"experts": "moe_tp_experts"}, Experts(), "each would add 'gate_up', of shape"),
+        ({"experts.down": "rowwise"}, Experts(), "give 'experts' the style \"moe_tp_experts\""),
+        ({**_EXPERTS, "experts.down": "sequence_split"}, Experts(), "is a parameter and no layer"),
+        ({**_EXPERTS, "experts.up": "colwise"}, Experts(), "has no such module"),
+    ],
+)
+def test_parameters_that_cannot_be_cut_are_refused(plan, experts, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check_experts(plan, experts)
+
+
+def test_a_layer_of_queries_keys_and_values_by_head_has_whole_heads():
+    attention = torch.nn.ModuleDict({"query_key_value": torch.nn.Linear(6, 18)})
+    attention.num_attention_heads = 3
+    layer = attention["query_key_value"]
+    with pytest.raises(ValueError, match="has 3 heads, which tp_size=2"):
+        check_heads(attention, [("query_key_value", layer, "colwise_by_head")], 2)
