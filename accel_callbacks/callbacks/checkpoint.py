@@ -168,6 +168,7 @@ class Checkpoint(ResumableState):
         self.best_path: str | None = None
         self._record = SaveRecord(self.monitor)
         self._last_step = 0  # at the end of the previous batch
+        self._reserved = not self.async_save or self.trainable_only  # as then little is copied
         self._warned = False
 
     @property
@@ -211,6 +212,9 @@ class Checkpoint(ResumableState):
         self, run: TrainingRun, model: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if a step interval ends here; request a save of all ranks if the time is up."""
+        if not self._reserved and run.global_step > 0:  # from here on optimizers have a state
+            self._reserved = True
+            run.accelerator.loop.saves.reserve(run.accelerator.training_state.nbytes())
         # A save that failed or was skipped is not tried again with the next batch, but at the end
         # of the next interval. In join_uneven_inputs another rank may take no step any more.
         if run.in_lockstep and self._step_is_due(run):

@@ -278,6 +278,14 @@ class BackgroundSaves:
         self._group.keep_through_abort(handle.join)
         self._url, self._callbacks, self.pending = job.url, callbacks, True
 
+    def reserve(self, nbytes: int) -> None:
+        """Take host memory for the first save in the background; return at once.
+
+        Args:
+            nbytes: about how many bytes of tensors this rank will write.
+        """
+        self._background().reserve(nbytes)
+
     def poll(self) -> None:
         """Collective while a save is pending: observe its end, if it has ended on all ranks.
 

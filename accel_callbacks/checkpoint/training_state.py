@@ -154,6 +154,27 @@ class TrainingState:
                 shared["window"] = {"gradients": gradients}
         return shared, local
 
+    def nbytes(self) -> int:
+        """Return about how many bytes of weights and optimizers' states this rank writes.
+
+        Example:
+            >>> import torch
+            >>> from accel_callbacks import Accelerator
+            >>> accel = Accelerator(cpu=True)
+            >>> _ = accel.prepare(torch.nn.Linear(3, 1))
+            >>> accel.training_state.nbytes()
+            16
+        """
+        tensors = [t for model in self.bare_models for t in (*model.parameters(), *model.buffers())]
+        for optimizer in self.optimizers:
+            states = getattr(optimizer.optimizer, "state", {}).values()  # engines may have none
+            tensors += [v for state in states if isinstance(state, dict) for v in state.values()]
+        there = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_meta]
+        sharded: list[Any] = [tensor for tensor in there if collectives.is_sharded(tensor)]
+        whole = sum(tensor.nbytes for tensor in there if not collectives.is_sharded(tensor))
+        shards: int = sum(tensor.to_local().nbytes for tensor in sharded)
+        return shards + whole // self.strategy.topology.world_size
+
     def class_names(self, kind: str) -> list[str | None]:
         """Return the classes of the prepared optimizers or schedulers, as the user made them.
 

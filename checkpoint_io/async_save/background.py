@@ -369,6 +369,25 @@ class BackgroundSaver:
         if thread is not None:
             thread.end()
 
+    def reserve(self, nbytes: int) -> None:
+        """Take host memory for the copy of the first save, on a thread; nothing if there is some.
+
+        The first save then stalls its caller as shortly as later ones. Too little is no error.
+
+        Args:
+            nbytes: about how many bytes of tensors this rank will save.
+
+        Example:
+            >>> import torch
+            >>> from checkpoint_io import BackgroundSaver
+            >>> saver = BackgroundSaver()
+            >>> saver.reserve(1 << 20)
+            >>> _ = saver.save("memory://doc-reserve/a", {"w": torch.ones(2)})
+            >>> saver.wait()
+        """
+        if self._handle is None:
+            self._buffers.reserve(nbytes)
+
     def free_memory(self) -> None:
         """Free the host memory, unless a save uses it; the next save allocates it again."""
         if self._handle is None:

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from checkpoint_io.errors import CheckpointWarning
 from checkpoint_io.warning import warn
 
 _ALIGNMENT = 64  # bytes; a cache line, and at least the alignment of any dtype
+_TOUCHED = 16 << 20  # bytes that a reserve touches at a time
 # Global, as memory belongs to the process.
 _blocks: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # that forks do not have
 _inherited: list[mmap.mmap] = []
@@ -26,11 +28,11 @@ Layout = tuple[list[torch.Size], list[torch.dtype]]
 
 
 class HostBuffers:
-    """One block of host memory with a copy of each tensor of a save.
+    """Host memory with a copy of each tensor of a save: one block, and a reserve before it.
 
-    The block is reused by the next save, unless shapes or dtypes change. It is pinned if a tensor
+    The memory is reused by the next save, unless shapes or dtypes change. It is pinned if a tensor
     is on a CUDA device, so that the copies run asynchronously, all at the same time. A forked
-    process, such as a worker of a DataLoader, does not have it, and allocates one of its own.
+    process, such as a worker of a DataLoader, does not have it, and allocates its own.
 
     Example:
         >>> import torch
@@ -47,8 +49,14 @@ class HostBuffers:
         self._pinned = False
         self._process = os.getpid()
         self._copies: list[torch.Tensor] = []
-        self._unpin: weakref.finalize[Any, Any] | None = None
+        self._unpin: list[weakref.finalize[Any, Any]] = []
+        self._reserve: _Reserve | None = None
         self.nbytes = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Take memory for the first save from the system on a thread, unless there is some."""
+        if nbytes and self._layout is None and self._reserve is None:
+            self._reserve = _Reserve(nbytes)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return host copies of the tensors, valid until the next call."""
@@ -56,8 +64,9 @@ class HostBuffers:
         host = all(tensor.is_cpu for tensor in tensors)
         pinned = not host and any(tensor.is_cuda for tensor in tensors)
         if (layout, pinned, os.getpid()) != (self._layout, self._pinned, self._process):
+            reserve, self._reserve = self._reserve, None
             self.free()  # first: host memory may not hold two copies of the state
-            self._allocate(layout, pinned)
+            self._allocate(layout, pinned, [] if reserve is None else reserve.take())
         with torch.no_grad():
             if host and tensors:  # one call for all: most are small
                 torch._foreach_copy_(self._copies, list(tensors))
@@ -70,31 +79,66 @@ class HostBuffers:
         return list(self._copies)
 
     def free(self) -> None:
-        """Unpin and release the block; its memory is freed with the last copy."""
-        if self._unpin is not None:
-            self._unpin()
-        self._layout, self._pinned, self._unpin = None, False, None
+        """Unpin and release the blocks; their memory is freed with the last copy."""
+        for unpin in self._unpin:
+            unpin()
+        if self._reserve is not None:
+            self._reserve.take()
+        self._layout, self._pinned, self._unpin, self._reserve = None, False, [], None
         self._copies = []
         self.nbytes = 0
 
-    def _allocate(self, layout: Layout, pinned: bool) -> None:
-        """Allocate one block for all copies, one after the other."""
-        begins, end = [], 0
+    def _allocate(self, layout: Layout, pinned: bool, blocks: list[torch.Tensor]) -> None:
+        """Place all copies one after the other: in the reserve, what is over in another block."""
+        room = sum(map(len, blocks))
+        places, ends = [], [0, 0]  # in the reserve, and in the other block
         for shape, dtype in zip(*layout, strict=True):
-            begins.append(end)
-            length = math.prod(shape) * dtype.itemsize
-            end += -(-length // _ALIGNMENT) * _ALIGNMENT
-        block = _host_block(end)
-        if pinned and end and _pin(block):
-            # This object holds the block, so the block is unpinned before it is freed.
-            self._unpin = weakref.finalize(self, _unpin, block.data_ptr(), os.getpid())
-            self._unpin.atexit = False
+            length = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            index = 0 if ends[0] + length <= room else 1
+            places.append((index, ends[index]))
+            ends[index] += length
+        blocks = [*(blocks or [_host_block(0)]), _host_block(ends[1])]
+        for block in blocks:
+            if pinned and len(block) and _pin(block):
+                # This object holds the block, so the block is unpinned before it is freed.
+                unpin = weakref.finalize(self, _unpin, block.data_ptr(), os.getpid())
+                unpin.atexit = False
+                self._unpin.append(unpin)
         self._copies = [
-            block[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for begin, shape, dtype in zip(begins, *layout, strict=True)
+            blocks[index][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for (index, begin), shape, dtype in zip(places, *layout, strict=True)
         ]
-        self._layout, self._pinned, self.nbytes = layout, pinned, end
+        self._layout, self._pinned, self.nbytes = layout, pinned, sum(map(len, blocks))
         self._process = os.getpid()
+
+
+class _Reserve:
+    """A block of host memory whose pages a thread takes from the system.
+
+    To take a page on first use costs more than to copy to it, twice and more.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._block = _host_block(nbytes)
+        self._process = os.getpid()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._touch, name="checkpoint-reserve", daemon=True)
+        self._thread.start()
+
+    def _touch(self) -> None:
+        """Write to each page; torch lets other threads run meanwhile."""
+        for begin in range(0, len(self._block), _TOUCHED):
+            if self._stopped.is_set():
+                return
+            self._block[begin : begin + _TOUCHED].zero_()
+
+    def take(self) -> list[torch.Tensor]:
+        """End the thread and return the block; nothing in a fork, which does not have it."""
+        if self._process != os.getpid():
+            return []
+        self._stopped.set()
+        self._thread.join()
+        return [self._block]
 
 
 def _host_block(nbytes: int) -> torch.Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import re
+import sys
 import weakref
 from pathlib import Path
 
@@ -220,3 +222,77 @@ def test_without_such_memory_copies_are_in_plain_memory(monkeypatch):
     monkeypatch.setattr(staging.mmap, "mmap", refuses)
     (copy,) = HostBuffers().fill([torch.ones(4)])
     assert copy.tolist() == [1.0] * 4
+
+
+def within(copy: torch.Tensor, block: torch.Tensor) -> bool:
+    end = block.data_ptr() + block.numel()
+    return block.data_ptr() <= copy.data_ptr() <= copy.data_ptr() + copy.nbytes <= end
+
+
+def faults() -> int:
+    resource = pytest.importorskip("resource")
+    return int(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the page faults of a thread")
+def test_the_pages_of_a_reserve_are_there_before_the_copy() -> None:
+    weights = [torch.full((2 << 20,), 1.0), torch.full((2 << 20,), 2.0)]
+    buffers = HostBuffers()
+    buffers.reserve(sum(weight.nbytes for weight in weights))
+    reserve = buffers._reserve
+    assert reserve is not None
+    reserve._thread.join(60)
+    block, before = reserve._block, faults()
+    copies = buffers.fill(weights)
+    assert faults() - before < 500  # of 4096 pages
+    assert all(within(copy, block) for copy in copies)
+    assert all(map(torch.equal, copies, weights))
+    assert buffers.nbytes == 16 << 20
+
+
+def test_what_a_reserve_has_no_room_for_gets_memory_of_its_own() -> None:
+    weights = [torch.full((size,), float(size)) for size in (100, 3000, 20)]
+    buffers = HostBuffers()
+    buffers.reserve(600)
+    reserve = buffers._reserve
+    assert reserve is not None
+    copies = buffers.fill(weights)
+    assert [within(copy, reserve._block) for copy in copies] == [True, False, True]
+    assert all(map(torch.equal, copies, weights))
+    assert buffers.nbytes == 600 + 3000 * 4 + 32
+    again = buffers.fill(weights)
+    assert [copy.data_ptr() for copy in again] == [copy.data_ptr() for copy in copies]
+    buffers.fill(weights[:1])  # another layout, for which nothing is left of the reserve
+    assert buffers.nbytes == 448
+
+
+def test_memory_is_reserved_before_the_first_copy_only() -> None:
+    buffers = HostBuffers()
+    buffers.reserve(0)
+    assert buffers._reserve is None
+    buffers.reserve(64)
+    first = buffers._reserve
+    buffers.reserve(1 << 20)
+    assert buffers._reserve is first
+    buffers.fill([torch.ones(2)])
+    buffers.reserve(1 << 20)
+    assert buffers._reserve is None
+    buffers.free()
+    buffers.reserve(1 << 30)
+    thread = buffers._reserve._thread  # type: ignore[union-attr]
+    buffers.free()
+    assert buffers._reserve is None
+    assert not thread.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_does_not_have_the_reserve() -> None:
+    buffers, weight = HostBuffers(), torch.ones(1 << 10)
+    buffers.reserve(1 << 20)
+    child = os.fork()
+    if not child:
+        (copy,) = buffers.fill([weight])
+        os._exit(0 if torch.equal(copy, weight) and buffers.nbytes == 1 << 12 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(buffers.fill([weight])[0], weight)
+    assert buffers.nbytes == 1 << 20

@@ -817,3 +817,19 @@ def loads_one(layout: str, path: str) -> dict[str, list]:
     job = prepared(layout, seed=5)
     job[0].load_state(path, only=["models", "optimizers"])
     return tensors_of(job)
+
+
+def written(layout: str) -> int:
+    accel = accelerator(layout)
+    model = torch.nn.Linear(7, 4)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    model, optimizer = accel.prepare(model, optimizer)
+    accel.backward(model(torch.ones(2, 7)).sum())
+    optimizer.step()
+    return accel.training_state.nbytes()
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
+def test_each_rank_knows_about_how_much_it_writes(pool: Any, layout: str) -> None:
+    # half of the weights and of their two averages; of the two numbers of steps each has a half
+    assert pool.run(written, layout) == [(3 * 7 * 4 + 3 * 4 + 2) * 4 // 2] * 2

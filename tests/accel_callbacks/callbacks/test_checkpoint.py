@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from accel_callbacks import Accelerator, Callback
 from accel_callbacks.callbacks import Checkpoint
 from accel_callbacks.callbacks.checkpoint import Retention
 from accel_callbacks.callbacks.monitor import Monitor
+from accel_callbacks.checkpoint.async_save import BackgroundSaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support"))
 
@@ -112,6 +114,31 @@ def test_saves_come_at_their_intervals(tmp_path, minutes, options, steps):
     saver = Checkpoint(tmp_path, keep_last=None, **options)
     fit(saver, written, each_step=lambda run: minutes.wait(1))
     assert written.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    # five weights, two averages of each, and the number of steps of two parameters
+    [({}, [(5 + 10 + 2) * 4]), ({"async_save": False}, []), ({"trainable_only": True}, [])],
+)
+def test_the_memory_of_the_first_save_is_taken_after_the_first_step(
+    tmp_path, monkeypatch, options, expected
+):
+    reserved, steps = [], []
+    real = BackgroundSaves.reserve
+    monkeypatch.setattr(
+        BackgroundSaves, "reserve", lambda saves, size: reserved.append(size) or real(saves, size)
+    )
+    saver = Checkpoint(tmp_path, every_n_steps=3, **options)
+    fit(
+        saver,
+        optimizer=partial(torch.optim.Adam, foreach=False),
+        window=2,
+        each_step=lambda run: steps.append((run.global_step, len(reserved))),
+    )
+    assert reserved == expected
+    # a hook at the end of a batch comes as the next one begins
+    assert [step for step, count in steps if count][:1] == [1] * len(expected)
 
 
 def test_a_clock_waits_for_the_end_of_the_window(tmp_path, minutes):
