@@ -35,6 +35,7 @@ _JOINED: Mapping[str, tuple[str, ...]] = {
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
     "dp_shard_sp": ("dp_shard", "sp"),
+    "dp_sp": ("dp_replicate", "dp_shard", "sp"),
 }
 
 
@@ -276,7 +277,7 @@ class ParallelismConfig(KwargsHandler):
 
         Where they join several axes of more than one rank, it also has the dimensions ``"dp"``
         (both data axes), ``"dp_shard_cp"`` or ``"dp_shard_sp"`` (over which FSDP shards) and
-        ``"dp_cp"`` (over which losses are averaged), for :meth:`get_submesh`.
+        ``"dp_cp"`` or ``"dp_sp"`` (over which losses are averaged), for :meth:`get_submesh`.
 
         Args:
             device_type: such as ``"cpu"`` or ``"cuda"``.

@@ -94,7 +94,6 @@ def create_strategy(
     if parallelism is not None and parallelism.pp_enabled:
         from accel_callbacks.strategies.pipeline_parallel import PipelineParallel
 
-        _refuse_in_pipeline(parallelism)
         return PipelineParallel(topology, handlers, parallelism, fsdp)
     # Both layers and sequences are cut: FSDP shards the former over the ranks of the latter.
     both = (
@@ -114,15 +113,6 @@ def create_strategy(
         return TensorParallel(topology, handlers, parallelism)
     kind: type[Strategy] = getattr(sys.modules[__name__], _REGISTRY[topology.distributed_type])
     return kind(topology, handlers, parallelism)
-
-
-def _refuse_in_pipeline(parallelism: ParallelismConfig) -> None:
-    for axis in ("dp_replicate", "cp", "sp"):
-        if parallelism.sizes[axis] > 1:
-            raise ValueError(
-                f"pp_size={parallelism.pp_size} does not go with {axis}_size="
-                f"{parallelism.sizes[axis]} in this version: leave one of them out."
-            )
 
 
 def _refuse_replicas(parallelism: ParallelismConfig) -> None:

@@ -17,7 +17,7 @@ from accel_callbacks.plugins.parallelism_handlers import TorchContextParallelCon
 from accel_callbacks.strategies.checks import is_of_transformers
 from accel_callbacks.warning import warn
 
-__all__ = ["ContextParallel", "token_order"]
+__all__ = ["ContextParallel", "plain_attention", "token_order"]
 
 _WHAT = "maybe_context_parallel"
 _ADVICE = {
@@ -58,6 +58,17 @@ def token_order(length: int, ranks: int, *, load_balance: bool = True) -> torch.
     pieces = positions.chunk(2 * ranks)
     held = [piece for rank in range(ranks) for piece in (pieces[rank], pieces[-1 - rank])]
     return torch.cat(held)
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Context manager: attention is of the tokens of this rank alone, and waits for no other."""
+    replaced = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = replaced
 
 
 class ContextParallel:
@@ -314,7 +325,7 @@ class ContextParallel:
             if id(module) not in inside and is_of_transformers(module):
                 inside.update(map(id, module.modules()))
                 module.register_forward_pre_hook(
-                    _Hook(self._checked_call), with_kwargs=True, prepend=True
+                    _Hook(self.checked_call), with_kwargs=True, prepend=True
                 )
             if isinstance(getattr(module, "is_causal", None), bool) and id(module) in inside:
                 module.register_forward_pre_hook(
@@ -328,9 +339,17 @@ class ContextParallel:
             return None
         return args, {**kwargs, "attention_mask": None}
 
-    def _checked_call(
+    def checked_call(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of a call of a model of transformers as ranks with parts need them.
+
+        Returns:
+            ``None`` outside of the context: they stay as they are.
+
+        Raises:
+            ValueError: the model would compute something else with a part of a sequence.
+        """
         if not self.active:
             return None
         name = type(model).__name__

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +24,12 @@ from accel_callbacks.plugins.base import Handlers
 from accel_callbacks.plugins.ddp import DistributedDataParallelKwargs
 from accel_callbacks.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_callbacks.plugins.parallelism import ParallelismConfig
-from accel_callbacks.strategies.checks import is_plain, refuse_distributed, refuse_empty
+from accel_callbacks.strategies.checks import (
+    is_of_transformers,
+    is_plain,
+    refuse_distributed,
+    refuse_empty,
+)
 from accel_callbacks.strategies.checks import refuse_spread as _refuse_spread
 from accel_callbacks.strategies.pipeline_rehearsal import Rehearsal
 from accel_callbacks.strategies.pipeline_runner import (
@@ -127,7 +134,8 @@ class PipelineParallel(Sharding):
         topology: the rank and device of this process.
         handlers: options of other parts.
         parallelism: how the ranks are arranged.
-        fsdp: how stages are sharded, over ``dp_shard_size``.
+        fsdp: how stages are sharded, over the ranks of ``dp_shard_size`` and those that share
+            sequences.
 
     Example:
         >>> from accel_callbacks.strategies.pipeline_parallel import PipelineParallel
@@ -147,7 +155,7 @@ class PipelineParallel(Sharding):
     ) -> None:
         super().__init__(topology, handlers, parallelism)
         self._fsdp = fsdp
-        if parallelism.dp_shard_enabled and fsdp is None:
+        if parallelism.fsdp_dim_names and fsdp is None:
             self._fsdp = FullyShardedDataParallelPlugin()
         self._ranks = parallelism.sizes["pp"]
         self._index = parallelism.coordinate(topology.rank)["pp"]
@@ -159,7 +167,7 @@ class PipelineParallel(Sharding):
     @property
     def averaged_over(self) -> int:
         """Ranks over which FSDP averages the gradients of a stage."""
-        return self.data_world
+        return self.loss_world
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -175,6 +183,33 @@ class PipelineParallel(Sharding):
     @property
     def _group(self) -> Any:
         return self.device_mesh["pp"].get_group()
+
+    @cached_property
+    def _data_mesh(self) -> Any:
+        """Collective: return the mesh over which FSDP replicates and shards a stage."""
+        assert self.parallelism is not None
+        names, device = self.parallelism.fsdp_dim_names, self.topology.device.type
+        if names != ["dp_replicate"]:
+            return self.parallelism.get_submesh(names, device)
+        # Imported here, because most pipelines are sharded or alone.
+        from torch.distributed.device_mesh import init_device_mesh
+
+        # FSDP takes a single dimension for that of the shards, so there is one of a size of 1.
+        sizes = self.parallelism.sizes
+        axes = [axis for axis in sizes if sizes[axis] > 1 or axis == "dp_shard"]
+        mesh = init_device_mesh(device, tuple(map(sizes.get, axes)), mesh_dim_names=tuple(axes))
+        return mesh["dp_replicate", "dp_shard"]
+
+    @property
+    def _data_group(self) -> Any:
+        """The ranks that have the same stage, and other samples or tokens."""
+        assert self.parallelism is not None
+        shared = "sp" if self.parallelism.sp_enabled else "cp"
+        sizes = self.parallelism.sizes
+        axes = [axis for axis in ("dp_replicate", "dp_shard", shared) if sizes[axis] > 1]
+        joined = f"dp_{shared}" if sizes[shared] > 1 else "dp"
+        name = axes[0] if len(axes) == 1 else joined
+        return self.parallelism.get_submesh([name], self.topology.device.type).get_group()
 
     def cuts(self, model: torch.nn.Module) -> bool:
         """Return True for a model that is not cut into stages yet."""
@@ -253,7 +288,7 @@ class PipelineParallel(Sharding):
             for _, slot in lent:
                 del slot.module._parameters[slot.key]
             for stage in stages.values():
-                _shard(stage, self._fsdp, self.device_mesh["dp_shard"], model)
+                _shard(stage, self._fsdp, self._data_mesh, model)
                 replicas.units.watch(stage)
             for name, slot in lent:
                 slot.module._parameters[slot.key] = model.get_parameter(name)
@@ -269,6 +304,7 @@ class PipelineParallel(Sharding):
             self._group,
             self.topology.device,
             replicas,
+            self._context.checked_call if self._context and is_of_transformers(model) else None,
         )
         return PipelinedModel(model, runner, self.topology.device)
 
@@ -288,7 +324,7 @@ class PipelineParallel(Sharding):
 
     def _stage_replicas(self) -> StageReplicas:
         options = self.handlers.get(DistributedDataParallelKwargs, DistributedDataParallelKwargs())
-        group = self.device_mesh["dp_shard"].get_group()
+        group = self._data_group
         units = UnitAgreement(fills=options.find_unused_parameters, group=group)
         shared = options.broadcast_buffers
         return StageReplicas(units, SharedBuffers(lambda _: False, group) if shared else None)
@@ -624,6 +660,8 @@ def _shard(
         raise ValueError(
             "cpu_offload of the fsdp_plugin does not go with a pipeline: leave it out."
         )
+    # A runner sends it or takes its loss, and writes into neither.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPStage\) returned a view")
     with whole_parameters_freed(stage):
         for unit in find_units(stage, options):
             # Gathered once for all micro-batches, which follow one another.

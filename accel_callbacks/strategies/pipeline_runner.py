@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from accel_callbacks import collectives
 from accel_callbacks.gradients import local_part
+from accel_callbacks.strategies.context_parallel import plain_attention
 from accel_callbacks.strategies.cut_dropout import draws_random_numbers
 from accel_callbacks.strategies.pipeline_rehearsal import Rehearsal
 from accel_callbacks.strategies.pipeline_stages import (
@@ -163,7 +164,9 @@ class PipelineRunner:
         group: Any,
         device: torch.device,
         replicas: StageReplicas | None = None,
+        checked_call: Callable[..., Any] | None = None,
     ) -> None:
+        self._checked_call = checked_call
         self._plan = plan
         self._replicas = replicas
         self._stages = stages
@@ -185,6 +188,9 @@ class PipelineRunner:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
         """Return the loss of a batch, or its outputs."""
+        if self._checked_call is not None:
+            # A stage is not called as the model is, which has this as a hook.
+            args, kwargs = self._checked_call(self._model, args, kwargs) or (args, kwargs)
         batch = self._bound(args, kwargs)
         loss_fn = self._options.loss_fn
         if target is not None and loss_fn is None:
@@ -442,7 +448,7 @@ class PipelineRunner:
         args, kwargs = _pieces((batch.args, batch.kwargs), count, rows)[0]
         route, error = None, None
         try:
-            with torch.enable_grad() if training else torch.no_grad():
+            with torch.enable_grad() if training else torch.no_grad(), plain_attention():
                 route = rehearsal.route(wrapped, args, kwargs)
         except Exception as caught:
             error = caught

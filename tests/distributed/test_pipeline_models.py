@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
 from accel_callbacks.callbacks import NonFinite
+from tests.support.ring_attention import ring_on_cpu
 from tests.support.rounding import assert_reordered
 
 pytestmark = pytest.mark.distributed
@@ -62,10 +64,18 @@ def batches(kind: str) -> Iterator[dict[str, torch.Tensor]]:
         yield batch
 
 
-def arrangement(stages: int, shards: int = 1, cuts: int = 1) -> ParallelismConfig:
-    """Stages whose weights are sharded over ranks, or whose layers are cut, by ``cuts``."""
+def arrangement(
+    stages: int, shards: int = 1, cuts: int = 1, replicas: int = 1
+) -> ParallelismConfig:
+    """Stages with replicas, with weights sharded over ranks, or layers cut by ``cuts``."""
     handler = TorchTensorParallelConfig(plan="proposed") if cuts > 1 else None
-    return ParallelismConfig(pp_size=stages, dp_shard_size=shards, tp_size=cuts, tp_handler=handler)
+    return ParallelismConfig(
+        pp_size=stages,
+        dp_shard_size=shards,
+        dp_replicate_size=replicas,
+        tp_size=cuts,
+        tp_handler=handler,
+    )
 
 
 def trains(
@@ -75,11 +85,12 @@ def trains(
     window: int = 1,
     cuts: int = 1,
     schedule: str = "1F1B",
+    replicas: int = 1,
 ) -> Any:
     """Losses, norms, weights and outputs."""
     options: dict[str, Any] = {"cpu": True, "timeout": timedelta(seconds=30)}
     if stages > 1:
-        options["parallelism_config"] = arrangement(stages, shards, cuts)
+        options["parallelism_config"] = arrangement(stages, shards, cuts, replicas)
     accel = Accelerator(gradient_accumulation_steps=window, **options)
     torch.manual_seed(0)
     build, points = MODELS[kind]
@@ -150,6 +161,63 @@ def test_tied_weights_are_sharded_and_have_windows(pool_of_4, kind):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["scaled", pytest.param("llama", marks=pytest.mark.slow)])
+def test_stages_have_replicas(pool_of_4, kind):
+    """Two stages, each with a whole copy on two ranks that read different data."""
+    results = pool_of_4.run(trains, kind, 2, 1, 2, 1, "1F1B", 2)
+    assert all(result == results[0] for result in results)
+    assert_reordered(results[0], alone(kind, 2))
+
+
+def shares_sequences(sizes: dict[str, int]) -> Any:
+    """Losses and norms of LLaMA whose sequences are cut, and a call that would be wrong."""
+    accel = Accelerator(
+        cpu=True,
+        timeout=timedelta(seconds=30),
+        gradient_accumulation_steps=2,
+        parallelism_config=ParallelismConfig(**sizes),
+    )
+    torch.manual_seed(0)
+    model = accel.prepare(known_models.llama())
+    optimizer = accel.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3))
+    losses, norms = [], []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        tokens = torch.randint(1, WORDS, (8, 8), generator=generator)
+        batch = {
+            "input_ids": tokens,
+            "labels": tokens.clone(),
+            "shift_labels": F.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous(),
+            "position_ids": torch.arange(8).repeat(8, 1),
+        }
+        buffers = list(batch.values())
+        with (
+            ring_on_cpu() if "cp_size" in sizes else nullcontext(),
+            accel.accumulate(model),
+            accel.maybe_context_parallel(buffers, [1] * 4, no_restore_buffers=set(buffers)),
+        ):
+            if not losses:
+                with pytest.raises(ValueError, match="called without position_ids"):
+                    model(**{**batch, "position_ids": None})
+            outputs = model(**batch)
+            accel.backward(outputs.loss)
+            if accel.sync_gradients:
+                norms.append(accel.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accel.reduce(outputs.loss.detach(), "mean").item())
+    return {"losses": losses, "norms": norms}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("axis", ["sp_size", pytest.param("cp_size", marks=pytest.mark.slow)])
+def test_sequences_are_shared_in_stages_as_without_them(pool, pool_of_4, axis):
+    expected = pool.run(shares_sequences, {axis: 2})[0]
+    for result in pool_of_4.run(shares_sequences, {axis: 2, "pp_size": 2}):
+        assert_reordered(result, expected)
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_layers_of_stages_are_cut_too(pool_of_4, kind):
     """Two stages of two ranks, each of which has a part of each layer; LLaMA is tied."""
@@ -158,11 +226,13 @@ def test_layers_of_stages_are_cut_too(pool_of_4, kind):
     assert_reordered(results[0], alone(kind, 2))
 
 
-def goes_on(stages: int, folder: str, load: bool, kind: str = "scaled", cuts: int = 1) -> Any:
+def goes_on(
+    stages: int, folder: str, load: bool, kind: str = "scaled", cuts: int = 1, replicas: int = 1
+) -> Any:
     """Train four batches, or the last two from a checkpoint."""
     options: dict[str, Any] = {}
     if stages > 1:
-        options["parallelism_config"] = arrangement(stages, 1, cuts)
+        options["parallelism_config"] = arrangement(stages, 1, cuts, replicas)
     accel = Accelerator(cpu=True, timeout=timedelta(seconds=30), **options)
     torch.manual_seed(int(load))
     build, points = MODELS[kind]
@@ -205,14 +275,17 @@ def test_a_checkpoint_of_shared_weights_goes_on_elsewhere(pool, tmp_path, kind):
             assert_reordered(resumed, wanted)
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_cut_stages_goes_on_elsewhere(pool_of_4, tmp_path):
-    wanted = goes_on(1, str(tmp_path / "whole"), False, "llama")
-    saved = pool_of_4.run(goes_on, 2, str(tmp_path / "cut"), False, "llama", 2)
+@pytest.mark.parametrize(
+    "options", [pytest.param(("llama", 2), marks=pytest.mark.slow), ("scaled", 1, 2)]
+)
+def test_a_checkpoint_of_cut_or_replicated_stages_goes_on_elsewhere(pool_of_4, tmp_path, options):
+    kind = options[0]
+    wanted = goes_on(1, str(tmp_path / "whole"), False, kind)
+    saved = pool_of_4.run(goes_on, 2, str(tmp_path / "spread"), False, *options)
     assert_reordered(saved[0], wanted)
-    assert_reordered(goes_on(1, str(tmp_path / "cut"), True, "llama"), wanted)
-    for folder in ("cut", "whole"):
-        resumed = pool_of_4.run(goes_on, 2, str(tmp_path / folder), True, "llama", 2)
+    assert_reordered(goes_on(1, str(tmp_path / "spread"), True, kind), wanted)
+    for folder in ("spread", "whole"):
+        resumed = pool_of_4.run(goes_on, 2, str(tmp_path / folder), True, *options)
         assert all(one == resumed[0] for one in resumed)
         assert_reordered(resumed[0], wanted)
 
