@@ -197,7 +197,9 @@ class PipelineParallel(Sharding):
         # FSDP takes a single dimension for that of the shards, so there is one of a size of 1.
         sizes = self.parallelism.sizes
         axes = [axis for axis in sizes if sizes[axis] > 1 or axis == "dp_shard"]
-        mesh = init_device_mesh(device, tuple(map(sizes.get, axes)), mesh_dim_names=tuple(axes))
+        mesh = init_device_mesh(
+            device, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes)
+        )
         return mesh["dp_replicate", "dp_shard"]
 
     @property
