@@ -102,7 +102,7 @@ def load_tokens(size: int, folder: pathlib.Path, text: str) -> torch.Tensor:
     return torch.tensor(Tokenizer.from_file(str(file)).encode(text).ids)
 
 
-def build_model(args: argparse.Namespace, tp_size: int) -> PreTrainedModel:
+def build_model(args: argparse.Namespace) -> PreTrainedModel:
     if args.model == "llama":
         config = LlamaConfig(
             vocab_size=args.vocabulary,
@@ -126,10 +126,7 @@ def build_model(args: argparse.Namespace, tp_size: int) -> PreTrainedModel:
         eos_token_id=None,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args.dropout),
     )
-    model = GPT2LMHeadModel(config)
-    for block in model.transformer.h:
-        block.attn.split_size //= tp_size  # forward splits what a process has of all three
-    return model
+    return GPT2LMHeadModel(config)
 
 
 def main() -> None:
@@ -149,7 +146,7 @@ def main() -> None:
         folder = pathlib.Path(args.project_dir)
         tokens = load_tokens(args.vocabulary, folder, load_text(args.text))
     rows = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
-    model = build_model(args, parallelism.tp_size)
+    model = build_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     batch = args.global_batch // accel.data_world // args.gradient_accumulation_steps
     loader = DataLoader(TensorDataset(rows), batch, shuffle=True, drop_last=True)

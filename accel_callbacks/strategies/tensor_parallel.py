@@ -31,6 +31,8 @@ from accel_callbacks.strategies.tensor_plan import (
     is_cut_after,
     matched_parameters,
     matched_styles,
+    output_features,
+    part_size,
     parts_of,
     plan_of,
     propose_plan,
@@ -327,6 +329,7 @@ def parallelize(model: torch.nn.Module, plan: Mapping[str, Any], mesh: Any) -> N
     options: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in known else {}
     ties = _ties(model)
     chosen, parameters = checked_plan(model, plan, mesh.size())
+    _divide_counts(model, chosen, mesh.size())
     _cut_parameters(parameters, mesh)
     for name, module, style in chosen:
         if style == "replicated_with_grad_allreduce":
@@ -366,6 +369,22 @@ def checked_plan(
     check_parameters(parameters, chosen, ranks)
     check_heads(model, chosen, ranks)
     return chosen, parameters
+
+
+def _divide_counts(model: torch.nn.Module, chosen: _Chosen, ranks: int) -> None:
+    """Let attention of transformers, which computes with stored numbers, use those of a rank."""
+    for name, layer, style in chosen:
+        attention: Any = model.get_submodule(name.rpartition(".")[0])
+        size = part_size(attention)
+        is_packed = isinstance(style, str) and style.startswith("packed_colwise")
+        # A script may have divided it already.
+        if is_packed and size is not None and size * parts_of(style) == output_features(layer):
+            attention.split_size = size // ranks
+        # The heads of T5, beside biases of positions that are cut by head.
+        is_query = style == "colwise" and name.endswith("Attention.q")
+        if is_query and getattr(attention, "inner_dim", None) == output_features(layer):
+            attention.inner_dim = attention.inner_dim // ranks
+            attention.n_heads = attention.n_heads // ranks
 
 
 def _cut_parameters(parameters: _Parameters, mesh: Any) -> None:

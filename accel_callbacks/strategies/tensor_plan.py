@@ -23,6 +23,8 @@ __all__ = [
     "is_cut_after",
     "matched_parameters",
     "matched_styles",
+    "output_features",
+    "part_size",
     "parts_of",
     "plan_of",
     "propose_plan",
@@ -70,15 +72,17 @@ _COLWISE = (
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "q_lin", "k_lin", "v_lin", "wq", "wk"),
     *("wv", "to_q", "to_k", "to_v"),
     *("gate_proj", "up_proj", "fc1", "c_fc", "lin1", "w1", "w3", "dense_h_to_4h", "wi", "wi_0"),
-    *("wi_1",),
+    *("wi_1", "q_attn", "relative_attention_bias"),
 )
 _ROWWISE = (
-    *("o_proj", "out_proj", "out_lin", "wo", "to_out"),
+    *("o_proj", "out_proj", "out_lin", "wo", "to_out", "c_proj"),
     *("down_proj", "fc2", "lin2", "w2", "dense_4h_to_h"),
 )
 # The same by the last two parts, where layers of blocks and of heads have one name.
-_COLWISE_IN = ("intermediate.dense",)
-_ROWWISE_IN = ("output.dense",)
+_T5 = ("SelfAttention", "EncDecAttention")
+_T5_HEADS = tuple(f"{attention}.{layer}" for attention in _T5 for layer in "qkv")
+_COLWISE_IN = ("intermediate.dense", *_T5_HEADS)
+_ROWWISE_IN = ("output.dense", *(f"{attention}.o" for attention in _T5))
 # One linear layer for several: its columns are not those of a head, so cutting them is wrong.
 _PACKED = ("qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj", "gate_up_proj", "Wqkv")
 # Layers of attention whose output has the features of one head after the other.
@@ -487,7 +491,9 @@ def check_heads(
             and last in _PACKED
             and (style.startswith("packed") or style == "colwise_by_head")
         )
-        if _role(style) != "leaves" or not (packed or last in _OF_HEADS):
+        inner = ".".join(name.split(".")[-2:])
+        of_heads = packed or last in _OF_HEADS or inner in _T5_HEADS
+        if _role(style) != "leaves" or not of_heads:
             continue
         attention = model.get_submodule(parent)
         heads = _heads(attention, module, style, of_keys=last in _OF_KEYS)
@@ -505,11 +511,7 @@ def _heads(
     attention: torch.nn.Module, layer: torch.nn.Module, style: Any, *, of_keys: bool
 ) -> int | None:
     """Return how many heads a layer computes the features of, None if nothing tells."""
-    weight = layer.weight
-    assert isinstance(weight, torch.Tensor)
-    # Conv1D of transformers has its weight the other way round.
-    features: int = getattr(layer, "nf", None) or weight.shape[0]
-    features //= parts_of(style) if isinstance(style, str) else 1
+    features = output_features(layer) // (parts_of(style) if isinstance(style, str) else 1)
     places = [attention, getattr(attention, "config", None)]
     if style == "colwise_by_head":  # one after the other, each with its queries, keys and values
         return _number(places, _HEAD_COUNTS)
@@ -593,14 +595,10 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
         last, inner = name.rpartition(".")[2], ".".join(name.split(".")[-2:])
         if not isinstance(getattr(module, "weight", None), torch.Tensor) or list(module.children()):
             continue
-        if last in _PACKED:
-            raise ValueError(
-                f"{name!r} packs several layers into one, and its name does not say how: give a "
-                'plan, with "packed_colwise:3" for queries, keys and values of the same size, one '
-                'after the other, or "packed_colwise:2" for gate and up; else split it.'
-            )
         style = None
-        if last in _COLWISE or inner in _COLWISE_IN:
+        if last in _PACKED:
+            style = f"packed_colwise{suffix}:{_packed_parts(model, name)}"
+        elif last in _COLWISE or inner in _COLWISE_IN:
             style = f"colwise{suffix}"
         elif last in _ROWWISE or inner in _ROWWISE_IN:
             style = f"rowwise{suffix}"
@@ -610,13 +608,55 @@ def propose_plan(model: torch.nn.Module, *, sequence_parallel: bool = False) -> 
             style = "sequence_parallel"
         if style is not None:
             found[_pattern(name)] = style
-    if not {f"rowwise{suffix}", f"colwise{suffix}"} <= set(found.values()):
+    leaves = any(_role(style) == "leaves" for style in found.values())
+    if not leaves or f"rowwise{suffix}" not in found.values():
         raise ValueError(
             f"{type(model).__name__} has no layers with the usual names of attention and MLPs: "
             'give a plan, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}.'
         )
     _refuse_wide(model, found)
     return {**_ends(model), **found} if sequence_parallel else found
+
+
+def _packed_parts(model: torch.nn.Module, name: str) -> int:
+    """Return of how many equal layers one consists, where the module around splits its output."""
+    layer, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    size = part_size(parent)
+    if size is None or output_features(layer) % size or output_features(layer) == size:
+        raise ValueError(
+            f"{name!r} packs several layers into one, and its name does not say how: give a "
+            'plan, with "packed_colwise:3" for queries, keys and values of the same size, one '
+            'after the other, or "packed_colwise:2" for gate and up; else split it.'
+        )
+    return output_features(layer) // size
+
+
+def part_size(module: torch.nn.Module) -> int | None:
+    """Return the width by which the attention of GPT-2 splits what its packed layer returns.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_plan import part_size
+        >>> part_size(torch.nn.Linear(1, 1)) is None
+        True
+    """
+    return _number([module], ("split_size",))
+
+
+def output_features(layer: torch.nn.Module) -> int:
+    """Return how many features a Linear, or a Conv1D of transformers, returns, over all ranks.
+
+    Example:
+        >>> import torch
+        >>> from accel_callbacks.strategies.tensor_plan import output_features
+        >>> output_features(torch.nn.Linear(2, 3))
+        3
+    """
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    # Conv1D has its weight the other way round, and its width is an attribute.
+    features: int = weight.shape[1 if isinstance(getattr(layer, "nf", None), int) else 0]
+    return features
 
 
 def _refuse_wide(model: torch.nn.Module, styles: Mapping[str, str]) -> None:

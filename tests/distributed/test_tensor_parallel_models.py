@@ -1,4 +1,4 @@
-"""Models of transformers, cut by their own plans, against one process."""
+"""Models of transformers, cut by their own plans or a proposed one, against one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_callbacks import Accelerator, ParallelismConfig, TorchTensorParallelConfig
-from accel_callbacks.strategies.tensor_plan import plan_of
+from accel_callbacks.strategies.tensor_plan import plan_of, propose_plan
 from tests.support.sharded import quiet
 
 # Slow, because each process imports transformers; test_tensor_parallel.py has layers of their kind.
@@ -85,13 +85,22 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# Models without a plan, and a style of the proposed one.
+PROPOSED = {"gpt2": "packed_colwise:3", "t5": "colwise"}
+
+
 def model_of(kind: str) -> Any:
     import transformers
 
-    _, name, sizes = MODELS[kind]
-    suffix = "TextConfig" if name in ("Llama4", "Inkling") else "Config"
-    config = getattr(transformers, name + suffix)(**sizes, use_cache=False)
-    model = getattr(transformers, name + "ForCausalLM")(config)
+    from tests.support.known_models import BUILDERS
+
+    if kind in MODELS:
+        _, name, sizes = MODELS[kind]
+        suffix = "TextConfig" if name in ("Llama4", "Inkling") else "Config"
+        config = getattr(transformers, name + suffix)(**sizes, use_cache=False)
+        model = getattr(transformers, name + "ForCausalLM")(config)
+    else:
+        model = BUILDERS[kind]()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # zeros and ones would hide mistakes
         for parameter in model.parameters():
@@ -102,7 +111,7 @@ def model_of(kind: str) -> Any:
 
 def corrected_plan(model: Any) -> dict[str, Any]:
     """Return the plan of a model; that of Inkling takes gate and up, in one, for one."""
-    plan = plan_of(model)
+    plan = plan_of(model) or propose_plan(model)
     name = "model.layers.*.mlp.experts.gate_up_proj"
     if plan.get(name) == "colwise":
         del plan["model.embed_tokens"]  # which has a norm
@@ -116,8 +125,8 @@ def prepared(kind: str, sizes: dict[str, int]) -> tuple[Accelerator, Any, Any]:
     options: dict[str, Any] = {}
     if sizes:
         plan = corrected_plan(model)
-        assert MODELS[kind][0] in plan.values()
-        handler = TorchTensorParallelConfig(plan=plan if kind == "inkling" else None)
+        assert (MODELS[kind][0] if kind in MODELS else PROPOSED[kind]) in plan.values()
+        handler = TorchTensorParallelConfig(plan=plan if kind == "inkling" else "proposed")
         options["parallelism_config"] = ParallelismConfig(**sizes, tp_handler=handler)
     accel = Accelerator(
         cpu=True, timeout=timedelta(seconds=60), gradient_accumulation_steps=2, **options
@@ -165,7 +174,7 @@ def alone(kind: str) -> list[float]:
     return trains(kind, {})
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, *PROPOSED])
 def test_it_trains_as_on_one_process_and_resumes_on_one(pool, tmp_path, kind):
     for numbers in pool.run(trains, kind, {"tp_size": 2}, str(tmp_path / "state")):
         assert numbers == pytest.approx(alone(kind), abs=1e-6, rel=1e-6)
@@ -174,7 +183,7 @@ def test_it_trains_as_on_one_process_and_resumes_on_one(pool, tmp_path, kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v2", "granite_swa"])
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v2", "granite_swa", "t5"])
 def test_its_parts_are_sharded_too(pool_of_4, kind):
     for numbers in pool_of_4.run(trains, kind, {"tp_size": 2, "dp_shard_size": 2}):
         assert numbers == pytest.approx(alone(kind), abs=2e-6, rel=2e-6)

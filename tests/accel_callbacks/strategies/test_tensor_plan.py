@@ -208,6 +208,11 @@ def of_transformers(kind: str, heads: int, key_heads: int | None = None) -> torc
     if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=24, n_layer=1, n_head=heads, vocab_size=8)
         return transformers.GPT2LMHeadModel(config)
+    if kind == "t5":
+        config = transformers.T5Config(
+            d_model=24, d_kv=6, d_ff=48, num_layers=1, num_heads=heads, vocab_size=8
+        )
+        return transformers.T5ForConditionalGeneration(config)
     common = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 8}
     if kind == "bert":
         config = transformers.BertConfig(num_attention_heads=heads, **common)
@@ -218,9 +223,6 @@ def of_transformers(kind: str, heads: int, key_heads: int | None = None) -> torc
     return transformers.LlamaForCausalLM(config)
 
 
-_GPT2 = {"*.h.*.attn.c_attn": "packed_colwise:3", "*.h.*.attn.c_proj": "rowwise"}
-
-
 @pytest.mark.parametrize(
     ("kind", "heads", "sentence"),
     [
@@ -228,14 +230,16 @@ _GPT2 = {"*.h.*.attn.c_attn": "packed_colwise:3", "*.h.*.attn.c_proj": "rowwise"
         ("llama", (4, 1), r"\(LlamaAttention\) has 1 head of keys and values, which tp_size=2"),
         ("bert", (3,), r"\(BertSelfAttention\) has 3 heads"),
         ("gpt2", (3,), r"\(GPT2Attention\) has 3 heads"),
+        ("t5", (3,), r"\(T5Attention\) has 3 heads"),
         ("llama", (4, 2), ""),
         ("bert", (4,), ""),
         ("gpt2", (4,), ""),
+        ("t5", (4,), ""),
     ],
 )
 def test_heads_of_models_of_transformers(kind, heads, sentence):
     model = of_transformers(kind, *heads)
-    plan = _GPT2 if kind == "gpt2" else plan_of(model) or propose_plan(model)
+    plan = plan_of(model) or propose_plan(model)
     chosen = list(matched_styles(model, plan))
     check_pairs(chosen)
     if not sentence:
@@ -243,6 +247,30 @@ def test_heads_of_models_of_transformers(kind, heads, sentence):
         return
     with pytest.raises(ValueError, match=sentence):
         check_heads(model, chosen, 2)
+
+
+def test_attention_of_gpt2_and_t5_is_proposed():
+    assert propose_plan(of_transformers("gpt2", 4)) == {
+        "transformer.h.*.attn.c_attn": "packed_colwise:3",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    }
+    plan = propose_plan(of_transformers("t5", 4))
+    layers = {name.partition(".layer.*.")[2]: style for name, style in plan.items()}
+    assert layers == {
+        "SelfAttention.q": "colwise",
+        "SelfAttention.k": "colwise",
+        "SelfAttention.v": "colwise",
+        "SelfAttention.o": "rowwise",
+        "SelfAttention.relative_attention_bias": "colwise",
+        "EncDecAttention.q": "colwise",
+        "EncDecAttention.k": "colwise",
+        "EncDecAttention.v": "colwise",
+        "EncDecAttention.o": "rowwise",
+        "DenseReluDense.wi": "colwise",
+        "DenseReluDense.wo": "rowwise",
+    }
 
 
 # --- parameters that a plan names -----------------------------------------------------------------
